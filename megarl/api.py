@@ -25,6 +25,8 @@ from megarl.config import (
     RunConfig,
     SftConfig,
 )
+from megarl.recipe_file import put
+from megarl.schema import Config
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
 
@@ -79,19 +81,9 @@ def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
     `changes`: values by key, the parts of a dotted key joined by two underscores, as in
     `training__optimizer__learning_rate=1e-5`. Raises `ValueError` for mistakes.
     """
-    known = configs.as_plain(configs.read(kind, path))
     tree = configs.written_tree(path)
     for key, value in changes.items():
-        *parents, last = key.split("__")
-        exists, place = known, tree
-        for name in parents:
-            exists = exists.get(name) if isinstance(exists, dict) else None
-            # Not all defaults are written out: a preset may mean others.
-            place[name] = place.get(name) or {}
-            place = place[name]
-        if not isinstance(exists, dict) or last not in exists:
-            raise ValueError(f"{key.replace('__', '.')}: unknown key of {kind.__name__}")
-        place[last] = configs.as_plain(value)
+        put(tree, key.split("__"), value.model_dump() if isinstance(value, Config) else value)
     return configs.from_tree(kind, tree, where=str(path), beside=Path(path).parent)
 
 

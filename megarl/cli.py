@@ -22,13 +22,11 @@ from typing import NoReturn
 
 from megarl import console, signals
 from megarl.command_line.table import COMMANDS
-from megarl.errors import UserError
+from megarl.errors import UserError, shortened
 from megarl.files import refuse_unfit
 from megarl.lookup import load
 from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
-from megarl.recipe_paths import typed
-from megarl.schema import shortened
 
 LONGEST_MESSAGE = 2000
 """Characters of an error message; a text of the user's that it repeats may be longer."""
@@ -111,6 +109,7 @@ def dispatch(name: str, rest: list[str]) -> int:
     Raises `UserError` for what the user can correct in recipe, data or machine.
     """
     from megarl.command_line import pages
+    from megarl.recipe_paths import typed
 
     command = COMMANDS[name]
     rest = [typed(word) for word in rest]
@@ -141,7 +140,7 @@ def dispatch(name: str, rest: list[str]) -> int:
         if command.arguments:
             kind, rest = load(command.arguments)(rest)
         say = console.say if os.environ.get("RANK", "0") == "0" else str
-        config = configs.load(getattr(configs, kind), rest[0], rest[1:], say)
+        config = configs.read(getattr(configs, kind), rest[0], rest[1:], say)
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
     if "--print-config" in flags:

@@ -2,38 +2,23 @@
 
     recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
 
-`megarl.recipe` reads YAML and command line, pydantic refuses unknown keys and wrong types with
+`megarl.recipe_file` reads YAML and command line; pydantic refuses unknown keys and wrong types with
 their dotted path, and each class checks its own ranges. Importing this module imports no torch.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import functools
 import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from megarl import presets, recipe_file, recipe_paths
-from megarl.command_config import EvaluationConfig, ReplayConfig, SampleConfig
-from megarl.config_checks import (
-    check_algorithm,
-    check_answers,
-    check_distillation,
-    check_early_stop,
-    check_engines,
-    check_mixture,
-    check_rewards,
-    check_roles,
-    check_stops,
-    check_tool_variables,
-    check_truncation,
-    check_warmup,
-)
+from megarl.config_checks import check_learning, check_run, check_warmup
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.objectives.config import (
@@ -44,8 +29,21 @@ from megarl.objectives.config import (
     DistillationConfig,
 )
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
+from megarl.recipe_paths import PathText
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
-from megarl.schema import MOST_STEPS, OutputText, Range, as_plain, config, require, shortened
+from megarl.schema import (
+    MOST_STEPS,
+    Config,
+    Needs,
+    Of,
+    Range,
+    Without,
+    dotted,
+    problems,
+    replace,
+    require,
+    shortened,
+)
 from megarl.serve_config import ServeRewardConfig
 from megarl.supervised_config import (
     PreferenceConfig,
@@ -54,53 +52,80 @@ from megarl.supervised_config import (
     SupervisedConfig,
 )
 from megarl.trainer.config import (
+    AnyRunConfig,
     CriticConfig,
     ModelConfig,
     ReferenceRoleConfig,
     RewardModelRoleConfig,
     RoleConfig,
     TeacherConfig,
+    TrainedModel,
     TrainingConfig,
 )
 from megarl.weight_sync.config import WeightSyncConfig
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
-C = TypeVar("C")
-
-RENAMED = {
-    "rollout.samples_per_group": "rollout.group_size",
-    "training.mini_batches": "training.num_mini_batches",
-    "publish.carrier": "weight_sync.transport",
-    "publish": "weight_sync",
-}
-"""{key of older recipes: its present name}; old keys are refused with the new name."""
+C = TypeVar("C", bound=Config)
 
 
-@config
-class RunConfig:
+class EvaluationConfig(Config):
+    """Held-out problems, scored by the run's own verifier before, during and after training."""
+
+    prompts: PromptsConfig = PromptsConfig(shuffle=False)
+    """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    sampled_too: bool = False
+    """Also draw one sample of each problem at the rollout temperature."""
+    samples: Annotated[int, Range(1, 10_000)] = 1
+    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
+    maj@n; 1 for none, unless `sampled_too` is set."""
+    models: tuple[PathText, ...] = ()
+    """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
+    sources: tuple[PathText, ...] = ()
+    """Of `megarl eval`: further data sets, read as `prompts` is."""
+
+
+class SampleConfig(Config):
+    """Of `megarl sample`: how many responses to each prompt, and which of them are written."""
+
+    samples: Annotated[int, Range(1, 10_000)] = 8
+    """Responses to each of `prompts`, at `rollout.temperature`."""
+    keep: Literal["best", "all", "pairs"] = "best"
+    """`best`: of each prompt the response with the highest reward; `all`: every response, with its
+    reward; `pairs`: the best and the worst response, where their rewards differ. Empty responses
+    are left out, and so are responses that were cut off at the token limit, but as the worst."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
+    shown: Annotated[int, Range(1, 10_000)] = 4
+    """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
+
+
+class ReplayConfig(Config):
+    """Of `megarl replay`: the run whose batches are trained on again."""
+
+    run: PathText = ""
+    """Its run folder; `megarl replay RUN` sets it."""
+    steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps to train again, from the first one; 0 for all that the run has finished."""
+
+
+class RunConfig(AnyRunConfig):
     """A reinforcement-learning run: `megarl train`."""
 
-    folder: OutputText = ""
-    """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
-    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
-    """Training steps of the whole run."""
     epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
     `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Groups that dynamic sampling
     rejects are not counted, so with it the run passes over the prompts more often."""
-    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
-    """Seed of all random numbers: initial weights, data order, sampling."""
-    resume: Literal[True, False, "auto"] = False
-    """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
-    begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
-    model: ModelConfig = ModelConfig()
-    reference: ReferenceRoleConfig = ReferenceRoleConfig()
+    model: TrainedModel = ModelConfig()
+    reference: Annotated[ReferenceRoleConfig, Of("algorithm.kl.coefficient")] = (
+        ReferenceRoleConfig()
+    )
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = CriticConfig()
     """The value model of PPO; used where `algorithm.advantage` is gae."""
-    reward_models: dict[str, RewardModelRoleConfig] = dataclasses.field(default_factory=dict)
+    reward_models: dict[str, RewardModelRoleConfig] = {}
     """{name: reward model}. The reward of a response is the environment's reward plus weight x
     score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
     say what is correct, or `environment.verifier: none` if nothing is."""
@@ -116,43 +141,15 @@ class RunConfig:
     early_stop: EarlyStopConfig = EarlyStopConfig()
     observe: ObserveConfig = ObserveConfig()
 
-    def __post_init__(self) -> None:
-        require(
-            bool(self.folder),
-            "folder is empty; set it to where the run may write, for example folder: runs/my-run",
-        )
-        require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
-        require(
-            self.prompts.names_data, "prompts.source is empty; set it to a data file or hub name"
-        )
-        check_engines(self, longest_request(self))
-        groups, parts = self.rollout.groups_per_step, self.training.num_mini_batches
-        require(
-            groups % parts == 0,
-            f"rollout.groups_per_step is {groups}, not divisible by training.num_mini_batches ="
-            f" {parts}; change one of them",
-        )
-        check_roles(self)
-        check_early_stop(self)
-        overlong = self.environment.overlong
-        require(
-            overlong.limit_tokens <= self.rollout.max_new_tokens,
-            f"environment.overlong.limit_tokens is {overlong.limit_tokens}, beyond"
-            f" rollout.max_new_tokens = {self.rollout.max_new_tokens}; lower it",
-        )
-        check_stops(self)
-        check_tool_variables(self)
-        check_answers(self)
-        check_mixture(self)
+    def check(self) -> None:
+        check_run(self, longest_request(self))
         self.check_learning()
 
     def check_learning(self) -> None:
         """Raise `ValueError` where nothing can be learned, or the way of learning does not fit the
         rollouts.
         """
-        check_rewards(self)
-        check_truncation(self)
-        check_algorithm(self)
+        check_learning(self)
 
     @property
     def compares_groups(self) -> bool:
@@ -195,18 +192,29 @@ class RunConfig:
         return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
 
 
-@config
+TEACHER_ALONE = Without(
+    why="which megarl distill does not use: the policy learns from its teacher alone"
+)
+
+
 class DistillConfig(RunConfig):
     """A run of on-policy distillation: `megarl distill`. It has the settings of `megarl train` but
     those of rewards: `algorithm`, `reference`, `critic` and `reward_models` stay as they are.
     """
 
-    teacher: TeacherConfig = TeacherConfig()
+    reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = ReferenceRoleConfig()
+    critic: Annotated[CriticConfig, TEACHER_ALONE] = CriticConfig()
+    reward_models: Annotated[dict[str, RewardModelRoleConfig], TEACHER_ALONE] = {}
+    algorithm: Annotated[AlgorithmConfig, TEACHER_ALONE] = AlgorithmConfig()
+    training: Annotated[
+        TrainingConfig, Without("logprobs", why="which computes no divergences")
+    ] = TrainingConfig()
+    teacher: Annotated[
+        TeacherConfig,
+        Needs("set it to a model with the tokenizer of model.path", "model.path"),
+        Without("model.from_scratch", why="but random weights teach nothing"),
+    ] = TeacherConfig()
     distillation: DistillationConfig = DistillationConfig()
-
-    def __post_init__(self) -> None:
-        check_distillation(self)
-        RunConfig.__post_init__(self)  # slots make a new class, which super() misses
 
     def check_learning(self) -> None:
         """Does nothing. `RunConfig.check_learning` refuses settings under which no sample has an
@@ -252,7 +260,7 @@ def with_steps(config: C, num_rows: int) -> C:
         f"epochs is {config.epochs:g}, which is {steps} steps for {num_rows} rows; set fewer, so"
         f" that there are at most {MOST_STEPS} steps",
     )
-    found = dataclasses.replace(config, steps=steps)
+    found = replace(config, steps=steps)
     if isinstance(found, RunConfig):
         check_warmup(found)
     return found
@@ -271,22 +279,17 @@ def made_with(config: RunConfig) -> str:
     """Fingerprint of the settings that finished rollouts, and how old they may be, depend on beside
     model, data and seed.
     """
-    rollout = as_plain(config.rollout)
-    rollout = {name: value for name, value in rollout.items() if name not in NO_MATTER}
+    rollout = config.rollout.model_dump(exclude=NO_MATTER)
     kinds = config.compares_groups, config.greedy_baseline
-    plain = [rollout, as_plain(config.environment), as_plain(config.prompts), kinds]
-    text = json.dumps(plain, sort_keys=True, default=str)
+    plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
+    text = json.dumps(plain, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-NO_MATTER = (
-    "engine",
-    "num_engines",
-    "engines_per_relay",
-    "placement",
-    "request_timeout_s",
+NO_MATTER = {
+    *("engine", "num_engines", "engines_per_relay", "placement", "request_timeout_s"),
     "max_open_groups",
-)
+}
 """Settings of `rollout` that a finished rollout does not depend on."""
 
 
@@ -310,46 +313,7 @@ def silence_s(config: RunConfig) -> float:
     return restart_s + environment.start_limit_s + verdict_s + 60.0
 
 
-def read(
-    kind: type[C],
-    file: str | Path,
-    overrides: Sequence[str] = (),
-    say: recipe_paths.Say = str,
-) -> C:
-    """Read a YAML recipe, and settings of a command line, as configuration class `kind`. `say`: see
-    `from_tree`.
-
-    Raises `ValueError` with the file, the dotted key and the problem.
-    """
-    path = Path(recipe_paths.expanded(str(file)))
-    tree = presets.spelled_out(recipe_file.read_tree(path))
-    refuse_renamed(tree, where=f"recipe {path}")
-    refuse_other(kind, tree, where=f"recipe {path}")
-    where = str(path)
-    if overrides:
-        tree = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
-        where = f"{path} with {' '.join(overrides)}"
-    return from_tree(kind, tree, where=where, beside=path.parent, say=say)
-
-
-def written_tree(file: str | Path) -> dict[str, Any]:
-    """The settings that a recipe file spells out, as nested dicts, without defaults."""
-    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file)))))
-
-
-def refuse_renamed(tree: object, *, where: str) -> None:
-    """Raise `ValueError` with the new name for every old key of `RENAMED` in nested dicts."""
-    found = []
-    for old, new in RENAMED.items():
-        node, *inner = tree, *old.split(".")
-        for part in inner[:-1]:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and inner[-1] in node:
-            found.append(f"{old} is now {new}")
-    require(not found, f"{where}: {'; '.join(found)}; write the new name")
-
-
-COMMANDS: dict[type, str] = {
+COMMANDS: dict[type[Config], str] = {
     RunConfig: "train",
     DistillConfig: "distill",
     SftConfig: "sft",
@@ -360,92 +324,89 @@ COMMANDS: dict[type, str] = {
 """{configuration: the command whose recipes it is}"""
 
 
-def refuse_other(kind: type, tree: dict[str, Any], *, where: str) -> None:
-    """Raise `ValueError` if nested dicts are the recipe of another command than that of `kind`."""
-    strange = unknown_keys(tree, kind)
-    meant = [name for other, name in COMMANDS.items() if not unknown_keys(tree, other)]
-    require(
-        not strange or not meant or kind not in COMMANDS,
-        f"{where} is for megarl {' or '.join(meant[:1])}; megarl {COMMANDS.get(kind)} has no key"
-        f" {', '.join(strange[:5])}",
-    )
+def read(
+    kind: type[C],
+    file: str | Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], object] = str,
+) -> C:
+    """Read a YAML recipe, and settings `--section.key value` of a command line, as configuration
+    class `kind`. `say`: see `from_tree`.
+
+    Raises `ValueError` with file, line, dotted key and problem for mistakes in either.
+    """
+    path, lines = Path(recipe_paths.expanded(str(file))), {}
+    tree = presets.spelled_out(recipe_file.read_tree(path, lines))
+    where = f"recipe {path}"
+    if overrides:
+        tree = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
+        where += f" with {' '.join(overrides)}"
+    return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 
 
-def unknown_keys(tree: dict[str, Any], kind: type, before: str = "") -> list[str]:
-    """The dotted keys of nested dicts that configuration class `kind` has not."""
-    found, fields = [], recipe_file.fields_of(kind)
-    for key, value in tree.items():
-        if key not in fields:
-            found.append(f"{before}{key}")
-        elif isinstance(value, dict) and dataclasses.is_dataclass(fields[key]):
-            found += unknown_keys(value, fields[key], f"{before}{key}.")
-    return found
+def written_tree(file: str | Path) -> dict[str, Any]:
+    """The settings that a recipe file spells out, as nested dicts, without defaults."""
+    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file)))))
 
 
 def from_tree(
     kind: type[C],
-    tree: object,
+    tree: Any,
     *,
     where: str,
     beside: Path | None = None,
-    say: recipe_paths.Say = str,
+    say: Callable[[str], object] = str,
+    lines: dict[str, int] | None = None,
 ) -> C:
     """Convert nested dicts to configuration class `kind`, with all of its checks.
 
-    Raises `ValueError`; `where` names the dicts' origin in the message. `beside`: folder of the
-    recipe, in which relative paths are looked for that are not in the working folder; `say` is told
-    of those that are there.
+    Raises `ValueError`; `where` names the dicts' origin in the message, `lines` of each dotted key
+    its line there. `beside`: folder of the recipe, in which relative paths are looked for that are
+    not in the working folder; `say` is told of those that are there.
     """
-    from pydantic import ValidationError
-
+    folder = recipe_paths.Beside(beside)
     try:
-        tree = presets.filled_in(presets.spelled_out(tree) if isinstance(tree, dict) else tree)
-        tree = recipe_paths.with_paths(tree, kind, beside, say)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    try:
-        return _adapter(kind).validate_json(json.dumps(tree, default=str))
+        found = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        lines = []
-        for issue in error.errors():
-            place = ".".join(str(part) for part in issue["loc"])
-            if issue["type"] == "unexpected_keyword_argument":
-                lines.append(f"{place}: unknown key{recipe_file.suggestion(kind, issue['loc'])}")
-            elif issue["type"] == "value_error":
-                # The check of a class names itself; the class may be used in several places.
-                said = str(issue.get("ctx", {}).get("error", issue["msg"]))
-                lines.append(CLASS_NAME.sub(f"{place}." if place else "", said))
-            else:
-                found = shortened(repr(issue["input"]))
-                lines.append(f"{place or '(top level)'}: {issue['msg'].lower()}, found {found}")
-        raise ValueError(f"{where}: {shortened('; '.join(lines), 2000)}") from None
+        refuse_other(kind, tree, error, where)
+        found = problems(error, partial(recipe_file.hint, kind))
+        said = [in_line(one, lines or {}) for one in found]
+        raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
+    for line in folder.found:
+        say(line)
+    return found
 
 
-CLASS_NAME = re.compile(r"\b[A-Z]\w*Config\.")
-"""The name of a configuration class before a setting's, in the message of a check."""
+def in_line(said: str, lines: dict[str, int]) -> str:
+    """A mistake with the line of the first setting of the recipe that it names."""
+    words = re.findall(r"[\w.\[\]]+", said)
+    keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
+    return f"line {lines[keys[0]]}: {said}" if keys else said
 
 
-@functools.cache
-def _adapter(kind: type[C]) -> TypeAdapter[C]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
-def load(kind: type[C], file: str | Path, overrides: list[str], say: recipe_paths.Say = str) -> C:
-    """Read recipe `file` as configuration class `kind` and apply overrides `--section.key value`.
-    `say`: see `from_tree`.
-
-    Raises `ValueError` for mistakes in recipe and overrides.
+def refuse_other(kind: type[Config], tree: Any, error: ValidationError, where: str) -> None:
+    """Raise `ValueError` if nested dicts are the recipe of another command than that of `kind`,
+    whose mistakes are `error`.
     """
-    for word in overrides:
-        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        for old, new in RENAMED.items():
-            if word.startswith("--") and (key == old or key.startswith(f"{old}.")):
-                raise ValueError(f"{word}: {old} is now {new}; write the new name")
-    return read(kind, file, overrides, say)
+
+    def strange(error: ValidationError) -> list[str]:
+        found = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        return [*map(dotted, found)]
+
+    def fits(other: type[Config]) -> bool:
+        try:
+            return bool(other.model_validate(tree))
+        except ValidationError as error:
+            return not strange(error)
+
+    if kind in COMMANDS and strange(error):
+        for other in filter(fits, COMMANDS):
+            raise ValueError(
+                f"{where} is for megarl {COMMANDS[other]}; megarl {COMMANDS[kind]} has no key"
+                f" {', '.join(strange(error)[:5])}"
+            )
 
 
-def dump(value: object) -> str:
+def dump(value: Config) -> str:
     """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
-    return recipe_file.dump(as_plain(value))
+    return recipe_file.dump(value.model_dump())

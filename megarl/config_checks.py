@@ -6,20 +6,51 @@ import difflib
 import itertools
 from typing import TYPE_CHECKING
 
-from megarl.objectives.config import COMPARING, AlgorithmConfig, GaeConfig
+from megarl.objectives.config import COMPARING
 from megarl.observe.config import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
-from megarl.presets import check_preset
 from megarl.schema import require
-from megarl.trainer.config import CriticConfig, ModelConfig, ReferenceRoleConfig
 
 if TYPE_CHECKING:
-    from megarl.config import DistillConfig, RunConfig
+    from megarl.config import RunConfig
     from megarl.environments.config import EnvironmentConfig
 
 
 TELL_S = 60.0
 """Seconds by which rank 0 gives up before the ranks that wait for it: otherwise these would end the
 run, with an error that does not name the engine."""
+
+
+def check_run(config: RunConfig, longest: int) -> None:
+    """Raise `ValueError` for settings of a run on rollouts that do not fit each other. `longest`:
+    tokens of the longest request.
+    """
+    require(config.prompts.names_data, "prompts.source is empty; set it to a data file or hub name")
+    check_engines(config, longest)
+    groups, parts = config.rollout.groups_per_step, config.training.num_mini_batches
+    require(
+        groups % parts == 0,
+        f"rollout.groups_per_step is {groups}, not divisible by training.num_mini_batches ="
+        f" {parts}; change one of them",
+    )
+    limit, longest = config.environment.overlong.limit_tokens, config.rollout.max_new_tokens
+    require(
+        limit <= longest,
+        f"environment.overlong.limit_tokens is {limit}, beyond rollout.max_new_tokens = {longest};"
+        " lower it",
+    )
+    check_roles(config)
+    check_early_stop(config)
+    check_stops(config)
+    check_tool_variables(config)
+    check_answers(config)
+    check_mixture(config)
+
+
+def check_learning(config: RunConfig) -> None:
+    """Raise `ValueError` where nothing can be learned from rewards."""
+    check_rewards(config)
+    check_truncation(config)
+    check_algorithm(config)
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
@@ -237,36 +268,10 @@ def check_early_stop(config: RunConfig) -> None:
 
 
 def check_roles(config: RunConfig) -> None:
-    """Raise `ValueError` where a model beside the policy has settings that would do nothing, or is
-    missing.
-    """
-    algorithm = config.algorithm
-    check_preset(algorithm)
-    require(
-        config.reference == ReferenceRoleConfig() or algorithm.kl.coefficient > 0,
-        "reference has settings, but algorithm.kl.coefficient is 0, so that no reference is used;"
-        " leave them out, or set algorithm.kl.coefficient above 0",
-    )
-    has_critic = algorithm.advantage == "gae"
-    for section, settings, default in (
-        ("critic", config.critic, CriticConfig()),
-        ("algorithm.gae", algorithm.gae, GaeConfig()),
-    ):
-        require(
-            settings == default or has_critic,
-            f"{section} has settings, but algorithm.advantage is '{algorithm.advantage}', which"
-            " uses no critic; leave them out, or set algorithm.advantage to 'gae'",
-        )
-    sections = {"reference": config.reference, "critic": config.critic}
-    for name, role in (sections | config.other_roles).items():
-        require(
-            bool(role.model.path) or role.model == ModelConfig(),
-            f"{name}.model has settings but no path, so that they would do nothing; set"
-            f" {name}.model.path, or leave {name}.model out",
-        )
+    """Raise `ValueError` where two models beside the policy have a rank in common."""
     if config.epochs is None:  # else steps are known once the data are
         check_warmup(config)
-    roles = sections | config.other_roles
+    roles = {"reference": config.reference, "critic": config.critic} | config.other_roles
     for (name, role), (other_name, other) in itertools.combinations(roles.items(), 2):
         require(
             not set(role.ranks) & set(other.ranks),
@@ -327,20 +332,11 @@ def check_algorithm(config: RunConfig) -> None:
         " rollout.group_size is 1; raise it or use 'reinforce_plus_plus'",
     )
     algorithm = config.algorithm
-    check_used(algorithm)
-    for is_idle, why, instead in (
-        (config.rollout.max_staleness == 0, "rollout.max_staleness is 0", "raise max_staleness"),
-        (
-            algorithm.old_logprobs == "engine",
-            "algorithm.old_logprobs is 'engine', which corrects",
-            "set old_logprobs to 'trainer'",
-        ),
-    ):
-        require(
-            not (algorithm.correction.allow_uncorrected and is_idle),
-            f"algorithm.correction.allow_uncorrected is true, but {why}, so that it would allow"
-            f" nothing; leave it out, or {instead}",
-        )
+    require(
+        config.rollout.max_staleness > 0 or not algorithm.correction.allow_uncorrected,
+        "algorithm.correction.allow_uncorrected is true, but rollout.max_staleness is 0, so that it"
+        " would allow nothing; leave it out, or raise max_staleness",
+    )
     require(
         config.rollout.max_staleness == 0
         or algorithm.correction.kind != "none"
@@ -355,56 +351,4 @@ def check_algorithm(config: RunConfig) -> None:
             else " algorithm.old_logprobs to 'engine', or"
         )
         + " on purpose algorithm.correction.allow_uncorrected to true",
-    )
-
-
-def check_used(algorithm: AlgorithmConfig) -> None:
-    """Raise `ValueError` for a setting that the loss or the aggregation does not use."""
-    clipped = ("ppo_clip", "dual_clip", "gspo", "cispo")
-    for name, value, default, losses in (
-        ("clip_low", algorithm.clip_low, 0.2, clipped),
-        ("clip_high", algorithm.clip_high, 0.28, clipped),
-        ("dual_clip", algorithm.dual_clip, 3.0, ("dual_clip",)),
-        ("sapo_positive", algorithm.sapo_positive, 1.0, ("sapo",)),
-        ("sapo_negative", algorithm.sapo_negative, 1.05, ("sapo",)),
-    ):
-        require(
-            value == default or algorithm.loss in losses,
-            f"algorithm.{name} is {value:g}, which algorithm.loss '{algorithm.loss}' does not use;"
-            f" leave it out, or set algorithm.loss to {' or '.join(map(repr, losses))}",
-        )
-    require(
-        algorithm.constant_tokens == 0 or algorithm.aggregation == "constant",
-        f"algorithm.constant_tokens is {algorithm.constant_tokens}, which algorithm.aggregation"
-        f" '{algorithm.aggregation}' does not use; leave it out, or set aggregation to 'constant'",
-    )
-
-
-def check_distillation(config: DistillConfig) -> None:
-    """Raise `ValueError` where a recipe of `megarl distill` has no teacher, or settings that would
-    do nothing.
-    """
-    require(
-        bool(config.teacher.model.path),
-        "teacher.model.path is empty; set it to a model with the tokenizer of model.path",
-    )
-    require(
-        not config.teacher.model.from_scratch,
-        "teacher.model.from_scratch is true, but random weights teach nothing; leave it out",
-    )
-    for name, value, default in (
-        ("algorithm", config.algorithm, AlgorithmConfig()),
-        ("reference", config.reference, ReferenceRoleConfig()),
-        ("critic", config.critic, CriticConfig()),
-        ("reward_models", config.reward_models, {}),
-    ):
-        require(
-            value == default,
-            f"{name} has settings, which megarl distill does not use: the policy learns from its"
-            " teacher alone; leave them out",
-        )
-    require(
-        config.training.logprobs == "chunked",
-        f"training.logprobs is '{config.training.logprobs}', which computes no divergences; leave"
-        " it out",
     )

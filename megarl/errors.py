@@ -1,4 +1,4 @@
-"""The errors that callers tell apart."""
+"""The errors that callers tell apart, and what their messages are made with."""
 
 from __future__ import annotations
 
@@ -43,3 +43,18 @@ def disk_advice(error: Exception | str) -> str:
     full = getattr(error, "errno", None) in codes
     full = full or any(os.strerror(code) in str(error) for code in codes)
     return "free some space on its disk" if full else "correct that"
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """`text` on one line, cut to `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition` holds.
+
+    Messages say what was found and what to set.
+    """
+    if not condition:
+        raise ValueError(message)

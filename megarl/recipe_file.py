@@ -9,18 +9,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
-import functools
+import itertools
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
+from megarl.errors import shortened
 from megarl.peer_names import NAMES
-from megarl.schema import text_problem
+from megarl.schema import Config, dotted
 
 LARGEST_BYTES = 2**20
 """Size limit of a recipe file in bytes; real ones have a few kilobytes."""
@@ -28,6 +29,14 @@ MOST_VALUES = 10_000
 """Largest number of values in a recipe, with every alias (`*name`) written out."""
 DEEPEST = 20
 """Maximum nesting depth of sections and lists in a recipe."""
+RENAMED = {
+    "rollout.samples_per_group": "rollout.group_size",
+    "training.mini_batches": "training.num_mini_batches",
+    "weight_sync.carrier": "weight_sync.transport",
+    "publish": "weight_sync",
+}
+"""{key of older recipes: its present name}; old keys are refused with the new name."""
+TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,10 +46,49 @@ class _Loader(yaml.SafeLoader):
     is a text; other tags, keys that are no texts, and keys that occur twice are errors.
     """
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    num_values = 0
+
+    def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
+        """The value of a node at the dotted `key`; the lines of settings are added to `lines`."""
+        self.num_values += 1
+        if depth > DEEPEST:  # also a list that contains itself
+            raise _mistake(node, f"nested deeper than {DEEPEST} levels; write it flatter")
+        if self.num_values > MOST_VALUES:  # some lines of YAML can stand for gigabytes
+            raise _mistake(
+                node, f"more than {MOST_VALUES:,} values with its aliases written out; shorten it"
+            )
+        lines.setdefault(key, _line(node))
+        if node.tag == f"{TAG}seq" and isinstance(node, yaml.SequenceNode):
+            items = enumerate(node.value)
+            return [self.value(one, lines, f"{key}[{n}]", depth + 1) for n, one in items]
+        if node.tag != f"{TAG}map" or not isinstance(node, yaml.MappingNode):
+            return self.scalar(node)
+        first: dict[str, yaml.Node] = {}
+        for name, _ in node.value:
+            text = str(name.value)
+            if text in first and name.tag != f"{TAG}merge":
+                raise _mistake(
+                    name,
+                    f"the key '{text}' is here and in line {_line(first[text])}, which would be"
+                    " discarded; join the two",
+                )
+            first[text] = name
+        self.flatten_mapping(node)
+        node.value = list({str(name.value): (name, one) for name, one in node.value}.values())
+        found = {}
+        for name, one in node.value:
+            if name.tag != f"{TAG}str":
+                raise _mistake(name, "a key is not a text; write the name of a setting")
+            inner = f"{key}.{name.value}".removeprefix(".")
+            lines[inner] = _line(name)
+            found[self.scalar(name)] = self.value(one, lines, inner, depth + 1)
+        return found
+
+    def scalar(self, node: yaml.Node) -> Any:
+        """A text, number, truth value or null."""
         try:
-            value = super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
+            value = self.construct_object(node)
+        except yaml.YAMLError:
             raise
         except Exception as error:  # int("5,000 digits"), !!bool "x", !!float "y"
             raise _mistake(node, f"the value cannot be read: {error}") from None
@@ -49,21 +97,16 @@ class _Loader(yaml.SafeLoader):
             raise _mistake(node, f"a text {problem}")
         return value
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        first: dict[str, yaml.Node] = {}
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.tag != "tag:yaml.org,2002:str":
-                raise _mistake(key, "a key is not a text; write the name of a setting")
-            if key.value in first:
-                raise _mistake(
-                    key,
-                    f"the key '{key.value}' is here and in line {_line(first[key.value])}, which"
-                    " would be discarded; join the two",
-                )
-            first[key.value] = key
-        return super().construct_mapping(node, deep)
+
+def text_problem(text: str) -> str:
+    """What is wrong with a text of a recipe, and what to set; empty if nothing is."""
+    if "\0" in text:
+        return f"is {shortened(repr(text))}, which holds the character NUL; remove it"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"is {shortened(ascii(text))}, which is not Unicode text (half a pair); mend it"
+    return ""
 
 
 def _line(node: yaml.Node) -> int:
@@ -78,29 +121,21 @@ def _mistake(node: yaml.Node, said: str) -> yaml.constructor.ConstructorError:
 def _number(loader: _Loader, node: Any) -> int:
     text = node.value.replace("_", "")
     bare = text.lstrip("+-").lower()
-    base = 16 if bare.startswith("0x") else 8 if bare.startswith("0o") else 10
-    return int(text, base)
-
-
-KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
-_Loader.yaml_constructors = {
-    f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
-    for kind in KINDS
-} | {None: yaml.SafeLoader.construct_undefined, "tag:yaml.org,2002:int": _number}
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag.rpartition(":")[2] not in ("timestamp", "int", "float")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+    return int(text, {"0x": 16, "0o": 8}.get(bare[:2], 10))
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes a text in quotes wherever `_Loader` would take the bare text for a number."""
 
 
+_Loader.yaml_constructors = {
+    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"]
+    for kind in ("null", "bool", "float", "str")
+} | {None: yaml.SafeLoader.construct_undefined, f"{TAG}int": _number}
+_Loader.yaml_implicit_resolvers = {
+    first: [one for one in known if one[0].removeprefix(TAG) not in ("timestamp", "int", "float")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 NUMBERS = {
     "int": r"^[-+]?(?:0x[0-9a-fA-F]+|0o[0-7]+|[0-9][0-9_]*)$",
     "float": r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$"
@@ -108,9 +143,7 @@ NUMBERS = {
 }
 for _kind, _pattern in NUMBERS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.")
-        )
+        _class.add_implicit_resolver(f"{TAG}{_kind}", re.compile(_pattern), list("-+0123456789."))
 
 
 def dump(tree: Any) -> str:
@@ -118,8 +151,29 @@ def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """Read a YAML recipe. Raises `ValueError` that names file and line."""
+def parse(text: str, lines: dict[str, int] | None = None) -> Any:
+    """The value of a YAML text; the line of each setting is added to `lines`, by its dotted key.
+
+    Raises `ValueError`, whose message begins with the line.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.value(node, {} if lines is None else lines)
+    except RecursionError:
+        raise ValueError(f" is nested deeper than {DEEPEST} levels; write it flatter") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        said = " ".join(f"{error.problem or error.context}".split())
+        kind = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+        raise ValueError(f"{line}{kind}: {said}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f" is not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
+    """Read a YAML recipe; `lines` is that of `parse`. Raises `ValueError` with file and line."""
     where = f"recipe {path}"
     try:
         if path.is_dir():
@@ -138,179 +192,114 @@ def read_tree(path: Path) -> dict[str, Any]:
     if size > LARGEST_BYTES:
         raise ValueError(f"{where} has {size:,} bytes, too many for a recipe; pass a .yaml file")
     try:
-        tree = parse(data.decode("utf-8-sig"))
+        tree = parse(data.decode("utf-8-sig"), lines)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
         ) from None
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
+    if tree is not None and not isinstance(tree, dict):
         raise ValueError(
             f"{where} is not a mapping of settings, as in `folder: runs/mine`; see launch/recipes/"
         )
-    return tree
+    return tree or {}
 
 
-def parse(text: str) -> Any:
-    """The value of a YAML text. Raises `ValueError`, whose message begins with the line."""
-    try:
-        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
-    except RecursionError:
-        raise ValueError(f" is nested deeper than {DEEPEST} levels; write it flatter") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        said = " ".join(f"{error.problem or error.context}".split())
-        kind = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
-        raise ValueError(f"{line}{kind}: {said}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f" is not YAML: {' '.join(str(error).split())}") from None
-    _refuse_huge(tree)
-    return tree
+def is_section(kind: Any) -> TypeGuard[type[Config]]:
+    """Whether a type is a configuration class."""
+    return isinstance(kind, type) and issubclass(kind, Config)
 
 
-def _refuse_huge(tree: Any) -> None:
-    """Raise `ValueError` for a tree that is nested too deeply, contains itself, or has too many
-    values once its aliases are written out: some lines of YAML can stand for gigabytes.
+def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
+    """(type of the setting, number of keys) at a path of keys in configuration class `kind`, as far
+    as there are such settings.
     """
-    sizes: dict[int, int] = {}
-
-    def size(node: Any, depth: int) -> int:
-        if depth > DEEPEST:  # also a list that contains itself
-            raise ValueError(f" is nested deeper than {DEEPEST} levels; write it flatter")
-        if not isinstance(node, dict | list):
-            return 1
-        if id(node) not in sizes:
-            inner = node.values() if isinstance(node, dict) else node
-            sizes[id(node)] = 1 + sum(size(item, depth + 1) for item in inner)
-        return sizes[id(node)]
-
-    found = size(tree, 0)
-    if found > MOST_VALUES:
-        raise ValueError(
-            f" has {found:,} values with its aliases written out, more than {MOST_VALUES:,};"
-            " shorten it"
-        )
-
-
-@functools.cache
-def fields_of(kind: Any) -> dict[str, Any]:
-    """{setting: its type} of a configuration class; empty for any other type."""
-    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    for depth, key in enumerate(keys):
+        inner = typing.get_args(kind)
+        if is_section(kind) and key in kind.model_fields:
+            kind = kind.model_fields[key].annotation
+        elif is_section(kind) or not inner:
+            return kind, depth
+        else:  # a number in a list of sections, or a name of the user's
+            kind = inner[typing.get_origin(kind) is dict]
+    return kind, len(keys)
 
 
 def has_key(kind: Any, key: str) -> bool:
     """Whether configuration class `kind` has a setting or section with the dotted name `key`."""
-    for part in key.split("."):
-        kind = fields_of(kind).get(part)
-        if kind is None:
-            return False
-    return True
+    return walk(kind, key.split("."))[1] == key.count(".") + 1
 
 
-def peers_mean(kind: Any, name: str) -> str:
-    """What other trainers mean by the setting `name`, in words of configuration class `kind`; empty
-    if nothing is known.
+def hint(kind: Any, keys: Sequence[int | str]) -> str:
+    """What to say of an unknown key at a path of keys in configuration class `kind`: its new name,
+    what other trainers mean by it, the closest known key, or all known keys.
     """
-    ours = [one for one in NAMES.get(name.lower(), ()) if has_key(kind, one.split()[0])]
-    return f"here it is {' or '.join(ours)}" if ours else ""
+    at, depth = walk(kind, keys)
+    if new := RENAMED.get(dotted(keys[: depth + 1])):
+        return f"; it is now {new}"
+    if not is_section(at):
+        return f"; {dotted(keys[:depth])} is no section"
+    theirs = NAMES.get(str(keys[-1]).lower(), ())
+    if ours := [one for one in theirs if has_key(kind, one.split()[0])]:
+        return f"; here it is {' or '.join(ours)}"
+    known = [*at.model_fields]
+    close = difflib.get_close_matches(str(keys[depth]), known, n=1)
+    meant = dotted([*close, *keys[depth + 1 :]])
+    return f"; did you mean '{meant}'?" if close else f"; known keys: {', '.join(known)}"
 
 
-def suggestion(kind: Any, keys: typing.Sequence[int | str]) -> str:
-    """Hint for the unknown key at path `keys` of configuration class `kind`: what other trainers
-    mean by it, the closest known key, or all known keys.
-    """
-    if ours := peers_mean(kind, str(keys[-1])):
-        return f"; {ours}"
-    for part in keys[:-1]:
-        if typing.get_origin(kind) is dict:  # a key of the user's
-            kind = typing.get_args(kind)[1]
-            continue
-        if typing.get_origin(kind) is tuple:  # a number in a list of sections
-            kind = typing.get_args(kind)[0]
-            continue
-        kind = typing.get_type_hints(kind)[str(part)]
-    known = [field.name for field in dataclasses.fields(kind)]
-    close = difflib.get_close_matches(str(keys[-1]), known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
+def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set the value at a path of keys in nested dicts, of which those that lack are made."""
+    for key in keys[:-1]:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[keys[-1]] = value
 
 
-def override(tree: dict[str, Any], kind: Any, words: list[str]) -> dict[str, Any]:
+def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> dict[str, Any]:
     """A copy of `tree` with the settings of a command line: `--section.key value`, or
     `--section.key=value`; several values make a list. Raises `ValueError` for a word that is no
     setting of configuration class `kind`.
     """
-    tree = copy.deepcopy(tree)
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            key, equals, value = word.lstrip("-").partition("=")
-            fix = "write --section.key value"
-            if has_key(kind, key.replace("-", "_")):
-                value = value if equals else words[0] if words else "VALUE"
-                fix = f"did you mean --{key} {value}?"
-            raise ValueError(f"{word!r} is no setting; {fix}")
-        name, equals, value = word[2:].partition("=")
+    tree, left = copy.deepcopy(tree), list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
         keys = name.replace("-", "_").split(".")
-        values = [value] if equals else []
-        while words and not equals and not words[0].startswith("--"):
-            values.append(words.pop(0))
-        place: Any = tree
-        for key in keys[:-1]:
-            inner = place.get(key)
-            place[key] = inner if isinstance(inner, dict) else {}
-            place = place[key]
-        place[keys[-1]] = _value(_type(kind, keys, word), values, word)
+        if not word.startswith("--") or not name:
+            value = value if equals else left[0] if left else "VALUE"
+            known = has_key(kind, ".".join(keys))
+            fix = f"did you mean --{name} {value}?" if known else "write --section.key value"
+            raise ValueError(f"{word!r} is no setting; {fix}")
+        values = [value] if equals else [*itertools.takewhile(lambda x: x[:2] != "--", left)]
+        del left[: 0 if equals else len(values)]
+        at, depth = walk(kind, keys)
+        if depth < len(keys):
+            raise ValueError(f"{word}: {'.'.join(keys)}: unknown key{hint(kind, keys)}")
+        if is_section(at):
+            inner = ", ".join(f"--{'.'.join(keys)}.{name}" for name in at.model_fields)
+            raise ValueError(f"{word} is a section; set one of {inner}")
+        put(tree, keys, _value(at, values, word))
     return tree
-
-
-def _type(kind: Any, keys: list[str], word: str) -> Any:
-    """The type of the setting at path `keys` of configuration class `kind`."""
-    root = kind
-    for depth, key in enumerate(keys):
-        hints = fields_of(kind)
-        if key not in hints:
-            if ours := peers_mean(root, keys[-1]):
-                raise ValueError(f"{word}: unknown key; {ours}")
-            close = difflib.get_close_matches(key, hints, n=1)
-            meant = ".".join([*keys[:depth], *close, *keys[depth + 1 :]])
-            hint = f"did you mean '--{meant}'?" if close else f"known keys: {', '.join(hints)}"
-            if not hints:
-                hint = f"{'.'.join(keys[:depth])} is no section"
-            raise ValueError(f"{word}: {'.'.join(keys[: depth + 1])}: unknown key; {hint}")
-        kind = hints[key]
-    if dataclasses.is_dataclass(kind):
-        inner = ", ".join(f"--{'.'.join(keys)}.{field.name}" for field in dataclasses.fields(kind))
-        raise ValueError(f"{word} is a section; set one of {inner}")
-    return kind
 
 
 def _value(kind: Any, values: list[str], word: str) -> Any:
     """The value that words of a command line give to a setting of type `kind`."""
-    if typing.get_origin(kind) is tuple:
-        found = [_parsed(value, word) for value in values]
-        return found[0] if len(found) == 1 and isinstance(found[0], list) else found
-    if len(values) != 1:
-        raise ValueError(f"{word} has {len(values)} values; write one: {word} VALUE")
-    choices = typing.get_args(kind)  # of a Literal, or the types of a union
-    if (kind is bool or True in choices) and values[0].lower() in ("true", "false"):
-        return values[0].lower() == "true"
-    takes_text = kind is str or any(isinstance(one, str) for one in choices)
-    if takes_text:
-        problem = text_problem(values[0])
-        if problem:
-            raise ValueError(f"{word} {problem}")
-        return values[0]
-    # Python's None is YAML's null.
-    return None if values[0] == "None" else _parsed(values[0], word)
-
-
-def _parsed(text: str, word: str) -> Any:
     try:
-        return parse(text)
+        if typing.get_origin(kind) is tuple:
+            found = [parse(value) for value in values]
+            return found[0] if len(found) == 1 and isinstance(found[0], list) else found
+        if len(values) != 1:
+            raise ValueError(f" has {len(values)} values; write one: {word} VALUE")
+        choices = typing.get_args(kind)  # of a Literal, or the types of a union
+        takes_text = kind is str or any(isinstance(one, str) for one in choices)
+        if takes_text and not (True in choices and values[0].lower() in ("true", "false")):
+            problem = text_problem(values[0])
+            if problem:
+                raise ValueError(f" {problem}")
+            return values[0]
+        return None if values[0] == "None" else parse(values[0])  # Python's None is YAML's null
     except ValueError as error:
-        raise ValueError(f"{word} {text[:80]!r}{error}") from None
+        raise ValueError(f"{word}{error}") from None

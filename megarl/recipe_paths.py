@@ -1,50 +1,82 @@
 """Paths of a recipe: `~` and `$VARIABLE` are expanded, and a relative path that is not where the
 command runs is looked for beside the recipe.
 
-    {"prompts": {"source": "$DATA/a.jsonl"}} --with_paths--> {"prompts": {"source": "/d/a.jsonl"}}
+    source: PathText = ""      reads "$DATA/a.jsonl" of a recipe as "/d/a.jsonl"
 """
 
-from __future__ import annotations
-
-import dataclasses
-import functools
 import glob
 import os
 import re
-import typing
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from megarl.schema import IsPath
+from pydantic import ValidationInfo
+from pydantic_core import core_schema
+
+from megarl.schema import refused
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+LONGEST_PATH, LONGEST_NAME = 4095, 255
+"""Limits of Linux in bytes: of a path, and of one name in it."""
 
 
-Say = Callable[[str], object]
-"""Tells the user a line."""
+@dataclass
+class Beside:
+    """The folder of the recipe that is read; the context of pydantic's validation."""
+
+    folder: Path | None
+    """None: relative paths are only those of the working folder."""
+    found: list[str] = field(default_factory=list)
+    """Which paths were found in it, each as a line for the user."""
 
 
-def with_paths(tree: Any, kind: Any, beside: Path | None, say: Say) -> Any:
-    """The tree of a recipe of configuration class `kind`, with its paths as they are used.
-    `beside`: folder of the recipe; None: relative paths are only those of the working folder.
-    `say` is told which paths were found beside the recipe.
+@dataclass(frozen=True, slots=True)
+class IsPath:
+    """Marks a text setting that names a file or folder; of a recipe (`Beside`) it is expanded."""
 
-    Folders that a run writes are always those of the working folder. Raises `ValueError` that names
-    the setting of an unset variable.
-    """
+    use: Literal["read", "write", "code"] = "read"
+    """`read`: looked for beside the recipe too. `write`: always in the working folder. `code`: may
+    be another name than a file's; as `read` where it ends in .py."""
 
-    def place(text: str, mark: IsPath, key: str) -> str:
-        try:
-            found = expanded(text)
-        except ValueError as error:
-            raise ValueError(f"{key} {error}") from None
-        other = _beside(found, mark, beside) if beside is not None else found
-        if other != found:
-            say(f"{key}: {found} is not in the working folder; {other} is taken")
-        return other
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.with_info_after_validator_function(self.read, handler(source))
 
-    return _walked(tree, kind, "", place)
+    def read(self, text: str, info: ValidationInfo) -> str:
+        """The path as it is used. Raises an error with what to set for one that cannot be."""
+        longest = max(len(part.encode()) for part in text.split("/"))
+        if len(text.encode()) > LONGEST_PATH:
+            raise refused(
+                f"has {len(text.encode()):,} bytes, too many for a path; set a shorter one"
+            )
+        if longest > LONGEST_NAME:
+            raise refused(
+                f"holds a name of {longest} bytes, longer than a file's; set a shorter one"
+            )
+        beside = info.context
+        if not isinstance(beside, Beside):
+            return text
+        here = expanded(text)
+        head, colon, function = here.rpartition(":")
+        file, rest = (head, colon + function) if head.endswith(".py") else (here, "")
+        is_read = self.use == "read" or (self.use == "code" and file.endswith(".py"))
+        if not (file and is_read and beside.folder) or _is_there(file):
+            return here
+        there = os.path.normpath(beside.folder / file)
+        if not _is_there(there):
+            return here
+        beside.found.append(
+            f"{info.field_name}: {here} is not in the working folder; {there}{rest} is taken"
+        )
+        return there + rest
+
+
+PathText = Annotated[str, IsPath()]
+"""Type of a setting that names a file or folder that is read; also a hub name."""
+OutputText = Annotated[str, IsPath("write")]
+"""Type of a setting that names a folder that is written."""
+CodeText = Annotated[str, IsPath("code")]
+"""Type of a setting that names code: `file.py:function`, an address, or a name of the house."""
 
 
 def expanded(path: str) -> str:
@@ -57,12 +89,12 @@ def expanded(path: str) -> str:
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if not os.environ.get(name):
-            raise ValueError(f"is '{path}', but the variable {name} is not set; export {name}")
+            raise refused(f"is '{path}', but the variable {name} is not set; export {name}")
         return os.environ[name]
 
     found = os.path.expanduser(VARIABLE.sub(value, path))
     if found.startswith("~"):
-        raise ValueError(f"is '{path}', which begins with no user's name; write ./{found}")
+        raise refused(f"is '{path}', which begins with no user's name; write ./{found}")
     return found
 
 
@@ -73,48 +105,6 @@ def typed(word: str) -> str:
     name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     is_home = value == "~" or value.startswith("~/")
     return name + equals + (os.path.expanduser(value) if is_home else value)
-
-
-def _walked(node: Any, hint: Any, key: str, place: Callable[[str, IsPath, str], str]) -> Any:
-    """`node` of a tree with `place(text, mark, key)` for every text that `hint`, the type of the
-    setting `key`, marks as a path. What does not fit its type is left to the checks of the type.
-    """
-    if typing.get_origin(hint) is Annotated:
-        inner, *marks = typing.get_args(hint)
-        mark = next((one for one in marks if isinstance(one, IsPath)), None)
-        if mark is None or not isinstance(node, str):
-            return _walked(node, inner, key, place)
-        return place(node, mark, key)
-    parts = typing.get_args(hint)
-    if isinstance(node, list) and typing.get_origin(hint) is tuple:
-        return [_walked(item, parts[0], f"{key}[{n}]", place) for n, item in enumerate(node)]
-    if isinstance(node, dict) and typing.get_origin(hint) is dict:
-        return {
-            _walked(name, parts[0], key, place): _walked(item, parts[1], f"{key}.{name}", place)
-            for name, item in node.items()
-        }
-    if isinstance(node, dict) and dataclasses.is_dataclass(hint):
-        inside, before = _hints(hint), f"{key}." if key else ""
-        return {
-            name: _walked(item, inside.get(name), f"{before}{name}", place)
-            for name, item in node.items()
-        }
-    return node
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def _beside(text: str, mark: IsPath, folder: Path) -> str:
-    """A path as it is, or the one in `folder` if only that is there."""
-    head, colon, function = text.rpartition(":")
-    file, rest = (head, colon + function) if head.endswith(".py") else (text, "")
-    other = os.path.normpath(folder / file)
-    if not mark.is_looked_for(file) or _is_there(file) or not _is_there(other):
-        return text
-    return other + rest
 
 
 def _is_there(path: str) -> bool:

@@ -1,19 +1,26 @@
-"""The basis of every configuration class: frozen, keyword-only dataclasses that check themselves.
+"""The basis of every configuration class: pydantic models that are frozen and check themselves.
 
 Each package has its `config.py` beside its code; `megarl.config` combines them. None of these
 imports torch, ray, vllm or deepspeed, so that reading a recipe takes milliseconds.
 
-A number declares its range beside its type, and every instance checks it:
+What a setting may be is declared beside its type, and every instance checks it:
 
     steps: Annotated[int, Range(1, MOST_STEPS)] = 100
+    folder: Annotated[str, Needs("set it to where the run may write")] = ""
+    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, core_schema
+
+from megarl.errors import require, shortened
 
 T = TypeVar("T")
 
@@ -31,7 +38,7 @@ LONGEST_WAIT_S = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a numeric setting may have: finite numbers from `low` to `high`."""
+    """The values of a numeric setting, or of each number in a list or dict: `low` to `high`."""
 
     low: float
     high: float
@@ -40,139 +47,195 @@ class Range:
     fix: str = ""
     """Advice for the error message; empty names the range."""
 
-    def problem(self, value: float) -> str:
-        """What is wrong with `value`, and what to set; empty if it is in range."""
-        if (self.or_zero and value == 0) or self.low <= value <= self.high:  # NaN is not
-            return ""
-        zero = "0, or " if self.or_zero else ""
-        advice = self.fix or f"set it to {zero}a number >= {self.low:.10g} and <= {self.high:.10g}"
-        return f"is {shortened(str(value))}; {advice}"
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+
+    def checked(self, value: Any) -> Any:
+        """`value`, whose numbers are in range. Raises an error with what to set otherwise."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        for one in value.values() if isinstance(value, dict) else numbers:
+            if not (one is None or (self.or_zero and one == 0) or self.low <= one <= self.high):
+                zero = "0, or " if self.or_zero else ""
+                usual = f"set it to {zero}a number >= {self.low:.10g} and <= {self.high:.10g}"
+                raise refused(f"is {shortened(str(one))}; {self.fix or usual}")
+        return value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IsPath:
-    """Marks a text setting that names a file or folder, whose length systems limit. `~` and
-    `$VARIABLE` in it are expanded (`megarl.recipe_paths`).
+class Of:
+    """Marks a setting that does something only where the setting `key` of its class (dotted for one
+    of a section) has one of `values`, or without values is set. Elsewhere it must have its default.
+
+    The error says `why`, by default what `key` is, and the `fix` beside leaving the setting out, by
+    default the values; an empty `fix` is none.
     """
 
-    use: Literal["read", "write", "code"] = "read"
-    """`read`: looked for beside the recipe too. `write`: always in the working folder. `code`: may
-    be another name than a file's; as `read` where it ends in .py."""
+    def __init__(self, key: str, *values: object, why: str = "", fix: str | None = None) -> None:
+        self.key, self.values, self.why, self.fix = key, values, why, fix
 
-    def is_looked_for(self, file: str) -> bool:
-        """Whether `file` is looked for beside the recipe."""
-        return bool(file) and (self.use == "read" or (self.use == "code" and file.endswith(".py")))
-
-    def problem(self, text: str) -> str:
-        """What is wrong with the path `text`, and what to set; empty if nothing is."""
-        if len(text.encode()) > LONGEST_PATH:
-            return f"has {len(text.encode()):,} bytes, too many for a path; set a shorter one"
-        longest = max((len(part.encode()) for part in text.split("/")), default=0)
-        if longest > LONGEST_NAME:
-            return f"holds a name of {longest} bytes, longer than a file's; set a shorter one"
-        return ""
+    def check(self, owner: "Config", name: str) -> None:
+        """Raise `ValueError` if setting `name` of `owner` is set and does nothing."""
+        found = operator.attrgetter(self.key)(owner)
+        if owner.is_default(name) or (found in self.values if self.values else found):
+            return
+        other = f"{type(owner).__name__}.{self.key}"
+        why = self.why or f"but {other} is {shown(found)}, which does not use it"
+        to = f" to {' or '.join(map(repr, self.values))}" if self.values else ""
+        fix = f"set {other}{to}" if self.fix is None else self.fix
+        raise ValueError(f"{owner.told(name)}, {why}; leave it out{fix and f', or {fix}'}")
 
 
-PathText = Annotated[str, IsPath()]
-"""Type of a setting that names a file or folder that is read; also a hub name."""
-OutputText = Annotated[str, IsPath("write")]
-"""Type of a setting that names a folder that is written."""
-CodeText = Annotated[str, IsPath("code")]
-"""Type of a setting that names code: `file.py:function`, an address, or a name of the house."""
-LONGEST_PATH, LONGEST_NAME = 4095, 255
-"""Limits of Linux in bytes: of a path, and of one name in it."""
+class Excludes:
+    """Marks a setting that is not set beside the setting `key` of its class; errors say `why`."""
+
+    def __init__(self, key: str, why: str = "") -> None:
+        self.key, self.why = key, why
+
+    def check(self, owner: "Config", name: str) -> None:
+        """Raise `ValueError` if both are set."""
+        other = f"beside {type(owner).__name__}.{self.key}{self.why and f', {self.why}'}"
+        is_alone = owner.is_default(name) or owner.is_default(self.key)
+        require(is_alone, f"{owner.told(name)} {other}; set one of the two")
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def config(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen, keyword-only dataclass that checks its numbers against their ranges, and
-    then itself (`__post_init__`). Reading it from YAML refuses unknown keys.
-    """
-    own = getattr(cls, "__post_init__", None)  # its own checks, or those that it inherits
+class Needs:
+    """Marks a text that must not be empty, or a section of which the setting `key` must not be."""
 
-    def check(self: Any) -> None:
-        check_ranges(self)
-        if own is not None:
-            own(self)
+    def __init__(self, fix: str, key: str = "") -> None:
+        self.fix, self.key = fix, key
 
-    cls.__post_init__ = check  # type: ignore[attr-defined]
-    made = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-    made.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[attr-defined]
-    return made
+    def check(self, owner: "Config", name: str) -> None:
+        """Raise `ValueError` if the text is empty."""
+        place = f"{name}.{self.key}" if self.key else name
+        full = f"{type(owner).__name__}.{place}"
+        require(operator.attrgetter(place)(owner), f"{full} is empty; {self.fix}")
 
 
-def check_ranges(value: Any) -> None:
-    """Raise `ValueError` unless every number of a configuration object is finite and in the range
-    that its class declares, and every text can be written as UTF-8.
+class Without:
+    """Marks a setting that must have its default, or a section whose settings `keys` must."""
 
-    The message names the class and the field, as in `RolloutConfig.group_size`.
-    """
-    for name, allowed in ranges_of(type(value)).items():
-        found = getattr(value, name)
-        items = found if isinstance(found, tuple) else (found,)
-        if isinstance(found, dict):
-            items = (*found, *found.values())
-        for item in items:
-            problem = ""
-            if isinstance(item, str):
-                problem = text_problem(item)
-                if not problem and isinstance(allowed, IsPath):
-                    problem = allowed.problem(item)
-            elif isinstance(item, int | float) and not isinstance(item, bool):
-                problem = (allowed if isinstance(allowed, Range) else FINITE).problem(item)
-            if problem:
-                raise ValueError(f"{type(value).__name__}.{name} {problem}")
+    def __init__(self, *keys: str, why: str) -> None:
+        self.keys, self.why = keys, why
+
+    def check(self, owner: "Config", name: str) -> None:
+        """Raise `ValueError` that says `why` if one is set."""
+        for place in [f"{name}.{key}" for key in self.keys] or [name]:
+            require(owner.is_default(place), f"{owner.told(place)}, {self.why}; leave it out")
 
 
-FINITE = Range(-8e307, 8e307, fix="set it to a finite number")
+Mark = Of | Excludes | Needs | Without
+
+
+class Config(BaseModel):
+    """Settings that belong together. Unknown keys and wrong types are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError("; ".join(problems(error))) from None
+
+    # Sections inside of a configuration are made without `__init__`, as by BaseModel's own.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {k: tuple(value) if isinstance(value, list) else value for k, value in tree.items()}
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        for name, mark in _marks(type(self)):
+            mark.check(self, name)
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise `ValueError` if settings do not fit each other. A message may write a setting as
+        `ThisConfig.name`, in the place of which the user reads its dotted key.
+        """
+
+    def is_default(self, key: str) -> bool:
+        """Whether a setting, dotted for one of a section, has the value that it has by default; of
+        a property, whether that is false.
+        """
+        *parents, last = key.split(".")
+        section = functools.reduce(getattr, parents, self)
+        field, value = type(section).model_fields.get(last), getattr(section, last)
+        return value == field.get_default(call_default_factory=True) if field else not value
+
+    def told(self, key: str) -> str:
+        """A setting, dotted for one of a section, with its value, for messages of `check`."""
+        value = operator.attrgetter(key)(self)
+        what = "has settings" if isinstance(value, Config | dict) else f"is {shown(value)}"
+        return f"{type(self).__name__}.{key} {what}"
 
 
 @functools.cache
-def ranges_of(kind: type) -> dict[str, Range | IsPath | None]:
-    """The ranges that a configuration class declares with `Annotated`: {field: its `Range` or
-    `IsPath`}, None for a field without one.
+def _marks(kind: type[Config]) -> list[tuple[str, Mark]]:
+    """(setting, mark) of a configuration class."""
+    fields = kind.model_fields.items()
+    return [(name, one) for name, at in fields for one in at.metadata if isinstance(one, Mark)]
+
+
+def replace(value: T, **changes: Any) -> T:
+    """A copy of a configuration, with all of its checks, or of another dataclass, with changes."""
+    if isinstance(value, Config):
+        return type(value)(**(dict(value) | changes))
+    return dataclasses.replace(value, **changes)  # pyright: ignore[reportArgumentType]
+
+
+CLASS_NAME = re.compile(r"\b[A-Z]\w*Config\.")
+"""The name of a configuration class before a setting's, in the message of a check."""
+SHOULD = {
+    "model_type": "it should be a section of settings",
+    "tuple_type": "it should be a list",
+    "dict_type": "it should be a section of names with values",
+}
+"""{type of pydantic's error: our words}"""
+
+
+def problems(
+    error: ValidationError, hint: Callable[[tuple[int | str, ...]], str] = lambda keys: ""
+) -> list[str]:
+    """The mistakes of a configuration: of each the dotted key, what was found and what to set.
+
+    `hint` is asked for what to say of the unknown key at a path of keys.
     """
-    found: dict[str, Range | IsPath | None] = {}
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        marks = getattr(hint, "__metadata__", ())
-        found[name] = next((mark for mark in marks if isinstance(mark, Range | IsPath)), None)
+    found = []
+    for issue in error.errors(include_url=False):
+        kind, said, place = issue["type"], issue["msg"], dotted(issue["loc"])
+        if kind == "value_error":  # of a class, which may be used in several places
+            said = str(issue.get("ctx", {})["error"])
+            found.append(CLASS_NAME.sub(lambda _, at=place: f"{at}." if at else "", said))
+        elif kind == "extra_forbidden":
+            found.append(f"{place}: unknown key{hint(issue['loc'])}")
+        elif kind == "missing":
+            found.append(f"{place} is missing; set it")
+        elif kind == "refused":
+            found.append(f"{place} {said}")
+        else:
+            should = SHOULD.get(kind, said.lower().replace("input", "it"))
+            found.append(f"{place or 'the recipe'} is {shown(issue['input'])}; {should}")
     return found
 
 
-def text_problem(text: str) -> str:
-    """What is wrong with a text of a recipe, and what to set; empty if nothing is."""
-    if "\0" in text:
-        return f"is {shortened(repr(text))}, which holds the character NUL; remove it"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return f"is {shortened(ascii(text))}, which is not Unicode text (half a pair); mend it"
-    return ""
+def shown(value: object) -> str:
+    """A value as a recipe writes it, on one line."""
+    return str(value).lower() if isinstance(value, bool) else shortened(repr(value))
 
 
-def shortened(text: str, limit: int = 80) -> str:
-    """`text` on one line, cut to `limit` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def dotted(keys: Sequence[int | str]) -> str:
+    """A path of keys as users write it: `prompts.sources[0].weight`."""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys if key != "[key]"]
+    return "".join(parts)[1:]
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds.
-
-    Messages say what was found and what to set.
-    """
-    if not condition:
-        raise ValueError(message)
-
-
-def as_plain(value: Any) -> Any:
-    """A configuration as nested dicts and lists, in the order of its fields; for YAML."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, dict):
-        return {key: as_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(item) for item in value]
-    return value
+def refused(said: str) -> PydanticCustomError:
+    """The error of a single setting, whose dotted key the user reads before `said`."""
+    return PydanticCustomError("refused", "{said}", {"said": said})

@@ -2,72 +2,48 @@
 reward-model`.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
 from megarl.observe.config import ObserveConfig
-from megarl.schema import MOST_STEPS, OutputText, Range, config, require
+from megarl.recipe_paths import OutputText
+from megarl.schema import MOST_STEPS, Config, Needs, Of, Range, Without, require
 from megarl.trainer.config import (
+    WITH_PATH,
+    AnyRunConfig,
     ModelConfig,
     ReferenceLora,
+    TrainedModel,
     TrainingConfig,
-    check_reference_lora,
 )
 
+NEEDS_SOURCE = Needs("set it to a data file or hub name", "source")
 
-@config
-class HeldOutConfig:
+
+class HeldOutConfig(Config):
     """When a run on a data set is evaluated."""
 
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
 
 
-@config
-class SupervisedConfig:
+class SupervisedConfig(AnyRunConfig):
     """What all runs on a fixed data set have in common."""
 
-    folder: OutputText = ""
-    """Run folder for the resolved recipe, metrics and checkpoints."""
-    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
-    """Training steps of the whole run."""
-    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
-    """Passes over the data, used instead of `steps`; the last step is filled up from the next
-    pass."""
-    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
-    resume: Literal[True, False, "auto"] = False
-    """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
-    begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
     samples_per_step: Annotated[int, Range(1, 2**20)] = 64
     """Rows of one optimizer step, over all ranks: demonstrations, or preferences (each of two
     responses)."""
-    model: ModelConfig = ModelConfig()
-    training: TrainingConfig = TrainingConfig()
+    model: TrainedModel = ModelConfig()
+    training: Annotated[
+        TrainingConfig,
+        Without("num_mini_batches", "epochs_per_step", why="which has no meaning on a data set"),
+        Without("lora.publish", why="but training on a data set has no engines to publish to"),
+    ] = TrainingConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
     observe: ObserveConfig = ObserveConfig()
 
-    def __post_init__(self) -> None:
-        require(
-            bool(self.folder),
-            "folder is empty; set it to where the run may write, for example folder: runs/my-run",
-        )
-        require(bool(self.model.path), "model.path is empty; set it to a model folder or hub name")
-        for name in ("num_mini_batches", "epochs_per_step"):
-            require(
-                getattr(self.training, name) == 1,
-                f"training.{name} has no meaning in training on a data set; set it to 1",
-            )
-        require(
-            self.training.lora.publish == "merged",
-            "training.lora.publish is 'adapter', but training on a data set has no engines to"
-            " publish to; leave it out",
-        )
 
-
-@config
 class SftEvaluationConfig(HeldOutConfig):
     """Demonstrations that are not trained on, whose loss is measured."""
 
@@ -75,36 +51,28 @@ class SftEvaluationConfig(HeldOutConfig):
     """Source of the demonstrations; empty for no evaluation. All of them are used."""
 
 
-@config
 class SftConfig(SupervisedConfig):
     """A supervised fine-tuning run: `megarl sft`."""
 
-    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = DemonstrationsConfig()
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
 
-    def __post_init__(self) -> None:
-        SupervisedConfig.__post_init__(self)  # slots make a new class, which super() misses
-        require(
-            bool(self.demonstrations.source),
-            "demonstrations.source is empty; set it to a data file or hub name",
-        )
 
-
-@config
 class PreferenceEvaluationConfig(HeldOutConfig):
     """Preferences that are not trained on, on which loss and accuracy are measured."""
 
-    preferences: PreferencesConfig = PreferencesConfig(shuffle=False)
+    preferences: Annotated[PreferencesConfig, Of("preferences.source", why="but no source")] = (
+        PreferencesConfig(shuffle=False)
+    )
     """Source of the preferences; empty for no evaluation. All of them are used."""
 
 
-@config
-class ReferenceConfig:
+class ReferenceConfig(Config):
     """The frozen model that a preference method compares with. It scores every response once,
     before the first step, and is then released.
     """
 
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, WITH_PATH] = ModelConfig()
     """The model; with an empty path `model`, as it is before training."""
     lora: ReferenceLora = "start"
     """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
@@ -114,74 +82,47 @@ class ReferenceConfig:
     the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
     share one."""
 
-    def __post_init__(self) -> None:
-        check_reference_lora(self.lora, self.model)
+
+NO_MARGINS = "which only megarl reward-model uses"
 
 
-@config
 class PreferenceConfig(SupervisedConfig):
     """Training on preferences without a reward model: `megarl preference`."""
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    preferences: PreferencesConfig = PreferencesConfig()
-    evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
+    reference: Annotated[
+        ReferenceConfig, Of("loss.has_reference", why="but loss.method uses no reference", fix="")
+    ] = ReferenceConfig()
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("margin_column", why=NO_MARGINS)
+    ] = PreferencesConfig()
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.margin_column", why=NO_MARGINS)
+    ] = PreferenceEvaluationConfig()
 
-    def __post_init__(self) -> None:
-        SupervisedConfig.__post_init__(self)  # slots make a new class, which super() misses
-        _check_preferences(self.preferences, self.evaluation.preferences)
+    def check(self) -> None:
+        used = self.preferences.response_column or self.evaluation.preferences.response_column
         require(
-            self.loss.has_reference or self.reference == ReferenceConfig(),
-            f"reference has settings, but loss.method '{self.loss.method}' uses no reference; leave"
-            " them out",
+            not used or self.loss.method == "kto",
+            f"response_column of preferences or evaluation.preferences is '{used}', but loss.method"
+            f" '{self.loss.method}' needs pairs; set loss.method to 'kto', or name the columns of"
+            " the two responses",
         )
-        require(
-            bool(self.reference.model.path) or self.reference.model == ModelConfig(),
-            "reference.model has settings but no path, so that they would do nothing; set"
-            " reference.model.path, or leave reference.model out",
-        )
-        for name, section in (
-            ("preferences", self.preferences),
-            ("evaluation.preferences", self.evaluation.preferences),
-        ):
-            require(
-                not section.margin_column,
-                f"{name}.margin_column is set, which only megarl reward-model uses; leave it out",
-            )
-            require(
-                not section.response_column or self.loss.method == "kto",
-                f"{name}.response_column is set, but loss.method '{self.loss.method}' needs pairs;"
-                " set loss.method to 'kto', or name the columns of the two responses",
-            )
 
 
-@config
+PAIRS_ONLY = (
+    "but a reward model learns from pairs; name the columns of the two responses, or train with"
+    " megarl preference and KTO"
+)
+
+
 class RewardModelConfig(SupervisedConfig):
     """Training a reward model on preferences: `megarl reward-model`."""
 
     loss: RewardLossConfig = RewardLossConfig()
-    preferences: PreferencesConfig = PreferencesConfig()
-    evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
-
-    def __post_init__(self) -> None:
-        SupervisedConfig.__post_init__(self)  # slots make a new class, which super() misses
-        _check_preferences(self.preferences, self.evaluation.preferences)
-        for name, section in (
-            ("preferences", self.preferences),
-            ("evaluation.preferences", self.evaluation.preferences),
-        ):
-            require(
-                not section.response_column,
-                f"{name}.response_column is set, but a reward model learns from pairs; name the"
-                " columns of the two responses, or train with megarl preference and KTO",
-            )
-
-
-def _check_preferences(training: PreferencesConfig, held_out: PreferencesConfig) -> None:
-    """Raise `ValueError` unless there are data to train on."""
-    require(bool(training.source), "preferences.source is empty; set it to a data file or hub name")
-    require(
-        bool(held_out.source)
-        or held_out in (PreferencesConfig(), PreferencesConfig(shuffle=False)),
-        "evaluation.preferences has settings but no source; set it, or leave them out",
-    )
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("response_column", why=PAIRS_ONLY)
+    ] = PreferencesConfig()
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.response_column", why=PAIRS_ONLY)
+    ] = PreferenceEvaluationConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.checks.preflight import check_run, ranks_to_check, warn
 from megarl.checks.roles import check_positions
@@ -10,7 +10,7 @@ from megarl.config import RunConfig
 from megarl.data.source import load_prompts
 from megarl.lookup import of_app
 from megarl.parallel.mesh import local_device
-from megarl.schema import require
+from megarl.schema import replace, require
 from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 

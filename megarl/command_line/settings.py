@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import inspect
-import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megarl.schema import Range, as_plain
+from megarl.recipe_file import is_section
+from megarl.recipe_paths import IsPath
+from megarl.schema import Config, Range
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Setting:
         return [as_yaml(value) for value in _choices(self.kind)]
 
 
-def settings(kind: Any, prefix: str = "", made: Any = None) -> Iterator[Setting]:
+def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator[Setting]:
     """The settings of configuration class `kind` in their order, each section before its keys.
 
     Args:
@@ -51,27 +51,19 @@ def settings(kind: Any, prefix: str = "", made: Any = None) -> Iterator[Setting]
         prefix: dotted path of the class in the recipe, with a dot at the end.
         made: an object of the class with the defaults; None for those that the class declares.
     """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        default = getattr(made, field.name) if made is not None else _default(field)
-        inner, part, key = hints[field.name], default, f"{prefix}{field.name}"
+    for name, field in kind.model_fields.items():
+        usual = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = usual if made is None else getattr(made, name)
+        inner, key, meaning = field.annotation, f"{prefix}{name}", meanings(kind).get(name, "")
         for mark, origin, position in ((".NAME", dict, 1), (".N", tuple, 0)):
-            arguments = typing.get_args(inner)
-            if typing.get_origin(inner) is origin and dataclasses.is_dataclass(arguments[position]):
-                inner, part, key = arguments[position], None, f"{key}{mark}"
-        if dataclasses.is_dataclass(inner):
-            meaning = meanings(kind).get(field.name) or " ".join((inner.__doc__ or "").split())
+            if typing.get_origin(inner) is origin and is_section(typing.get_args(inner)[position]):
+                inner, default, key = typing.get_args(inner)[position], None, f"{key}{mark}"
+        if is_section(inner):
+            meaning = meaning or " ".join((inner.__doc__ or "").split())
             yield Setting(key, inner, None, meaning, is_section=True)
-            yield from settings(inner, f"{key}.", part)
+            yield from settings(inner, f"{key}.", default)
         else:
-            meaning = meanings(kind).get(field.name, "")
-            yield Setting(key, hints[field.name], as_plain(default), meaning, is_section=False)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
+            yield Setting(key, field.rebuild_annotation(), default, meaning, is_section=False)
 
 
 @functools.cache
@@ -80,30 +72,22 @@ def meanings(kind: type) -> dict[str, str]:
     keeps no docstrings of fields, so that these are read from the source.
     """
     found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        tree = _source(one.__module__)
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        body = next((node.body for node in classes if node.name == one.__name__), [])
-        for field, text in zip(body, body[1:], strict=False):
+    for one in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
             match field, text:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(said))),
                 ):
-                    found[name] = " ".join(inspect.cleandoc(said).split())
+                    found[name] = " ".join(said.split())
     return found
-
-
-@functools.cache
-def _source(module: str) -> ast.Module:
-    file = sys.modules[module].__file__
-    assert file is not None, module
-    return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def as_yaml(value: Any) -> str:
     """A plain value as a recipe writes it, on one line."""
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_yaml(item)}' for key, item in value.items())}}}"
@@ -119,7 +103,8 @@ def _values(kind: Any) -> str:
         ranges = [mark for mark in inner[1:] if isinstance(mark, Range) and mark.high < 8e307]
         said = "".join(f" from {one.low:.10g} to {one.high:.10g}" for one in ranges)
         zero = "0, or " if any(one.or_zero for one in ranges) else ""
-        return f"{zero}{'path' if inner[0] is str else _values(inner[0])}{said}"
+        is_path = any(isinstance(mark, IsPath) for mark in inner[1:])
+        return f"{zero}{'path' if is_path else _values(inner[0])}{said}"
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_values, sorted(inner, key=lambda one: one is not type(None))))
     if origin in (tuple, dict):

@@ -1,12 +1,10 @@
 """Where prompts and demonstrations come from, and which columns of a row matter."""
 
-from __future__ import annotations
-
-import dataclasses
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from megarl.schema import MOST_TOKENS, PathText, Range, config, require
+from megarl.recipe_paths import PathText
+from megarl.schema import MOST_TOKENS, Config, Excludes, Needs, Of, Range, replace, require
 
 TemplateName = Literal["none", "chat", "rendered"]
 """How the texts of a data set become what a model reads: `none`, as they are, with the tokenizer's
@@ -24,11 +22,10 @@ WEIGHT_TOLERANCE = Fraction(1, 10**6)
 """How far the sum of a mixture's weights may be from 1; within it the weights are scaled to 1."""
 
 
-@config
-class PromptSourceConfig:
+class PromptSourceConfig(Config):
     """One source of a mixture. A setting that is None is that of the section around `sources`."""
 
-    source: PathText
+    source: Annotated[PathText, Needs("set it to a data file or hub name")]
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     weight: Annotated[float, Range(1e-6, 1.0)]
     """Share of the prompts that come from this source; the weights of a mixture add up to 1."""
@@ -66,11 +63,10 @@ class PromptSourceConfig:
     """As `prompts.limit`, for this source."""
 
 
-@config
-class PromptsConfig:
+class PromptsConfig(Config):
     """Rows of a data set, or of several in a mixture, turned into prompts."""
 
-    source: PathText = ""
+    source: Annotated[PathText, Excludes("sources")] = ""
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     sources: tuple[PromptSourceConfig, ...] = ()
     """Several sources, used instead of `source`: `[{source: a.jsonl, weight: 0.7, environment:
@@ -79,7 +75,7 @@ class PromptsConfig:
     of this section hold for every source that does not set its own."""
     environment: str = ""
     """Name in `environment.mixture` of the verifier for all rows; empty without a mixture."""
-    environment_column: str = ""
+    environment_column: Annotated[str, Excludes("environment")] = ""
     """Column with the name in `environment.mixture` of the verifier for each row, used instead of
     `environment`. A name with dots selects a nested column."""
     subset: str = ""
@@ -99,20 +95,20 @@ class PromptsConfig:
     tools_column: str = "tools"
     """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
     format, or the text of its JSON. Rows without it have none; empty: no row has."""
-    choices_column: str = ""
+    choices_column: Annotated[str, Of("answer_column")] = ""
     """Column with the choices of a multiple-choice problem: a list of texts, {label: [...], text:
     [...]}, or {A: text, B: text}. Each choice becomes a line "A. text" below the prompt, and the
     answer (label, text or number from 0) becomes its label. Empty: no choices."""
-    answer_after: str = ""
+    answer_after: Annotated[str, Of("answer_column")] = ""
     """If set, the reference answer is the text after the last occurrence of this marker (GSM8K:
     '####')."""
     template: TemplateName = "none"
     """`chat` renders the prompt with the tokenizer's chat template; required for a chat column.
     `rendered` reads texts that a template has written, as `megarl sample` stores them."""
-    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    template_variables: Annotated[TemplateVariables, Of("template", "chat")] = {}
     """With `template: chat`, variables that the chat template reads: `{enable_thinking: false}`.
     One that it does not read is an error."""
-    system: str = ""
+    system: Annotated[str, Of("template", "chat")] = ""
     """A system message put before the prompt when the chat template is used."""
     instruction: str = ""
     """A text appended to the prompt (or to its last user message), after a newline."""
@@ -127,33 +123,9 @@ class PromptsConfig:
     limit: Annotated[int | None, Range(1, 10**9)] = None
     """Use only the first `limit` rows."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.template == "chat" or not self.system,
-            "PromptsConfig.system is set but PromptsConfig.template is 'none'; set"
-            " PromptsConfig.template to 'chat' or remove the system message",
-        )
-        _check_variables(self)
-        require(
-            bool(self.answer_column) or not (self.answer_after or self.choices_column),
-            "PromptsConfig.answer_column is empty, but answer_after or choices_column is set; set"
-            " the column of the answers, or neither of the two",
-        )
-        require(
-            not (self.environment and self.environment_column),
-            f"PromptsConfig.environment is '{self.environment}' and"
-            f" PromptsConfig.environment_column is '{self.environment_column}', but each names the"
-            " verifier of a row; set one of the two",
-        )
-        if self.sources:
-            self._check_mixture()
-
-    def _check_mixture(self) -> None:
-        require(
-            not self.source,
-            f"PromptsConfig.source is '{self.source}' beside PromptsConfig.sources; set one of the"
-            " two",
-        )
+    def check(self) -> None:
+        if not self.sources:
+            return
         weights = [part.weight for part in self.sources]
         total = sum(map(exact, weights), Fraction(0))
         require(
@@ -162,33 +134,24 @@ class PromptsConfig:
             f" which add up to {float(total):g}; set weights that add up to 1",
         )
         for number in range(len(self.sources)):
-            require(
-                bool(self.sources[number].source),
-                f"PromptsConfig.sources[{number}].source is empty; set it to a data file or hub"
-                " name",
-            )
             try:
                 self.part(number)
             except ValueError as error:
                 raise ValueError(f"PromptsConfig.sources[{number}]: {error}") from None
 
-    def part(self, number: int) -> PromptsConfig:
+    def part(self, number: int) -> Self:
         """The settings of source `number` of the mixture, as those of a single source."""
-        part = self.sources[number]
-        own = {
-            field.name: getattr(part, field.name)
-            for field in dataclasses.fields(part)
-            if field.name != "weight" and getattr(part, field.name) is not None
-        }
+        part = dict(self.sources[number])
+        own = {name: part[name] for name in part if name != "weight" and part[name] is not None}
         # A source that says how its rows are judged does not take the other way from around it.
         if "environment" in own:
             own.setdefault("environment_column", "")
         elif "environment_column" in own:
             own["environment"] = ""
-        return dataclasses.replace(self, sources=(), **own)
+        return replace(self, sources=(), **own)
 
     @property
-    def parts(self) -> list[PromptsConfig]:
+    def parts(self) -> list[Self]:
         """The settings of each source: of a mixture several, without a mixture one."""
         return [self.part(number) for number in range(len(self.sources))] or [self]
 
@@ -208,8 +171,10 @@ def exact(weight: float) -> Fraction:
     return Fraction(repr(weight))
 
 
-@config
-class DemonstrationsConfig:
+WITHOUT_CHAT = Of("template", "none", "rendered")
+
+
+class DemonstrationsConfig(Config):
     """Rows of a data set, turned into (prompt, response) pairs for supervised fine-tuning."""
 
     source: PathText = ""
@@ -221,20 +186,20 @@ class DemonstrationsConfig:
     """Column with the prompt: a text, or a chat (a list of {role, content})."""
     response_column: str = "response"
     """Column with the response; the token that ends a turn is appended."""
-    messages_column: str = ""
+    messages_column: Annotated[str, Of("template", "chat")] = ""
     """Column with whole conversations (lists of {role, content, ...}), used instead of
     prompt_column and response_column; needs `template: chat`. Every assistant turn is trained on,
     tool calls included, up to the token that ends it."""
     tools_column: str = "tools"
     """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
     format, or the text of its JSON. Rows without it have none; empty: no row has."""
-    text_column: str = ""
+    text_column: Annotated[str, Excludes("messages_column"), WITHOUT_CHAT] = ""
     """Column with whole texts, used instead of prompt_column and response_column: all of a text is
     trained on, up to an end-of-sequence token that is appended."""
     template: TemplateName = "none"
     """`chat` renders the prompt with the tokenizer's chat template. `rendered` reads texts that a
     template has written, as `megarl sample` stores them."""
-    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    template_variables: Annotated[TemplateVariables, Of("template", "chat")] = {}
     """As `prompts.template_variables`."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
     """Maximum length of prompt and response together; see `too_long`."""
@@ -248,22 +213,8 @@ class DemonstrationsConfig:
     limit: Annotated[int | None, Range(1, 10**9)] = None
     """Use only the first `limit` rows."""
 
-    def __post_init__(self) -> None:
-        _check_variables(self)
-        require(
-            not self.messages_column or self.template == "chat",
-            "DemonstrationsConfig.messages_column is set but DemonstrationsConfig.template is"
-            " 'none'; set it to 'chat'",
-        )
-        require(
-            not self.text_column or not (self.messages_column or self.template == "chat"),
-            "DemonstrationsConfig.text_column is set, whose texts are read as they are, beside"
-            " messages_column or template 'chat'; leave these out",
-        )
 
-
-@config
-class PreferencesConfig:
+class PreferencesConfig(Config):
     """Rows of a data set, each with a better and a worse response to one prompt; or, for KTO, each
     with one response and whether it is desirable.
     """
@@ -289,7 +240,7 @@ class PreferencesConfig:
     tools_column: str = "tools"
     """With `template: chat`, column with the tools that the model is shown: a list in OpenAI's
     format, or the text of its JSON. Rows without it have none; empty: no row has."""
-    margin_column: str = ""
+    margin_column: Annotated[str, Excludes("response_column")] = ""
     """Column with a number: by how much the chosen response is better. `megarl reward-model`
     trains the difference of the two scores to exceed it. Empty: 0."""
     response_column: str = ""
@@ -301,7 +252,7 @@ class PreferencesConfig:
     template: TemplateName = "none"
     """`chat` renders prompt and responses with the tokenizer's chat template. `rendered` reads
     prompts that a template has written, as `megarl sample` stores them."""
-    template_variables: TemplateVariables = dataclasses.field(default_factory=dict)
+    template_variables: Annotated[TemplateVariables, Of("template", "chat")] = {}
     """As `prompts.template_variables`."""
     max_tokens: Annotated[int, Range(2, MOST_TOKENS)] = 2048
     """Maximum length of a prompt and one response together; see `too_long`."""
@@ -313,21 +264,3 @@ class PreferencesConfig:
     """Shuffle every epoch, by the run's seed."""
     limit: Annotated[int | None, Range(1, 10**9)] = None
     """Use only the first `limit` rows."""
-
-    def __post_init__(self) -> None:
-        _check_variables(self)
-        require(
-            not (self.margin_column and self.response_column),
-            "PreferencesConfig.margin_column is set beside PreferencesConfig.response_column, whose"
-            " rows have one response; leave one of them out",
-        )
-
-
-def _check_variables(data: PromptsConfig | DemonstrationsConfig | PreferencesConfig) -> None:
-    """Raise `ValueError` if variables of a chat template are set where none is used."""
-    name = type(data).__name__
-    require(
-        data.template == "chat" or not data.template_variables,
-        f"{name}.template_variables is set, but {name}.template is '{data.template}', with which no"
-        f" chat template writes; set {name}.template to 'chat' or leave the variables out",
-    )

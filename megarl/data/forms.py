@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megarl import console
@@ -19,7 +18,7 @@ from megarl.data.chats import parsed_chat
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.data.render import column, text_of
 from megarl.data.rows import Row, Table, kind_of
-from megarl.schema import require
+from megarl.schema import replace, require
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),

@@ -1,16 +1,14 @@
 """Settings of the verifier `code`: which tests a program must pass, and what it may use."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
-from megarl.schema import CodeText, PathText, Range, config, require
+from megarl.recipe_paths import CodeText, PathText
+from megarl.schema import Config, Range, require
 
 Protection = Literal["auto", "namespaces", "rlimits", "none"]
 
 
-@config
-class CodeConfig:
+class CodeConfig(Config):
     """How the verifier `code` runs the programs of responses."""
 
     sandbox: Protection = "auto"
@@ -52,7 +50,7 @@ class CodeConfig:
     output_kib: Annotated[int, Range(1, 2**20)] = 1024
     """Most output of a test in KiB; a program that writes more has failed the test."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             all(self.interpreter),
             "environment.code.interpreter holds an empty word; set it to a command such as"

@@ -1,11 +1,8 @@
 """Which verifier scores a rollout, how it is bounded, and how its verdict becomes a reward."""
 
-from __future__ import annotations
-
-import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from megarl.environments.addresses import (
     SECRET,
@@ -17,7 +14,6 @@ from megarl.environments.addresses import (
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.tools_config import ToolsConfig
 from megarl.environments.verifier_config import (
-    MARKED,
     WEIGHT,
     ChoiceConfig,
     FormatConfig,
@@ -27,18 +23,15 @@ from megarl.environments.verifier_config import (
     NamedVerifierConfig,
     NumericConfig,
     RegexConfig,
-    check_settings,
-    compares_answers,
-    names_used,
 )
-from megarl.schema import MOST_TOKENS, CodeText, Range, config, require
+from megarl.recipe_paths import CodeText
+from megarl.schema import MOST_TOKENS, Config, Excludes, Needs, Of, Range, replace, require
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
 
 
-@config
-class OverlongConfig:
+class OverlongConfig(Config):
     """DAPO's soft length penalty (arXiv:2503.14476): 0 up to `limit - buffer` response tokens, then
     falling linearly to -1 at `limit`.
     """
@@ -48,7 +41,7 @@ class OverlongConfig:
     buffer_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Number of tokens before the limit over which the penalty falls from 0 to -1."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             self.limit_tokens == 0 or 0 < self.buffer_tokens <= self.limit_tokens,
             f"environment.overlong.buffer_tokens is {self.buffer_tokens}; set it between 1 and"
@@ -56,8 +49,7 @@ class OverlongConfig:
         )
 
 
-@config
-class RemoteConfig:
+class RemoteConfig(Config):
     """How responses travel to reward servers: the addresses in `verifier` or `rewards`."""
 
     token_variable: str = ""
@@ -88,15 +80,14 @@ class RemoteConfig:
     breaker_pause_s: Annotated[float, Range(0.01, 3600.0)] = 1.0
     """Seconds between two probes of a server whose circuit breaker is open."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_variable(self.token_variable, "environment.remote.token_variable")
 
 
-@config
-class RewardServerConfig:
+class RewardServerConfig(Config):
     """Where `megarl serve-reward` listens, and what it takes on."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Needs("set it to 127.0.0.1 or 0.0.0.0")] = "127.0.0.1"
     """Address to listen on; `0.0.0.0` for every network of the machine. On any but a loopback
     address a token is required."""
     port: Annotated[int, Range(0, 65535)] = 8000
@@ -120,47 +111,67 @@ class RewardServerConfig:
     drain_s: Annotated[float, Range(0.0, 60.0)] = 10.0
     """Seconds after SIGTERM within which requests under way are still answered."""
 
-    def __post_init__(self) -> None:
-        require(bool(self.host), "server.host is empty; set it to 127.0.0.1 or 0.0.0.0")
+    def check(self) -> None:
         check_variable(self.token_variable, "server.token_variable")
 
 
 NO_SESSIONS: dict[str, Any] = {"session": "", "tools": ToolsConfig(), "max_turns": 0, "threads": 1}
 """The settings of an environment without sessions."""
+SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
+"""Names of verifiers whose settings are a section of the same name."""
+MARKED = ("exact_match", "numeric", "choice")
+"""Verifiers that read `answer_after`."""
+OWN_TOOLS = "but a session class brings its own tools"
+TURNS = Of(
+    "has_sessions",
+    why="but a verifier has one turn",
+    fix="set environment.session or environment.tools",
+)
+MAPPING = Excludes("rewards", "which adds up rewards as they are")
 
 
-@config
-class EnvironmentConfig:
+class EnvironmentConfig(Config):
     """The verifier or multi-turn session, its rewards, worker processes and time limits."""
 
-    verifier: CodeText = "exact_match"
+    verifier: Annotated[CodeText, Needs("set 'exact_match', 'math' or 'file.py:function'")] = (
+        "exact_match"
+    )
     """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
     `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/rewards.md),
     `path/to/file.py:function` for a user's function (docs/rewards.md),
     `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
     reward."""
-    rewards: Annotated[dict[CodeText, float], WEIGHT] = dataclasses.field(default_factory=dict)
+    rewards: Annotated[
+        dict[CodeText, float], WEIGHT, Excludes("verifier", "which may be one of them")
+    ] = {}
     """Several reward functions with their weights, used instead of `verifier`; for example
     `{math: 1.0, "style.py:brevity": 0.2}`, also addresses of reward servers. The reward is the
     weighted sum; the first function says what counts as correct."""
-    mixture: dict[str, NamedVerifierConfig] = dataclasses.field(default_factory=dict)
+    mixture: Annotated[
+        dict[str, NamedVerifierConfig], Excludes("rewards"), Excludes("verifier")
+    ] = {}
     """{name: verifier} of a mixture of data, used instead of `verifier`: each prompt names the one
     that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
-    remote: RemoteConfig = RemoteConfig()
+    remote: Annotated[
+        RemoteConfig,
+        Of("asks_servers", why="but no verifier is a server (http://host:port/v1/score)", fix=""),
+    ] = RemoteConfig()
     """How responses travel to reward servers."""
-    session: CodeText = ""
+    session: Annotated[CodeText, Excludes("tools.are_used", OWN_TOOLS)] = ""
     """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`);
     it scores its rollouts itself, or leaves that to `verifier` or `rewards`."""
-    max_turns: Annotated[int, Range(0, 100_000)] = 0
+    max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
     """With a session or tools: turns that the model has in a rollout; beyond, the rollout is cut
     off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
-    threads: Annotated[int, Range(1, 1024)] = 1
+    threads: Annotated[int, Range(1, 1024), TURNS] = 1
     """With a session or tools: calls of plain (not `async`) functions that each worker process runs
     at a time. More than 1 only for functions that may run beside one another."""
     concurrency: Annotated[int, Range(1, 4096)] = 32
     """Calls of `async` reward functions that each worker process has under way at the same time,
     each with its own `time_limit_s`. A process calls one plain function at a time."""
-    tools: ToolsConfig = ToolsConfig()
+    tools: Annotated[
+        ToolsConfig, Of("tools.are_used", why="but neither functions nor servers", fix="set one")
+    ] = ToolsConfig()
     """Tools that the model may call; its last response, without a call, is scored by `verifier` or
     `rewards`."""
     code: CodeConfig = CodeConfig()
@@ -180,9 +191,9 @@ class EnvironmentConfig:
     choice: ChoiceConfig = ChoiceConfig()
     format: FormatConfig = FormatConfig()
     length: LengthConfig = LengthConfig()
-    correct: Annotated[float, Range(-1e6, 1e6)] = 1.0
+    correct: Annotated[float, Range(-1e6, 1e6), MAPPING] = 1.0
     """Reward of a correct answer."""
-    wrong: Annotated[float, Range(-1e6, 1e6)] = 0.0
+    wrong: Annotated[float, Range(-1e6, 1e6), MAPPING] = 0.0
     """Reward of a wrong answer."""
     unscored: Annotated[float | None, Range(-1e9, 1e9)] = None
     """Reward of a rollout without a score: cut off at the token limit (`require_stop`), or its
@@ -219,48 +230,18 @@ class EnvironmentConfig:
     share of the responses of a step or an evaluation; 1 ends it only if all fail. A tenth of
     failures is a warning."""
 
-    def __post_init__(self) -> None:
-        require(
-            bool(self.verifier),
-            "environment.verifier is empty; set 'exact_match', 'math' or 'file.py:function'",
-        )
-        require(
-            self.tools.are_used or self.tools == ToolsConfig(),
-            "environment.tools has settings, but neither functions nor servers; set one of them",
-        )
-        require(
-            not (self.session and self.tools.are_used),
-            "environment.session and environment.tools are set, but a session class brings its own"
-            " tools; set one of the two",
-        )
+    def check(self) -> None:
         require(
             not self.tools.are_used or self.time_limit_s > self.tools.time_limit_s,
             f"environment.time_limit_s is {self.time_limit_s:g}, within which a turn's calls of"
             f" {self.tools.time_limit_s:g} s (environment.tools.time_limit_s) may not be made;"
             " raise it",
         )
-        for name in ("max_turns", "threads"):
-            require(
-                self.has_sessions or getattr(self, name) == (0 if name == "max_turns" else 1),
-                f"environment.{name} is {getattr(self, name)}, but a verifier has one turn; leave"
-                " it out, or set environment.session or environment.tools",
-            )
-        require(
-            not self.rewards or self.verifier == "exact_match",
-            "environment.rewards and environment.verifier are set, but each says by itself what a"
-            " response is worth; set one of them (a verifier may be one of rewards)",
-        )
         require(
             not self.rewards or any(self.rewards.values()) or self.overlong.limit_tokens > 0,
             f"environment.rewards weighs {', '.join(self.rewards)} with 0, so that all rewards are"
             " equal and nothing can be learned; set a weight other than 0",
         )
-        require(
-            not self.rewards or self.maps_no_scores,
-            f"environment.correct is {self.correct:g} and environment.wrong is {self.wrong:g}, but"
-            " environment.rewards adds up rewards as they are; leave both out",
-        )
-
         require(
             all(map(VARIABLE.fullmatch, self.pass_variables)),
             "environment.pass_variables holds what is no name of an environment variable in capital"
@@ -273,33 +254,77 @@ class EnvironmentConfig:
         )
         for name in self._remote_names():
             check_address(name, f"environment.{'rewards' if self.rewards else 'verifier'}")
-        remote = self._remote_names() or any(
-            part._remote_names() for part in self.named_parts.values()
-        )
-        require(
-            bool(remote) or self.remote == RemoteConfig(),
-            "environment.remote has settings, but neither environment.verifier nor"
-            " environment.rewards names a reward server (http://host:port/v1/score); leave it out",
-        )
-
         require(
             not self.thinking or (len(set(self.thinking)) == 2 and all(self.thinking)),
             f"environment.thinking is {list(self.thinking or ())}; set an opening and a closing tag"
             " that differ, such as [<think>, </think>], or null",
         )
 
-        try:
-            check_settings(self)
-        except ValueError as error:
-            raise ValueError(f"environment.{error}") from None
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Raise `ValueError` for settings of a verifier that is not used, and for a verifier
+        without the settings that it needs.
+        """
+        names, length = self.names_used, self.length
+        instead = f" ({', '.join(filter(None, names))} is)" if names else " (a session scores)"
+        if self.mixture:
+            instead = " outside of environment.mixture (settings belong to its entries)"
+        for section in SECTIONS:
+            require(
+                section in names or self.is_default(section),
+                f"environment.{section} has settings, but the verifier '{section}' is not used"
+                f"{instead}; leave them out, or use the verifier '{section}'",
+            )
+        require(
+            "regex" not in names or self.regex.pattern or self.regex.answer_is_pattern,
+            "environment.regex.pattern is empty; set a regular expression with one group around the"
+            " answer, or environment.regex.answer_is_pattern",
+        )
+        require(
+            "json_schema" not in names or self.json_schema.schema or self.json_schema.schema_column,
+            "environment.json_schema.schema and environment.json_schema.schema_column are empty;"
+            " set one of the two",
+        )
+        if "length" not in names:
+            return
+        targeted = length.kind.startswith("l1")
+        require(
+            length.longest > 0 or targeted,
+            "environment.length.longest is 0; set the length at which the reward of length stops to"
+            " change",
+        )
+        require(
+            length.target or length.target_column or not targeted,
+            f"environment.length.kind is '{length.kind}', but length.target and"
+            " length.target_column are not set; set one of the two",
+        )
+        require(
+            length.kind == "linear" or length.verifier not in ("", "none", "length", "format"),
+            f"environment.length.kind is '{length.kind}', which needs to know whether a response is"
+            f" correct, but length.verifier is '{length.verifier}'; set a verifier that compares"
+            " answers, such as math",
+        )
 
     def _remote_names(self) -> list[str]:
         return [name for name in self.rewards or (self.verifier,) if is_remote(name)]
 
     @property
+    def asks_servers(self) -> bool:
+        """Whether a verifier is a reward server."""
+        return bool(self._remote_names()) or any(
+            part._remote_names() for part in self.named_parts.values()
+        )
+
+    @property
     def names_used(self) -> list[str]:
-        """The verifiers and reward functions that are used; empty for a mixture."""
-        return names_used(self)
+        """The verifiers and reward functions that are used, also the one that `length` asks whether
+        a response is correct; none where a mixture scores.
+        """
+        if self.mixture:
+            return []
+        names = list(self.rewards) or [self.verifier]
+        return [*names, self.length.verifier] if "length" in names else names
 
     @property
     def reads_marker(self) -> bool:
@@ -309,31 +334,27 @@ class EnvironmentConfig:
     @property
     def compares_answers(self) -> list[str]:
         """The verifiers of the house that are used and compare with the reference answer."""
-        return compares_answers(self)
+        needs_none = {"none", "format", "length", "code"} | (
+            set() if self.json_schema.value else {"json_schema"}
+        )
+        return [name for name in self.names_used if ":" not in name and name not in needs_none]
 
     @property
-    def named_parts(self) -> dict[str, EnvironmentConfig]:
+    def named_parts(self) -> dict[str, Self]:
         """{name: its settings, as those of an environment with one verifier} of `mixture`; empty
         without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
         """
-        require(
-            not self.mixture or not (self.rewards or self.verifier != "exact_match"),
-            "environment.mixture is set beside environment.verifier, rewards or session, but its"
-            " named verifiers score all responses; set one of them",
-        )
-        found: dict[str, EnvironmentConfig] = {}
+        found: dict[str, Self] = {}
         for name, entry in self.mixture.items():
             require(
                 NAME.fullmatch(name) is not None,
                 f"environment.mixture has a name {name!r:.80}; use letters, digits, _ and - in at"
                 " most 40 characters",
             )
-            own = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-            own["remote"] = RemoteConfig()
-            if any(map(is_remote, entry.rewards or (entry.verifier,))):
-                own["remote"] = self.remote
+            asks = any(map(is_remote, entry.rewards or (entry.verifier,)))
+            own = dict(entry) | {"remote": self.remote if asks else RemoteConfig()}
             try:
-                found[name] = dataclasses.replace(self, mixture={}, **NO_SESSIONS, **own)
+                found[name] = replace(self, mixture={}, **NO_SESSIONS, **own)
             except ValueError as error:
                 raise ValueError(f"environment.mixture.{name}: {error}") from None
         return found
@@ -376,9 +397,9 @@ class EnvironmentConfig:
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
         return not self.session or named
 
-    def without_sessions(self) -> EnvironmentConfig:
+    def without_sessions(self) -> Self:
         """The same configuration for verifiers alone, which score the answers of sessions."""
-        return dataclasses.replace(self, **NO_SESSIONS)
+        return replace(self, **NO_SESSIONS)
 
     @property
     def maps_no_scores(self) -> bool:

@@ -3,12 +3,12 @@ answer."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
 from megarl.chat_template import TAGS
 from megarl.environments.config import EnvironmentConfig
+from megarl.schema import replace
 from megarl.types import Prompt
 
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -66,7 +66,7 @@ def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentCo
     """The configuration with `tags` for `thinking`, unless it names others or turns them off."""
     if config.thinking is None or config.thinking:
         return config
-    return dataclasses.replace(config, thinking=tags)
+    return replace(config, thinking=tags)
 
 
 def answer_part(response: str, thinking: tuple[str, ...] | None, question: str = "") -> str:
@@ -87,4 +87,4 @@ def without_opening(prompt: Prompt, thinking: tuple[str, ...] | None) -> Prompt:
     opening = (thinking or TAGS)[0]
     if thinking is None or not prompt.text.rstrip().endswith(opening):
         return prompt
-    return dataclasses.replace(prompt, text=prompt.text.rstrip().removesuffix(opening))
+    return replace(prompt, text=prompt.text.rstrip().removesuffix(opening))

@@ -1,16 +1,13 @@
 """Which tools a model may call, and how its calls are read."""
 
-from __future__ import annotations
-
-import dataclasses
 from typing import Annotated
 
 from megarl.environments.addresses import check_address, check_variable, is_remote
-from megarl.schema import CodeText, Range, config, require
+from megarl.recipe_paths import CodeText
+from megarl.schema import Config, Range, require
 
 
-@config
-class ToolsConfig:
+class ToolsConfig(Config):
     """Tools that the model calls in the middle of its response. The prompt shows them through the
     tokenizer's chat template.
     """
@@ -18,11 +15,11 @@ class ToolsConfig:
     functions: tuple[CodeText, ...] = ()
     """Typed Python functions, each as `path/to/file.py:function`. Their names, signatures and
     docstrings are what the model is shown."""
-    servers: dict[str, str] = dataclasses.field(default_factory=dict)
+    servers: dict[str, str] = {}
     """{name: command line or address} of MCP servers. A command line is started beside each worker
     process and spoken to over its standard input and output; an address (http://host:port/mcp) is
     spoken to by streamable HTTP. All their tools are offered."""
-    server_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
+    server_tokens: dict[str, str] = {}
     """{name of a server with an address: name of the environment variable that holds its bearer
     token}. The functions run where this variable can be read; it is written nowhere."""
     parser: str = "hermes"
@@ -37,7 +34,7 @@ class ToolsConfig:
         """Whether there is any tool."""
         return bool(self.functions or self.servers)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in self.functions:
             file, colon, function = name.rpartition(":")
             require(

@@ -1,40 +1,19 @@
 """Configuration of the learning algorithm: advantages, loss, KL penalty, off-policy correction."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 
-from megarl.schema import MOST_TOKENS, Range, config, require
+from megarl.presets import PRESETS
+from megarl.schema import MOST_TOKENS, Config, Of, Range, require
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
 # TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
-AdvantageName = Literal[
-    "grpo",
-    "dr_grpo",
-    "gpg",
-    "rloo",
-    "remax",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "reinforce_plus_plus_tokens",
-    "gae",
-]
-PresetName = Literal[
-    "",
-    "dapo",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "remax",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "ppo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-]
+_OfGroups = Literal["grpo", "dr_grpo", "gpg", "rloo", "remax"]
+_OfAll = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvantageName = Literal[_OfGroups, _OfAll, "reinforce_plus_plus_tokens", "gae"]
+_WithoutCritic = Literal["dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp"]
+_OtherPresets = Literal["reinforce_pp_baseline", "ppo", "gspo", "cispo", "sapo", "gpg"]
+PresetName = Literal["", _WithoutCritic, _OtherPresets]
 COMPARING = ("grpo", "dr_grpo", "gpg", "rloo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
 teaches nothing."""
@@ -46,6 +25,12 @@ WITH_GREEDY_BASELINE = ("remax",)
 generate beside the group and which is not trained on."""
 
 LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
+CLIPPED = Of("loss", "ppo_clip", "dual_clip", "gspo", "cispo")
+OF_A_RATIO = Of(
+    *("loss", "ppo_clip", "dual_clip", "gspo", "cispo", "sapo"),
+    why="the denominator of a ratio that algorithm.loss 'reinforce' does not have",
+    fix="for rollouts of other weights set algorithm.correction.kind",
+)
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
@@ -60,8 +45,12 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
 """{correction: usual (low, high)}; None where it has no such bound. `none` has no bounds."""
 
 
-@config
-class KLConfig:
+def kinds_with(place: Literal[0, 1]) -> list[str]:
+    """The corrections that have a lower bound (0) or an upper one (1)."""
+    return [kind for kind, bounds in BOUNDS.items() if bounds[place] is not None]
+
+
+class KLConfig(Config):
     """Penalty on the KL divergence from a frozen reference policy."""
 
     coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
@@ -71,24 +60,14 @@ class KLConfig:
     sample's reward, or with `reinforce_plus_plus_tokens` and `gae` from each token's."""
     estimator: KLName = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log-prob - reference log-prob."""
-    target: Annotated[float | None, Range(1e-9, 1e3)] = None
+    target: Annotated[float | None, Range(1e-9, 1e3), Of("coefficient")] = None
     """Mean divergence of a token (metric `kl`) that the coefficient is steered to: after each step
     it is multiplied by 1 + gain x (kl / target - 1), the last term bounded by 0.2 (the adaptive
     controller of arXiv:1909.08593, 2.2). null: the coefficient stays as it is."""
-    gain: Annotated[float, Range(1e-6, 1.0)] = 0.1
+    gain: Annotated[float, Range(1e-6, 1.0), Of("target")] = 0.1
     """How fast the coefficient follows, for `target`; 0.1 in the paper."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.target is None or self.coefficient > 0,
-            f"algorithm.kl.target is {self.target}, but algorithm.kl.coefficient is 0, which no"
-            " factor changes; set the coefficient to begin with, for example 0.01",
-        )
-        require(
-            self.target is not None or self.gain == 0.1,
-            f"algorithm.kl.gain is {self.gain:g}, which does nothing without algorithm.kl.target;"
-            " set the target, or leave gain out",
-        )
+    def check(self) -> None:
         require(
             self.coefficient == 0 or self.where == "reward" or self.estimator != "k1",
             "algorithm.kl.estimator k1 has no gradient on average as a loss; set it to 'k2' or"
@@ -96,8 +75,7 @@ class KLConfig:
         )
 
 
-@config
-class CorrectionConfig:
+class CorrectionConfig(Config):
     """Weight of each token's loss from w = exp(trainer log-prob - engine log-prob), because the
     engine sampled.
     """
@@ -106,13 +84,13 @@ class CorrectionConfig:
     """`decoupled`: w up to high, 0 above. `tis`: min(w, high). `icepop`: w inside [low, high], 0
     outside. `sequence_mask`: the product of a sample's w inside [low, high], 0 outside.
     `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], otherwise 0."""
-    low: Annotated[float | None, Range(0.0, 1.0)] = None
+    low: Annotated[float | None, Range(0.0, 1.0), Of("kind", *kinds_with(0))] = None
     """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
     `geometric_mask`."""
-    high: Annotated[float | None, Range(1.0, 1e4)] = None
+    high: Annotated[float | None, Range(1.0, 1e4), Of("kind", *kinds_with(1))] = None
     """Upper bound; null: 5 for `decoupled`, 2 for `tis`, 5 for `icepop`, 2 for `sequence_mask`,
     1.01 for `geometric_mask`."""
-    allow_uncorrected: bool = False
+    allow_uncorrected: Annotated[bool, Of("kind", "none")] = False
     """Allow `rollout.max_staleness` above 0 with `kind: none` and `algorithm.old_logprobs:
     trainer`. The age of the rollouts is then ignored: the first mini-batch's ratio is 1, whatever
     weights have sampled. Refused where it would allow nothing."""
@@ -128,30 +106,17 @@ class CorrectionConfig:
         usual = BOUNDS.get(self.kind, (None, None))[1]
         return self.high if self.high is not None else math.inf if usual is None else usual
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         usual = BOUNDS.get(self.kind, (None, None))
-        for name, value, bound in (("low", self.low, usual[0]), ("high", self.high, usual[1])):
-            kinds = [kind for kind, both in BOUNDS.items() if both[name == "high"] is not None]
-            require(
-                value is None or bound is not None,
-                f"algorithm.correction.{name} is {value}, which correction.kind '{self.kind}' does"
-                f" not use; leave it out, or set kind to {' or '.join(map(repr, kinds))}",
-            )
         require(
             self.lower < self.upper,
             f"algorithm.correction.low is {self.lower:g} and high {self.upper:g}, between which"
             f" there is no weight but 1; set low below high, for '{self.kind}' usually"
             f" {usual[0]} and {usual[1]}",
         )
-        require(
-            not self.allow_uncorrected or self.kind == "none",
-            f"algorithm.correction.allow_uncorrected is true, but correction.kind '{self.kind}'"
-            " corrects; leave allow_uncorrected out, or set kind to 'none'",
-        )
 
 
-@config
-class GaeConfig:
+class GaeConfig(Config):
     """Generalised advantage estimation from a critic's values, for `algorithm.advantage: gae`."""
 
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
@@ -166,8 +131,7 @@ class GaeConfig:
     """Bring the advantages of a step to mean 0 and variance 1 over all response tokens."""
 
 
-@config
-class AlgorithmConfig:
+class AlgorithmConfig(Config):
     """The policy-gradient algorithm.
 
     By default DAPO's loss (arXiv:2503.14476) with GRPO's advantages.
@@ -183,11 +147,11 @@ class AlgorithmConfig:
     `reinforce_plus_plus_tokens` for that from the token on, as the paper does (arXiv:2501.03262,
     eq. 8).
     """
-    credit: Literal["response", "turn"] = "response"
+    credit: Annotated[Literal["response", "turn"], Of("advantage", *COMPARING)] = "response"
     """What an advantage is of, in rollouts of several turns: `response`, all tokens of a rollout by
     its total reward; `turn`, each turn by the rewards from this turn on, compared with the same
     turn of the group's other rollouts (megarl.objectives.token_advantages)."""
-    turn_discount: Annotated[float, Range(0.0, 1.0)] = 1.0
+    turn_discount: Annotated[float, Range(0.0, 1.0), Of("credit", "turn")] = 1.0
     """With `credit: turn`: how much the reward of a turn counts for the turn before it, squared for
     the one before that, and so on. 0: each turn is judged by its own reward alone."""
     loss: LossName = "ppo_clip"
@@ -195,68 +159,51 @@ class AlgorithmConfig:
     aggregation: AggregationName = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""
-    constant_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
+    constant_tokens: Annotated[int, Range(0, MOST_TOKENS), Of("aggregation", "constant")] = 0
     """Number of tokens by which the sum over a sequence is divided under `aggregation: constant`
     (Dr.GRPO: the token limit)."""
-    clip_low: Annotated[float, Range(0.0, 1.0)] = 0.2
+    clip_low: Annotated[float, Range(0.0, 1.0), CLIPPED] = 0.2
     """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
-    clip_high: Annotated[float, Range(0.0, 100.0)] = 0.28
+    clip_high: Annotated[float, Range(0.0, 100.0), CLIPPED] = 0.28
     """The ratio's upper bound is 1 + clip_high; gspo needs about 4e-4."""
-    dual_clip: Annotated[float, Range(1.000001, 100.0, fix=ABOVE_1)] = 3.0
+    dual_clip: Annotated[float, Range(1.000001, 100, fix=ABOVE_1), Of("loss", "dual_clip")] = 3.0
     """Loss `dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
-    sapo_positive: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
     """Loss `sapo` only: how fast the gradient fades with the ratio, for positive advantages."""
-    sapo_negative: Annotated[float, Range(1e-3, 1e3)] = 1.05
+    sapo_negative: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.05
     """Loss `sapo` only: the same for other advantages."""
     entropy_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the entropy bonus."""
-    gae: GaeConfig = GaeConfig()
+    gae: Annotated[GaeConfig, Of("advantage", "gae")] = GaeConfig()
     kl: KLConfig = KLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    correction: Annotated[CorrectionConfig, Of("old_logprobs", "trainer")] = CorrectionConfig()
+    old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before the step's first update, or
     reported by the engine that sampled."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.credit == "response" or self.advantage in COMPARING,
-            f"algorithm.credit is 'turn', but algorithm.advantage '{self.advantage}' compares no"
-            f" rollouts of a group; set advantage to one of {', '.join(COMPARING)}, or leave credit"
-            " out",
-        )
-        require(
-            self.credit == "turn" or self.turn_discount == 1.0,
-            "algorithm.turn_discount is of algorithm.credit 'turn', which is 'response'; set credit"
-            " to turn, or leave turn_discount out",
-        )
-        require(
-            self.loss != "reinforce" or self.old_logprobs == "trainer",
-            "algorithm.old_logprobs is 'engine', the denominator of a ratio that algorithm.loss"
-            " 'reinforce' does not have; leave it out (for rollouts of other weights set"
-            " algorithm.correction.kind)",
-        )
+    def check(self) -> None:
+        for key, value in PRESETS.get(self.preset, {}).items():
+            require(
+                getattr(self, key) == value,
+                f"algorithm.preset is '{self.preset}', which means algorithm.{key} {value}, but"
+                f" algorithm.{key} is {getattr(self, key)}; leave one of the two out",
+            )
         require(
             self.aggregation != "constant" or self.constant_tokens > 0,
             "algorithm.aggregation is 'constant' but algorithm.constant_tokens is 0; set it"
             " (Dr.GRPO: rollout.max_new_tokens)",
         )
-        require(
-            self.correction.kind == "none" or self.old_logprobs == "trainer",
-            f"algorithm.correction.kind '{self.correction.kind}' needs the trainer's own log-probs,"
-            " but algorithm.old_logprobs is 'engine'; set old_logprobs to 'trainer', or leave"
-            " correction out",
-        )
 
 
 PreferenceMethod = Literal["dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"]
+SMOOTHING = ("cdpo", "robust_dpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Preference methods that compare with no reference model."""
 USUAL_BETA = {"simpo": 2.0}
 """{method: usual `beta`}; 0.1 for all others."""
 
 
-@config
-class PreferenceLossConfig:
+class PreferenceLossConfig(Config):
     """The loss of `megarl preference`; the formulae are in megarl/apps/tune/pairwise.py."""
 
     method: PreferenceMethod = "dpo"
@@ -265,20 +212,22 @@ class PreferenceLossConfig:
     beta: Annotated[float | None, Range(1e-6, 1e6)] = None
     """How strongly log-probs are scaled: the paper's beta (dpo, cdpo, robust_dpo, simpo, kto), tau
     (ipo) or lambda (orpo). null: 2.0 for simpo, 0.1 for all others."""
-    label_smoothing: Annotated[float, Range(0.0, 0.499)] = 0.0
+    label_smoothing: Annotated[float, Range(0.0, 0.499), Of("method", *SMOOTHING)] = 0.0
     """Of `cdpo` and `robust_dpo`: the share of pairs whose label is taken to be wrong; above 0."""
-    target_margin: Annotated[float, Range(0.0, 1e6)] = 0.0
+    target_margin: Annotated[float, Range(0.0, 1e6), Of("method", "simpo")] = 0.0
     """Of `simpo`: gamma, by which the chosen reward is to exceed the rejected one (the paper: 0.3
     to 1.6)."""
-    length_average: bool = False
+    length_average: Annotated[bool, Of("method", "ipo")] = False
     """Of `ipo`: divide each log-prob by the number of response tokens, as TRL does. The paper
     (arXiv:2310.12036) does not."""
-    desirable_weight: Annotated[float, Range(0.0, 1e6)] = 1.0
+    desirable_weight: Annotated[float, Range(0.0, 1e6), Of("method", "kto")] = 1.0
     """Of `kto`: weight of desirable responses."""
-    undesirable_weight: Annotated[float, Range(0.0, 1e6)] = 1.0
+    undesirable_weight: Annotated[float, Range(0.0, 1e6), Of("method", "kto")] = 1.0
     """Of `kto`: weight of undesirable responses. The paper (arXiv:2402.01306) sets the two weights
     so that weight x number of responses is about the same, within a factor of 4/3, for both."""
-    sft_coefficient: Annotated[float, Range(0.0, 1e6)] = 0.0
+    sft_coefficient: Annotated[
+        float, Range(0.0, 1e6), Of("method", *SMOOTHING, "dpo", "ipo", "simpo")
+    ] = 0.0
     """Weight of a further term, the mean over pairs of -log-prob per token of the chosen response.
     For methods on pairs but `orpo`, which has it with weight 1."""
 
@@ -292,29 +241,11 @@ class PreferenceLossConfig:
         """Whether the method compares with a reference model."""
         return self.method not in WITHOUT_REFERENCE
 
-    def __post_init__(self) -> None:
-        smooths = self.method in ("cdpo", "robust_dpo")
+    def check(self) -> None:
         require(
-            not smooths or self.label_smoothing > 0,
+            self.method not in SMOOTHING or self.label_smoothing > 0,
             f"loss.method is '{self.method}' but loss.label_smoothing is 0, which is 'dpo'; set the"
             " share of wrong labels, for example 0.1",
-        )
-        for name, value, default, methods in (
-            ("label_smoothing", self.label_smoothing, 0.0, ("cdpo", "robust_dpo")),
-            ("target_margin", self.target_margin, 0.0, ("simpo",)),
-            ("length_average", self.length_average, False, ("ipo",)),
-            ("desirable_weight", self.desirable_weight, 1.0, ("kto",)),
-            ("undesirable_weight", self.undesirable_weight, 1.0, ("kto",)),
-        ):
-            require(
-                value == default or self.method in methods,
-                f"loss.{name} is {value}, which loss.method '{self.method}' does not use; leave it"
-                f" out, or set loss.method to {' or '.join(repr(one) for one in methods)}",
-            )
-        require(
-            self.sft_coefficient == 0 or self.method not in ("orpo", "kto"),
-            f"loss.sft_coefficient is {self.sft_coefficient}, which loss.method '{self.method}'"
-            " does not use; leave it out",
         )
         require(
             self.desirable_weight + self.undesirable_weight > 0,
@@ -323,8 +254,7 @@ class PreferenceLossConfig:
         )
 
 
-@config
-class RewardLossConfig:
+class RewardLossConfig(Config):
     """The loss of `megarl reward-model`: Bradley-Terry on pairs of scores."""
 
     centering: Annotated[float, Range(0.0, 1e6)] = 0.0
@@ -336,8 +266,7 @@ class RewardLossConfig:
 DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 
-@config
-class DistillationConfig:
+class DistillationConfig(Config):
     """Settings of the loss of `megarl distill`, which trains the policy to give each next token the
     probability that its teacher, another model, gives it. The formulas are in
     kernels/divergence.py.
@@ -347,7 +276,7 @@ class DistillationConfig:
     """`forward_kl`: KL(teacher || policy), which covers all that the teacher may say; `reverse_kl`:
     KL(policy || teacher), which keeps to what the teacher finds likely; `jensen_shannon`: GKD's
     mixture of the two (arXiv:2306.13649, eq. 2)."""
-    beta: Annotated[float, Range(1e-6, 0.999999)] = 0.5
+    beta: Annotated[float, Range(1e-6, 0.999999), Of("divergence", "jensen_shannon")] = 0.5
     """Weight of the teacher in the mixture of `jensen_shannon`; the other divergences do not use
     it. Towards 0 it behaves like forward KL, towards 1 like reverse KL."""
     top_k: Annotated[int, Range(0, 2**20)] = 0
@@ -359,11 +288,3 @@ class DistillationConfig:
     aggregation: Literal["token", "sequence"] = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means, as GKD has it."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.beta == 0.5 or self.divergence == "jensen_shannon",
-            f"distillation.beta is {self.beta:g}, which distillation.divergence"
-            f" '{self.divergence}' does not use; leave it out, or set distillation.divergence to"
-            " 'jensen_shannon'",
-        )

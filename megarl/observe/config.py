@@ -1,10 +1,8 @@
 """Configuration of metrics, transcripts and progress."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
-from megarl.schema import FINITE, MOST_SAMPLES, Range, config, require
+from megarl.schema import MOST_SAMPLES, Config, Range, require
 
 STEP_METRICS = (
     *("reward/mean", "reward/std", "accuracy"),
@@ -36,10 +34,10 @@ EVALUATION_METRICS = (
     *("verifier/failures", "problems"),
 )
 """Names of the metrics of an evaluation, after `eval/` or `eval_sampled/`."""
+Bound = Annotated[float | None, Range(-8e307, 8e307)]
 
 
-@config
-class ObserveConfig:
+class ObserveConfig(Config):
     """Where metrics and transcripts of a run go; `metrics.jsonl` is always written."""
 
     tensorboard: bool = True
@@ -62,19 +60,18 @@ class ObserveConfig:
     timeline` and reports of waits that pass their deadline."""
 
 
-@config
-class EarlyStopConfig:
+class EarlyStopConfig(Config):
     """Ends a run before `steps`, with a checkpoint, once a metric is good enough."""
 
     metric: str = ""
     """Name of a metric in `metrics.jsonl` or `evaluations.jsonl`, for example eval/accuracy; empty
     for no early stop."""
-    at_least: Annotated[float | None, FINITE] = None
+    at_least: Bound = None
     """Stop once the metric is this or higher."""
-    at_most: Annotated[float | None, FINITE] = None
+    at_most: Bound = None
     """Stop once the metric is this or lower."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         given = [bound for bound in (self.at_least, self.at_most) if bound is not None]
         require(
             len(given) == (1 if self.metric else 0),

@@ -1,7 +1,5 @@
 """How rollouts are generated: engines, sampling, groups, staleness."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Literal
 
@@ -10,8 +8,9 @@ from megarl.schema import (
     MOST_RANKS,
     MOST_SAMPLES,
     MOST_TOKENS,
+    Config,
+    Of,
     Range,
-    config,
     require,
 )
 
@@ -25,8 +24,7 @@ LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, wher
 """Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 
 
-@config
-class EngineConfig:
+class EngineConfig(Config):
     """Settings of each vLLM engine; `rollout.num_engines` of them run."""
 
     tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
@@ -77,8 +75,7 @@ PLAIN = Sampling()
 """Sampling from the whole law, up to an end-of-sequence token."""
 
 
-@config
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Config):
     """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantages, and is
     replaced by a new group. It is not used with an `algorithm.advantage` that does not compare the
     samples of a group (`remax`, `reinforce_plus_plus`, `reinforce_plus_plus_tokens` and `gae`), nor
@@ -91,8 +88,7 @@ class DynamicSamplingConfig:
     ones, even if they are fewer than `groups_per_step`."""
 
 
-@config
-class RolloutConfig:
+class RolloutConfig(Config):
     """How rollouts are sampled: engines, group size, sampling parameters and staleness."""
 
     num_engines: Annotated[int, Range(1, MOST_RANKS)] = 1
@@ -133,7 +129,9 @@ class RolloutConfig:
     would be older than `max_staleness` is cancelled and rejected as stale. Slow groups are thus
     trained on less often, which is a bias where the length of an answer says something about its
     quality (measured: answers of 14 tokens in the mean instead of 69); `ordered` has none."""
-    max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES)] = None
+    max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES), Of("dispatch", "windowed")] = (
+        None
+    )
     """`windowed` only: maximum number of groups that are started and neither trained nor rejected;
     null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are
     rejected as stale."""
@@ -143,26 +141,15 @@ class RolloutConfig:
     Time in which the engine is paused, for new weights or a colocated trainer, does not count. It
     is to be longer than `engine.stall_timeout_s`, after which a hung engine is replaced."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             all(self.stop) and len(self.stop) <= MOST_STOPS,
             f"RolloutConfig.stop has {len(self.stop)} texts, {self.stop.count('')} of them empty;"
             f" set at most {MOST_STOPS}, none empty",
         )
-        self._check_dispatch()
-
-    def _check_dispatch(self) -> None:
-        """Raise `ValueError` where the dispatch policy could not work, or a setting would do
-        nothing.
-        """
-        batch, wanted = self.groups_per_step, self.max_open_groups
         if self.dispatch == "ordered":
-            require(
-                wanted is None,
-                f"RolloutConfig.max_open_groups is {wanted}, which dispatch 'ordered' does not use;"
-                " leave it out, or set dispatch to 'windowed'",
-            )
             return
+        batch, wanted = self.groups_per_step, self.max_open_groups
         require(
             wanted is None or wanted >= batch,
             f"RolloutConfig.max_open_groups is {wanted}, so that a step of {batch} groups would"

@@ -2,19 +2,20 @@
 checkpoints.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
+from megarl.recipe_paths import OutputText, PathText
 from megarl.schema import (
     LONGEST_WAIT_S,
     MOST_RANKS,
     MOST_SAMPLES,
     MOST_STEPS,
     MOST_TOKENS,
-    PathText,
+    Config,
+    Excludes,
+    Needs,
+    Of,
     Range,
-    config,
     require,
 )
 
@@ -23,8 +24,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16", "bfloat16x2"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
-@config
-class ModelConfig:
+class ModelConfig(Config):
     """A Hugging Face causal language model and its tokenizer."""
 
     path: PathText = ""
@@ -37,8 +37,31 @@ class ModelConfig:
     """Allow the model to run Python code from its repository."""
 
 
-@config
-class LayoutConfig:
+WITH_PATH = Of("model.path", why="but no path, so that they would do nothing")
+"""Marks the section `model` of a role that has the policy's model where it names no other."""
+
+
+class AnyRunConfig(Config):
+    """What all runs that train have in common."""
+
+    folder: Annotated[OutputText, Needs("set it to where the run may write: runs/my-run")] = ""
+    """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
+    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
+    """Training steps of the whole run."""
+    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
+    """Passes over the data, used instead of `steps`; the last step is filled up from the next
+    pass."""
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
+    """Seed of all random numbers: initial weights, data order, sampling."""
+    resume: Literal[True, False, "auto"] = False
+    """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
+    begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
+
+
+TrainedModel = Annotated[ModelConfig, Needs("set it to a model folder or hub name", "path")]
+
+
+class LayoutConfig(Config):
     """Parallel degrees of the trainer; their product is the number of ranks."""
 
     data: Annotated[int, Range(0, MOST_RANKS)] = 0
@@ -50,11 +73,10 @@ class LayoutConfig:
     """Tensor-parallel degree: the ranks that split the weights of each layer."""
 
 
-@config
-class RoleConfig:
+class RoleConfig(Config):
     """A model other than the policy, such as the reference: its weights, ranks and sharding."""
 
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, WITH_PATH] = ModelConfig()
     """The model; with an empty path the policy's. The tokenizer is always the policy's."""
     ranks: Annotated[tuple[int, ...], Range(0, MOST_RANKS - 1)] = ()
     """Numbers of the ranks that only this role uses; empty: the role shares the policy's ranks."""
@@ -65,10 +87,10 @@ class RoleConfig:
     shards."""
 
 
-ReferenceLora = Literal["start", "base"]
+OTHER_MODEL = "a model without adapters"
+ReferenceLora = Annotated[Literal["start", "base"], Excludes("model.path", OTHER_MODEL)]
 
 
-@config
 class ReferenceRoleConfig(RoleConfig):
     """The frozen reference of the KL penalty: its weights, ranks and sharding."""
 
@@ -76,21 +98,8 @@ class ReferenceRoleConfig(RoleConfig):
     """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
     with the adapter that the run starts from (start), or the model without adapters (base)."""
 
-    def __post_init__(self) -> None:
-        check_reference_lora(self.lora, self.model)
 
-
-def check_reference_lora(lora: ReferenceLora, model: ModelConfig) -> None:
-    """Raise `ValueError` where `reference.lora` would do nothing. `model`: `reference.model`."""
-    require(
-        lora == "start" or not model.path,
-        f"reference.lora is '{lora}', but reference.model.path is {model.path!r}, a model without"
-        " adapters; leave one of the two out",
-    )
-
-
-@config
-class SequenceConfig:
+class SequenceConfig(Config):
     """How the ranks of `layout.sequence` share the attention of a packed sequence."""
 
     transport: Literal["auto", "ring", "ring_lean", "all_gather"] = "auto"
@@ -109,15 +118,18 @@ class SequenceConfig:
     and cpu elsewhere; flash is torch's FlashAttention-2."""
 
 
-@config
-class OptimizerConfig:
+LEARNS = "set it above 0, with which the weights would never change, and to at most 1; often 1e-6"
+LearningRate = Annotated[float, Range(1e-30, 1.0, fix=LEARNS)]
+
+
+class OptimizerConfig(Config):
     """Settings of AdamW."""
 
     kind: Literal["torch", "apex", "deepspeed_cpu"] = "torch"
     """Implementation of AdamW: torch's fused one; FusedAdam of NVIDIA apex (GPUs); or
     DeepSpeedCPUAdam, which is compiled at first use, for optimizer state in host memory
     (`offload_optimizer`, or no GPU)."""
-    learning_rate: Annotated[float, Range(0.0, 1.0)] = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate of the schedule; above 0."""
     beta1: Annotated[float, Range(0.0, 0.999999)] = 0.9
     beta2: Annotated[float, Range(0.0, 0.999999)] = 0.999
@@ -127,16 +139,8 @@ class OptimizerConfig:
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.learning_rate > 0,
-            "OptimizerConfig.learning_rate is 0, with which the weights never change; set it above"
-            " 0, for example to 1e-6",
-        )
 
-
-@config
-class ScheduleConfig:
+class ScheduleConfig(Config):
     """Learning-rate schedule over optimizer steps: linear warm-up, then constant, linear or
     cosine.
     """
@@ -147,23 +151,22 @@ class ScheduleConfig:
     """Learning rate of the last step as a share of the peak (linear and cosine)."""
 
 
-@config
-class LoraConfig:
+class LoraConfig(Config):
     """LoRA (arXiv:2106.09685): the model's weights are frozen, and low-rank adapters of its linear
     layers are trained instead. A score head is trained whole.
     """
 
     rank: Annotated[int, Range(0, 4096)] = 0
     """Rank of every adapter; 0 trains the model's own weights."""
-    alpha: Annotated[float, Range(1e-6, 1e6)] = 32.0
+    alpha: Annotated[float, Range(1e-6, 1e6), Of("rank")] = 32.0
     """An adapter's output is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ()
+    targets: Annotated[tuple[str, ...], Of("rank")] = ()
     """Last names of the layers to adapt, such as `q_proj`; empty: all linear layers of the
     transformer blocks."""
-    adapter: PathText = ""
+    adapter: Annotated[PathText, Of("rank")] = ""
     """Folder of an adapter in PEFT's format to start from; empty starts new ones, which change
     nothing at first."""
-    publish: Literal["merged", "adapter"] = "merged"
+    publish: Annotated[Literal["merged", "adapter"], Of("rank")] = "merged"
     """What engines get after each step: the whole weights, with the adapters added on the way; or
     only the adapters, which vLLM applies to the weights that it has read from `model.path`."""
 
@@ -172,29 +175,14 @@ class LoraConfig:
         """Whether adapters are trained."""
         return self.rank > 0
 
-    def __post_init__(self) -> None:
-        for name, default in (
-            ("alpha", 32.0),
-            ("targets", ()),
-            ("adapter", ""),
-            ("publish", "merged"),
-        ):
-            require(
-                self.is_on or getattr(self, name) == default,
-                f"LoraConfig.{name} is set, but LoraConfig.rank is 0, with which there are no"
-                " adapters; set rank, for example to 16",
-            )
 
-
-@config
 class CriticOptimizerConfig(OptimizerConfig):
     """Settings of AdamW for the critic, whose learning rate is usually ten times the policy's."""
 
-    learning_rate: Annotated[float, Range(0.0, 1.0)] = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate of the schedule; above 0."""
 
 
-@config
 class CriticConfig(RoleConfig):
     """PPO's critic, which predicts the return from each state; used with `algorithm.advantage:
     gae`. It starts with the weights of its model and a value head that predicts 0, and is trained
@@ -210,7 +198,6 @@ class CriticConfig(RoleConfig):
     reward; null for none."""
 
 
-@config
 class RewardModelRoleConfig(RoleConfig):
     """A frozen reward model: a Hugging Face sequence classifier with one label, such as `megarl
     reward-model` trains. It reads the policy's tokens, so its tokenizer is the policy's.
@@ -220,15 +207,13 @@ class RewardModelRoleConfig(RoleConfig):
     """Factor of its score in the reward of a response."""
 
 
-@config
 class TeacherConfig(RoleConfig):
     """The frozen model whose next-token distributions the policy learns: `megarl distill`. It may
     be of any size and family, as long as it has the policy's tokenizer.
     """
 
 
-@config
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """When and how checkpoints are written. A checkpoint is written to a temporary folder, synced
     to disk and then renamed, so an interrupted save leaves no incomplete checkpoint.
     """
@@ -264,8 +249,7 @@ class CheckpointConfig:
         return self.every_minutes
 
 
-@config
-class TrainingConfig:
+class TrainingConfig(Config):
     """How the policy is trained: parallel layout, DeepSpeed, optimizer and batches."""
 
     layout: LayoutConfig = LayoutConfig()
@@ -314,9 +298,11 @@ class TrainingConfig:
     GPU and tensor-parallel degree 1."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, Of("zero_stage", 1, 2, 3)] = False
     """Keep optimizer state in host memory (ZeRO 1-3)."""
-    offload_gradients: Literal["step", "micro_batch"] = "step"
+    offload_gradients: Annotated[
+        Literal["step", "micro_batch"], Of("offload_optimizer", True), Of("zero_stage", 3)
+    ] = "step"
     """When gradients are moved to the host, with `offload_optimizer`. step: once an optimizer step;
     until then their sums stay on the device, in float32. micro_batch, for ZeRO 3: in every
     micro-batch, and back for the next one; slower, without that memory on the device. Roles with a
@@ -330,7 +316,7 @@ class TrainingConfig:
     """The run ends after this many steps in a row that trained on no token, because dynamic
     sampling has rejected every group. Once the weights have been updated, only steps count in which
     most responses were wrong."""
-    lora: LoraConfig = LoraConfig()
+    lora: Annotated[LoraConfig, Of("tensor_backend", "plan")] = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -358,24 +344,9 @@ class TrainingConfig:
         """Number of optimizer steps for each step's batch."""
         return self.num_mini_batches * self.epochs_per_step
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             self.dtype == "float32" or self.zero_stage > 0,
             f"training.precision {self.dtype} needs DeepSpeed's ZeRO; set training.zero_stage to 1,"
             " 2 or 3",
-        )
-        require(
-            not self.offload_optimizer or self.zero_stage > 0,
-            "training.offload_optimizer needs ZeRO; set training.zero_stage to 1, 2 or 3",
-        )
-        require(
-            self.offload_gradients == "step" or (self.offload_optimizer and self.zero_stage == 3),
-            "training.offload_gradients micro_batch is for training.offload_optimizer true with"
-            f" training.zero_stage 3, and they are {self.offload_optimizer} and {self.zero_stage};"
-            " set training.offload_gradients to step",
-        )
-        require(
-            not self.lora.is_on or self.tensor_backend == "plan",
-            "training.lora does not work with training.tensor_backend autotp, whose layers it does"
-            " not know; set training.tensor_backend to plan",
         )

@@ -31,7 +31,7 @@ from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.checkpoint_files import remove_unfinished
 from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.progress import Progress, read_progress, written_under
-from megarl.config import AnyConfig, RunConfig, as_plain, dump, with_steps
+from megarl.config import AnyConfig, RunConfig, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
 from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
@@ -334,7 +334,7 @@ class RunContext:
                 self.folder,
                 total_steps=self.config.steps,
                 first_step=first_step,
-                resolved=as_plain(self.config),
+                resolved=self.config.model_dump(),
             )
         )
 
@@ -412,7 +412,7 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """The settings of `config` that are not those of the run folder's file `recipe`, each as
     "section.key (old -> new)"; none where that file cannot be read.
     """
-    before, now = _settings(recipe), dict(_leaves(as_plain(config)))
+    before, now = _settings(recipe), dict(_leaves(config.model_dump(mode="json")))
     return [
         f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
         for name, value in now.items()
@@ -424,7 +424,7 @@ def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
     where that file cannot be read.
     """
-    now = {name for name, _ in _leaves(as_plain(config))}
+    now = {name for name, _ in _leaves(config.model_dump())}
     return [name for name in _settings(recipe) if name not in now]
 
 

@@ -5,11 +5,11 @@ recipe, number of ranks --role_places--> {"policy": RolePlace, "critic": RolePla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.config import AnyConfig, PreferenceConfig, RunConfig
 from megarl.parallel.layout import Layout, resolve, resolve_role
-from megarl.schema import require
+from megarl.schema import replace, require
 from megarl.trainer.config import (
     CriticConfig,
     LayoutConfig,

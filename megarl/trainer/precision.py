@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -11,7 +10,7 @@ from megarl.config import AnyConfig
 from megarl.errors import UserError
 from megarl.kernels.linear import ONEDNN
 from megarl.parallel.mesh import local_device
-from megarl.schema import require
+from megarl.schema import replace, require
 from megarl.trainer.config import Precision, TrainingConfig
 
 BFLOAT16_CAPABILITY = (8, 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -24,6 +23,7 @@ from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
+from megarl.schema import replace
 from megarl.trainer.build import DTYPES, build_network
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig

@@ -1,14 +1,12 @@
 """Configuration of weight synchronisation: how weights reach the engines and are checked."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
-from megarl.schema import LONGEST_WAIT_S, MOST_STEPS, OutputText, Range, config
+from megarl.recipe_paths import OutputText
+from megarl.schema import LONGEST_WAIT_S, MOST_STEPS, Config, Range
 
 
-@config
-class WeightSyncConfig:
+class WeightSyncConfig(Config):
     """How the trainer sends its weights to the inference engines."""
 
     transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"

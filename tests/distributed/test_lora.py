@@ -4,7 +4,6 @@ published, exported and resumed is the model with its adapters.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from support.ranks import run_ranks
 from support.tiny import VOCABULARY
 from support.training_cases import Case, assert_equal, write
 
+from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.lora import A, B, is_adapter
 from megarl.types import Samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
@@ -10,8 +9,9 @@ import types
 import typing
 from typing import Any
 
+from megarl.command_line.settings import settings as listed
 from megarl.config import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
-from megarl.schema import Range, ranges_of
+from megarl.schema import Range
 from support.fuzz_case import Case, Expect
 
 KINDS: dict[str, Any] = {
@@ -64,17 +64,20 @@ TEXTS = [
 ]
 
 
-def settings(kind: Any, place: str = "") -> list[tuple[str, Any, Range | None]]:
+def settings(kind: Any) -> list[tuple[str, Any, Range | None]]:
     """(dotted key, type, declared range) of every setting of a configuration class."""
-    found, ranges = [], ranges_of(kind)
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            found += settings(hint, f"{place}{name}.")
-        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
-            found += settings(typing.get_args(hint)[1], f"{place}{name}.judge.")
-        else:
-            found.append((f"{place}{name}", hint, ranges[name]))
+    found = []
+    for one in listed(kind):
+        if one.is_section or ".N." in one.key:
+            continue
+        hint, *marks = typing.get_args(one.kind) if is_marked(one.kind) else (one.kind,)
+        allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
+        found.append((one.key.replace(".NAME.", ".judge."), hint, allowed))
     return found
+
+
+def is_marked(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Annotated
 
 
 def parts(hint: Any) -> list[Any]:

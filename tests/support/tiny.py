@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 

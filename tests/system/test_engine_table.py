@@ -289,12 +289,11 @@ def test_vllm_takes_the_temperatures_of_the_range_and_no_others() -> None:
     """The recipe's range is vLLM's own: below it vLLM samples at another temperature in silence."""
     code = """
 from vllm import SamplingParams
-from megarl.command_config import EvaluationConfig
+from megarl.config import EvaluationConfig
 from megarl.rollout.config import RolloutConfig
-from megarl.schema import ranges_of
 
 for kind in (RolloutConfig, EvaluationConfig):
-    allowed = ranges_of(kind)["temperature"]
+    (allowed,) = kind.model_fields["temperature"].metadata
     for value in (allowed.low, allowed.high):
         assert SamplingParams(temperature=value).temperature == value
     assert SamplingParams(temperature=allowed.low * 0.9).temperature != allowed.low * 0.9

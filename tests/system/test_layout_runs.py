@@ -4,7 +4,6 @@ do roles on ranks of their own; their checkpoints resume.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -209,7 +208,7 @@ def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -
     """
     config = LoraConfig(rank=4, alpha=16.0)
     started = random_adapter(place / "start", str(place / "model"), config)
-    lora = dataclasses.asdict(started) | {"targets": []}
+    lora = started.model_dump() | {"targets": []}
     once = {"epochs_per_step": 1, "num_mini_batches": 1}  # all of a step's KL is before its update
     merged = run(place, "merged", 1, lora=lora, **once)
     other: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3} | once

@@ -4,7 +4,6 @@ another one, with a cached reference; the reward model is one that transformers 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -101,7 +100,7 @@ def test_preferences_are_learnt_under_any_layout(place: Path) -> None:
 def start(place: Path) -> dict[str, Any]:
     """Settings of LoRA that start from an adapter."""
     folder, model, lora = place / "start", str(place / "model"), LoraConfig(rank=2, alpha=8.0)
-    return dataclasses.asdict(random_adapter(folder, model, lora)) | {"targets": []}
+    return random_adapter(folder, model, lora).model_dump() | {"targets": []}
 
 
 def scored(folder: str, texts: list[list[int]]) -> list[float]:

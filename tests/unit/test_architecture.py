@@ -18,7 +18,8 @@ from megarl.lookup import OF_APPS
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    {"errors", "files", "host_memory", "peer_names", "quick_imports", "schema", "types"},
+    {"errors", "files", "host_memory", "peer_names", "quick_imports", "types"},
+    {"schema"},
     {"chat_template", "lookup", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},
@@ -36,14 +37,7 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {
-    "config",
-    "config_checks",
-    "presets",
-    "serve_config",
-    "supervised_config",
-    "command_config",
-}
+ANYWHERE = {"config", "config_checks", "presets", "serve_config", "supervised_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("serve", "tune")}

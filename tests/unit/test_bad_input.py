@@ -125,19 +125,24 @@ CASES = {
         ["rollout.groups_a_step: unknown key", "groups_per_step"], {"rollout.groups_a_step": 3}
     ),
     "renamed key": Case(
-        ["rollout.samples_per_group is now rollout.group_size"], {"rollout.samples_per_group": 4}
+        ["rollout.samples_per_group: unknown key; it is now rollout.group_size"],
+        {"rollout.samples_per_group": 4},
     ),
-    "renamed section": Case(["publish is now weight_sync"], {"publish.timeout_s": 4.0}),
+    "renamed section": Case(
+        ["publish: unknown key; it is now weight_sync"], {"publish.timeout_s": 4.0}
+    ),
     "renamed flag": Case(
-        ["training.mini_batches is now training.num_mini_batches"],
+        ["training.mini_batches: unknown key; it is now training.num_mini_batches"],
         arguments=["--training.mini_batches", "1"],
     ),
-    "renamed key without a value": Case(["publish is now weight_sync"], {"publish": None}),
+    "renamed key without a value": Case(
+        ["publish: unknown key; it is now weight_sync"], {"publish": None}
+    ),
     "a reference that nothing uses": Case(
         ["reference has settings", "algorithm.kl.coefficient"], {"reference.zero_stage": 3}
     ),
     "a reference of its own without adapters": Case(
-        ["reference.lora is 'base', but reference.model.path is 'x'"],
+        ["reference.lora is 'base' beside reference.model.path, a model without adapters"],
         {"algorithm.kl.coefficient": 0.1, "reference.model.path": "x", "reference.lora": "base"},
     ),
     "a reference's layout exceeds its ranks": Case(
@@ -201,12 +206,12 @@ CASES = {
         {"algorithm.preset": "ppo", "algorithm.loss": "gspo"},
     ),
     "epochs in fine-tuning": Case(
-        ["training.epochs_per_step has no meaning"],
+        ["training.epochs_per_step is 2, which has no meaning"],
         {"training.epochs_per_step": 2, "demonstrations.source": "data.jsonl"},
         command="sft",
     ),
     "a reference's settings without its path": Case(
-        ["reference.model has settings but no path"],
+        ["reference.model has settings, but no path", "set reference.model.path"],
         {"algorithm.kl.coefficient": 0.1, "reference.model.from_scratch": True},
     ),
     "a reference without ZeRO beside a policy that needs it": Case(
@@ -244,7 +249,7 @@ CASES = {
         ["environment.verifier is 'none'", "reward_models"], {"environment.verifier": "none"}
     ),
     "misspelt flag": Case(["learning_rate"], arguments=["--training.optimizer.learning_rat", "1"]),
-    "wrong type": Case(["steps: input should be a valid integer", "'many'"], {"steps": "many"}),
+    "wrong type": Case(["steps is 'many'; it should be a valid integer"], {"steps": "many"}),
     "not a choice": Case(["training.zero_stage", "4"], {"training.zero_stage": 4}),
     "out of range": Case(["rollout.temperature is -1", "above 0"], {"rollout.temperature": -1.0}),
     "out of range on the command line": Case(
@@ -338,7 +343,7 @@ CASES = {
         environment=RANKS,
     ),
     "gradients of micro-batches without offload": Case(
-        ["training.offload_gradients", "are False and 1", "set training.offload_gradients to step"],
+        ["training.offload_gradients", "training.offload_optimizer is False", "leave it out"],
         {"training.offload_gradients": "micro_batch", "training.zero_stage": 1},
     ),
     "engine ranks do not divide heads": Case(

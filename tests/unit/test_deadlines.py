@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from megarl.data.config import PromptsConfig
 from megarl.loops.rl_setup import rollout_deadline_s, step_deadline_s
 from megarl.objectives.config import AlgorithmConfig
 from megarl.rollout.config import DynamicSamplingConfig, EngineConfig, RolloutConfig
+from megarl.schema import replace
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.weight_sync.config import WeightSyncConfig
 

@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megarl.apps.tune.supervised_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score
+from megarl.schema import replace
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

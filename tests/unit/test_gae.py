@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -17,6 +16,7 @@ from megarl.objectives.token_advantages import (
     value_targets,
 )
 from megarl.objectives.value import MOMENTS, explained_variance, moments, value_loss
+from megarl.schema import replace
 
 
 def drawn(seed: int, num_samples: int = 9) -> TokenRewards:
@@ -74,10 +74,10 @@ def test_targets_with_lambda_1_do_not_depend_on_the_values() -> None:
     step = drawn(2)
     config = AlgorithmConfig(advantage="gae", gae=GaeConfig(gamma=0.9, lam=0.5, value_lam=1.0))
     assert step.values is not None
-    other = dataclasses.replace(step, values=step.values * -3)
+    other = replace(step, values=step.values * -3)
     assert torch.allclose(value_targets(step, config), value_targets(other, config), atol=1e-12)
     assert not torch.allclose(gae(step, config), gae(other, config), atol=1e-3)
-    plain = dataclasses.replace(step, values=torch.zeros_like(step.values))
+    plain = replace(step, values=torch.zeros_like(step.values))
     expected = by_definition(plain, 0.9, 1.0)
     assert value_targets(step, config).tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -89,7 +89,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1() -> None:
     assert float(found[step.mask].mean()) == pytest.approx(0.0, abs=1e-12)
     assert float(found[step.mask].var(unbiased=False)) == pytest.approx(1.0, abs=1e-5)
     assert not found[~step.mask].any()
-    raw = gae(step, dataclasses.replace(config, gae=GaeConfig(whiten=False)))
+    raw = gae(step, replace(config, gae=GaeConfig(whiten=False)))
     assert raw.tolist() == pytest.approx(by_definition(step, 1.0, 0.95), abs=1e-12)
 
 

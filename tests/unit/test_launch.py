@@ -4,7 +4,6 @@ cannot work.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -12,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import yaml
@@ -129,30 +127,11 @@ def test_recipe_reads_and_its_resolved_form_reads_back(recipe: Path) -> None:
     assert from_tree(kind, yaml.safe_load(dump(config)), where="again") == config
 
 
-def known(kind: Any, tree: dict[str, Any], place: str = "") -> list[str]:
-    """Every key of `tree` that `kind` has not."""
-    fields = {field.name for field in dataclasses.fields(kind)}
-    types = typing.get_type_hints(kind)
-    bad = [f"{place}{key}" for key in tree if key not in fields]
-    for key, value in tree.items():
-        if isinstance(value, dict) and key in fields:
-            if dataclasses.is_dataclass(types[key]):
-                bad += known(types[key], value, f"{place}{key}.")
-                continue
-            of_names = typing.get_args(types[key])[1]
-            for name, entry in value.items():
-                bad += known(of_names, entry, f"{place}{key}.{name}.")
-    return bad
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_key_is_known_and_says_what_is_used(recipe: Path) -> None:
-    kind = kind_of(recipe)
-    tree = yaml.safe_load(recipe.read_text())
-    assert known(kind, tree) == []
-    misspelt = tree | {"foldr": ""}
+def test_an_unknown_key_is_refused(recipe: Path) -> None:
+    misspelt = yaml.safe_load(recipe.read_text()) | {"foldr": ""}
     with pytest.raises(ValueError, match="foldr: unknown key; did you mean 'folder'"):
-        from_tree(kind, misspelt, where=recipe.name)
+        from_tree(kind_of(recipe), misspelt, where=recipe.name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -328,7 +307,7 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
-        (("--", "--training.layot.data", "4"), {}, "--training.layout.data"),
+        (("--", "--training.layot.data", "4"), {}, "did you mean 'layout.data'?"),
         (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
         (
             ("--", "--rollout.groups-per-step", "100"),

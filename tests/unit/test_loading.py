@@ -6,7 +6,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megarl.checkpoints.progress import (
 from megarl.checkpoints.state_files import StateFiles, read_state
 from megarl.checks.model_checks import check_export, check_model, stop_tokens
 from megarl.data.config import PreferencesConfig
+from megarl.schema import replace
 from megarl.supervised_config import PreferenceConfig
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import use_score_head

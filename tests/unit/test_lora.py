@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megarl.checkpoints.adapter_files import (
     write_adapter,
 )
 from megarl.checks.adapter_checks import adapter_warning, check_adapters
+from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, Adapters, B, MergedWeights, NewAdapters, chosen_layers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from megarl.errors import ArraysLost, EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import EnginePool, Route
+from megarl.schema import replace
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 

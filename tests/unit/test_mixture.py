@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -36,6 +35,7 @@ from megarl.environments.verifier_config import NamedVerifierConfig
 from megarl.loops.evaluate import over_samples
 from megarl.rollout.batch import describe
 from megarl.rollout.evaluation import summarise
+from megarl.schema import replace
 from megarl.types import Prompt, Verdict
 
 weights = st.lists(st.integers(1, 10**6), min_size=1, max_size=6).map(
@@ -166,18 +166,15 @@ def test_the_fingerprint_tells_mixtures_apart(place: Path) -> None:
     parts = one.sources
     found = [
         one,
-        dataclasses.replace(one, sources=parts[::-1]),
-        dataclasses.replace(
+        replace(one, sources=parts[::-1]),
+        replace(
             one,
             sources=tuple(
-                dataclasses.replace(part, weight=weight)
-                for part, weight in zip(parts, (0.6, 0.4), strict=True)
+                replace(part, weight=weight) for part, weight in zip(parts, (0.6, 0.4), strict=True)
             ),
         ),
-        dataclasses.replace(one, shuffle=False),
-        dataclasses.replace(
-            one, sources=(dataclasses.replace(parts[0], environment="letter"), parts[1])
-        ),
+        replace(one, shuffle=False),
+        replace(one, sources=(replace(parts[0], environment="letter"), parts[1])),
     ]
     digests = [load(config, place).fingerprint for config in found]
     assert len(set(digests)) == len(digests) and digests[0] == load(one, place).fingerprint
@@ -267,7 +264,7 @@ def test_a_reward_server_is_one_of_the_verifiers() -> None:
 def test_metrics_of_each_source() -> None:
     drawn = groups(3, 2)
     named = [
-        dataclasses.replace(one, prompt=dataclasses.replace(one.prompt, environment=name))
+        replace(one, prompt=replace(one.prompt, environment=name))
         for one, name in zip(drawn, ("math", "code", "math"), strict=True)
     ]
     found = describe(3, named, named, 1.0)
@@ -355,7 +352,7 @@ def test_a_recipe_with_a_mixture_passes_all_checks(place: Path) -> None:
     assert inputs.prompts is not None and inputs.held_out is not None
     assert len(inputs.prompts) == 17 and len(inputs.held_out) == 9
     assert str(inputs).endswith("17 prompts")
-    resumed = dataclasses.replace(inputs, resume_from=Path("run/step_000002"))
+    resumed = replace(inputs, resume_from=Path("run/step_000002"))
     assert str(resumed).endswith("17 prompts, resumes from run/step_000002")
     assert {one.environment for one in inputs.held_out} == {"math", "letter"}
     case = check_eval(config, 1).cases[0]
@@ -365,14 +362,14 @@ def test_a_recipe_with_a_mixture_passes_all_checks(place: Path) -> None:
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompts__sources__1__weight": 0.4}, ["0.7, 0.4", "add up to 1.1", "set weights"]),
     ({"prompts__sources__1__environment": "mth"}, ["sources[1].environment", "'mth'", "math, letter"]),
-    ({"prompts__sources__1__colour": 1}, ["prompts.sources.1.colour", "known keys"]),
+    ({"prompts__sources__1__colour": 1}, ["prompts.sources[1].colour", "known keys"]),
     ({"prompts__source": "x.jsonl"}, ["prompts.source", "prompts.sources", "one of the two"]),
     ({"prompts__sources__0__source": ""}, ["prompts.sources[0].source is empty"]),
     ({"prompts__sources__0__answer_column": ""}, ["sources[0].answer_column is empty", "math"]),
     ({"prompts__sources__0__environment_column": "x"}, ["prompts.sources[0]", "one of the two"]),
     ({"environment__mixture__spare": {}}, ["spare", "'spare'|no row of the data names"]),
     ({"environment__mixture__a b": {}}, ["'a b'", "letters"]),
-    ({"environment__verifier": "math"}, ["environment.mixture", "verifier", "one of them"]),
+    ({"environment__verifier": "math"}, ["environment.mixture", "verifier", "one of the two"]),
     ({"environment__mixture__math__answer_after": "#"}, ["environment.mixture.math.answer_after", "leave"]),
     ({"environment__mixture__math__verifier": "maths"}, ["environment.mixture.math", "'maths'", "exact_match"]),
     ({"environment__mixture": {}}, ["prompts.sources[0].environment is 'math'", "empty"]),

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megarl.checks.engine_checks import check_placement
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.layout import Layout
+from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, TrainingConfig
 from megarl.trainer.memory import role_memory
 from megarl.weight_sync.parameters import ParameterSpec

@@ -288,14 +288,14 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a reference without use": (
         PreferenceConfig,
         {"loss": {"method": "simpo"}, "reference": {"cache": "x"}},
-        "'simpo' uses no reference",
+        "reference has settings, but loss.method uses no reference",
     ),
     "a reference without path": (
         PreferenceConfig,
         {"reference": {"model": {"tokenizer": "x"}}},
-        "settings but no path",
+        "settings, but no path",
     ),
-    "mini-batches": (RewardModelConfig, {"training": {"num_mini_batches": 2}}, "set it to 1"),
+    "mini-batches": (RewardModelConfig, {"training": {"num_mini_batches": 2}}, "leave it out"),
     "unknown method": (PreferenceConfig, {"loss": {"method": "ppo"}}, r"loss\.method"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import megarl
 from megarl import config
 from megarl.config import RunConfig
 from megarl.presets import PRESETS
+from megarl.schema import replace
 
 
 def recipe(folder: Path, algorithm: Any) -> Path:
@@ -29,7 +29,7 @@ def wanted(name: str) -> Any:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_settings(name: str, tmp_path: Path) -> None:
     found = config.read(RunConfig, recipe(tmp_path, wanted(name)))
-    given = asdict(found.algorithm)
+    given = dict(found.algorithm)
     assert {key: given[key] for key in PRESETS[name]} == PRESETS[name]
     again = tmp_path / "printed.yaml"
     again.write_text(config.dump(found))

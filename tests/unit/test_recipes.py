@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
 from megarl.checks.evaluation_checks import check_eval
 from megarl.checks.preflight import check_run, check_train
+from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,10 @@ def test_distillation_passes_the_checks(place: Path) -> None:
         ({"teacher__model__tokenizer": "{place}/model"}, "the tokens are the policy's"),
         ({"distillation__top_k": 41}, "top_k is 41, but model.path has 40 tokens"),
         ({"distillation__divergence": "jensen_shannon", "distillation__beta": 1.0}, "beta is 1"),
-        ({"distillation__beta": 0.1}, "which distillation.divergence 'reverse_kl' does not use"),
+        (
+            {"distillation__beta": 0.1},
+            "distillation.divergence is 'reverse_kl', which does not use it",
+        ),
         ({"distillation__temperature": 0.0}, "distillation.temperature is 0"),
         ({"algorithm__clip_low": 0.1}, "algorithm has settings, which megarl distill does not"),
         ({"reference__model__path": "x"}, "reference has settings, which megarl distill"),

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from megarl.environments.wire import (
     request_body,
     sample_json,
 )
+from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
 from megarl.types import Prompt, Verdict
 

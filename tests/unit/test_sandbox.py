@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import pytest
 from megarl.apps.verifiers.code.sandbox import ROOT, Sandbox, SandboxError
 from megarl.apps.verifiers.code.sandbox_child import FOLDER
 from megarl.environments.code_config import CodeConfig
+from megarl.schema import replace
 
 SETTINGS = CodeConfig(time_limit_s=7.0, memory_mib=128, processes=8, file_mib=4, output_kib=64)
 IS_ROOT = os.geteuid() == 0

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,7 @@ from megarl.rollout.engine import Pulse
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.rollout.waits import Progress, PublishAgain, Rejoins, Waits
+from megarl.schema import replace
 from megarl.types import Prompt, Segment
 
 PROMPT = Prompt(3, "p", [1, 2], "a")

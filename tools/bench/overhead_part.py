@@ -85,13 +85,13 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
     log-probs, which megarl asks for.
     """
     from megarl.cluster.process_env import engine_environment
-    from megarl.config import RunConfig, load, longest_request
+    from megarl.config import RunConfig, longest_request, read
     from megarl.rollout.batch_files import batch_of
     from megarl.rollout.engine_arguments import engine_arguments
     from megarl.rollout.engine_core import preload_openmp
 
     run = Path(task["run"])
-    config = load(RunConfig, str(run / "recipe.yaml"), [])
+    config = read(RunConfig, str(run / "recipe.yaml"), [])
     engine = config.rollout.engine
     os.environ |= engine_environment(
         on_cpu=True, num_threads=engine.num_threads, kv_cache_gib=engine.kv_cache_gib
@@ -153,11 +153,11 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """megarl's model, loss and optimizer on the micro-batches of each step, without its loop."""
     from megarl.cluster.process_env import prepare_environment
-    from megarl.config import RunConfig, load
+    from megarl.config import RunConfig, read
 
     run = Path(task["run"])
     settings = [f"--replay.run={run}", f"--folder={task['folder']}", "--resume=false"]
-    config = load(RunConfig, str(run / "recipe.yaml"), settings)
+    config = read(RunConfig, str(run / "recipe.yaml"), settings)
     prepare_environment(config.training.num_threads)
     from megarl.apps.runs.command_checks import check_replay
     from megarl.rollout.batch_files import batch_of

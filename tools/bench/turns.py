@@ -33,7 +33,7 @@ import psutil
 from megarl.apps.runs.command_checks import check_rollout
 from megarl.cluster.process_env import engine_environment, prepare_environment
 from megarl.cluster.remote import EngineActor, GenerateRequest
-from megarl.config import RunConfig, load, longest_request
+from megarl.config import RunConfig, longest_request, read
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
@@ -324,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     prepare_environment(1)
     if args.kind == "exact":
-        config = load(RunConfig, args.recipe, [])
+        config = read(RunConfig, args.recipe, [])
         inputs = check_rollout(config)
         found = asyncio.run(exact(config, inputs, args.rollouts))
     else:

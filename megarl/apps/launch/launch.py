@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         refuse_port(options, num_nodes)
         # Every recipe without a section that only another command has is one of `megarl train`.
         command = next((name for section, name in SECTIONS.items() if section in written), "train")
-        config = configs.load(KINDS[command], options.recipe, list(options.overrides), say)
+        config = configs.read(KINDS[command], options.recipe, list(options.overrides), say)
         require(
             not options.requeue or config.resume is not False,
             "--requeue needs a run that goes on from its checkpoint; set resume to auto",

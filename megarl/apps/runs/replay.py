@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.rollout.batch_files import batch_of
-from megarl.schema import MOST_STEPS
+from megarl.schema import MOST_STEPS, replace
 from megarl.signals import Stop, graceful
 from megarl.trainer.context import RunInputs, open_run
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from megarl.apps.tune.pairs import pack_pairs, take_all, totals
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
+from megarl.schema import replace
 from megarl.supervised_config import PreferenceConfig
 from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.trainer.context import RunContext

@@ -24,7 +24,7 @@ from megarl import console
 from megarl.apps.tune.sampling_checks import SampleInputs
 from megarl.apps.tune.text_scores import Text, score_texts
 from megarl.cluster.rollout_client import RolloutClient
-from megarl.config import RunConfig, as_plain, silence_s
+from megarl.config import RunConfig, silence_s
 from megarl.loops.evaluate import answering, generate, make_folder
 from megarl.loops.evaluate import write as write_records
 from megarl.observe.sinks import finite
@@ -54,7 +54,7 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
     provenance = {
         "megarl": megarl.__version__,
         **found,
-        "recipe": as_plain(config),
+        "recipe": config.model_dump(),
         "prompts": inputs.run.data,
         "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.checks.preflight import check_run, ranks_to_check
 from megarl.checks.roles import check_positions, check_role
 from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
-from megarl.schema import require
+from megarl.schema import replace, require
 from megarl.trainer.config import LayoutConfig
 from megarl.trainer.context import RunInputs
 from megarl.trainer.places import RolePlace
