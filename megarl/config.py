@@ -17,10 +17,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from megarl import presets, recipe_file, recipe_paths
+from megarl import presets, recipe_paths
 from megarl.config_checks import check_learning, check_run, check_warmup
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
+from megarl.limits import MOST_STEPS
 from megarl.objectives.config import (
     COMPARING,
     WITH_GREEDY_BASELINE,
@@ -32,8 +33,8 @@ from megarl.observe.config import EarlyStopConfig, ObserveConfig
 from megarl.recipe_paths import PathText
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.schema import (
-    MOST_STEPS,
     Config,
+    Excludes,
     Needs,
     Of,
     Range,
@@ -42,6 +43,7 @@ from megarl.schema import (
     problems,
     replace,
     require,
+    section,
     shortened,
 )
 from megarl.serve_config import ServeRewardConfig
@@ -70,7 +72,7 @@ C = TypeVar("C", bound=Config)
 class EvaluationConfig(Config):
     """Held-out problems, scored by the run's own verifier before, during and after training."""
 
-    prompts: PromptsConfig = PromptsConfig(shuffle=False)
+    prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
     """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
@@ -111,35 +113,40 @@ class ReplayConfig(Config):
     """Steps to train again, from the first one; 0 for all that the run has finished."""
 
 
+OWN_EPOCHS = "each of which has epochs of its own"
+
+
 class RunConfig(AnyRunConfig):
     """A reinforcement-learning run: `megarl train`."""
 
-    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
+    epochs: Annotated[float | None, Range(1e-6, 1e6), Excludes("prompts.sources", OWN_EPOCHS)] = (
+        None
+    )
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
     `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Groups that dynamic sampling
     rejects are not counted, so with it the run passes over the prompts more often."""
-    model: TrainedModel = ModelConfig()
+    model: TrainedModel = section(ModelConfig)
     reference: Annotated[ReferenceRoleConfig, Of("algorithm.kl.coefficient")] = (
         ReferenceRoleConfig()
     )
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
-    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = CriticConfig()
+    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
     """The value model of PPO; used where `algorithm.advantage` is gae."""
     reward_models: dict[str, RewardModelRoleConfig] = {}
     """{name: reward model}. The reward of a response is the environment's reward plus weight x
     score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
     say what is correct, or `environment.verifier: none` if nothing is."""
-    prompts: PromptsConfig = PromptsConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    training: TrainingConfig = TrainingConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    sample: SampleConfig = SampleConfig()
-    replay: ReplayConfig = ReplayConfig()
-    early_stop: EarlyStopConfig = EarlyStopConfig()
-    observe: ObserveConfig = ObserveConfig()
+    prompts: PromptsConfig = section(PromptsConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    sample: SampleConfig = section(SampleConfig)
+    replay: ReplayConfig = section(ReplayConfig)
+    early_stop: EarlyStopConfig = section(EarlyStopConfig)
+    observe: ObserveConfig = section(ObserveConfig)
 
     def check(self) -> None:
         check_run(self, longest_request(self))
@@ -202,19 +209,19 @@ class DistillConfig(RunConfig):
     those of rewards: `algorithm`, `reference`, `critic` and `reward_models` stay as they are.
     """
 
-    reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = ReferenceRoleConfig()
-    critic: Annotated[CriticConfig, TEACHER_ALONE] = CriticConfig()
+    reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = section(ReferenceRoleConfig)
+    critic: Annotated[CriticConfig, TEACHER_ALONE] = section(CriticConfig)
     reward_models: Annotated[dict[str, RewardModelRoleConfig], TEACHER_ALONE] = {}
-    algorithm: Annotated[AlgorithmConfig, TEACHER_ALONE] = AlgorithmConfig()
+    algorithm: Annotated[AlgorithmConfig, TEACHER_ALONE] = section(AlgorithmConfig)
     training: Annotated[
         TrainingConfig, Without("logprobs", why="which computes no divergences")
-    ] = TrainingConfig()
+    ] = section(TrainingConfig)
     teacher: Annotated[
         TeacherConfig,
         Needs("set it to a model with the tokenizer of model.path", "model.path"),
         Without("model.from_scratch", why="but random weights teach nothing"),
-    ] = TeacherConfig()
-    distillation: DistillationConfig = DistillationConfig()
+    ] = section(TeacherConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
 
     def check_learning(self) -> None:
         """Does nothing. `RunConfig.check_learning` refuses settings under which no sample has an
@@ -335,18 +342,24 @@ def read(
 
     Raises `ValueError` with file, line, dotted key and problem for mistakes in either.
     """
+    from megarl.recipe_file import override
+
     path, lines = Path(recipe_paths.expanded(str(file))), {}
-    tree = presets.spelled_out(recipe_file.read_tree(path, lines))
+    tree = written_tree(path, lines)
     where = f"recipe {path}"
     if overrides:
-        tree = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
+        tree = override(tree, kind, [presets.long_word(word) for word in overrides])
         where += f" with {' '.join(overrides)}"
     return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 
 
-def written_tree(file: str | Path) -> dict[str, Any]:
-    """The settings that a recipe file spells out, as nested dicts, without defaults."""
-    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file)))))
+def written_tree(file: str | Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
+    """The settings that a recipe file spells out, as nested dicts, without defaults. To `lines` the
+    line of each dotted key is added.
+    """
+    from megarl.recipe_file import read_tree
+
+    return presets.spelled_out(read_tree(Path(recipe_paths.expanded(str(file))), lines))
 
 
 def from_tree(
@@ -368,9 +381,16 @@ def from_tree(
     try:
         found = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        refuse_other(kind, tree, error, where)
-        found = problems(error, partial(recipe_file.hint, kind))
-        said = [in_line(one, lines or {}) for one in found]
+        from megarl.recipe_file import hint
+
+        unknown = unknown_keys(kind, tree) if kind in COMMANDS else []
+        for other, name in COMMANDS.items() if unknown else ():
+            require(
+                unknown_keys(other, tree),
+                f"{where} is for megarl {name}; megarl {COMMANDS[kind]} has no key"
+                f" {', '.join(unknown[:5])}",
+            )
+        said = [in_line(one, lines or {}) for one in problems(error, partial(hint, kind))]
         raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
     for line in folder.found:
         say(line)
@@ -384,29 +404,17 @@ def in_line(said: str, lines: dict[str, int]) -> str:
     return f"line {lines[keys[0]]}: {said}" if keys else said
 
 
-def refuse_other(kind: type[Config], tree: Any, error: ValidationError, where: str) -> None:
-    """Raise `ValueError` if nested dicts are the recipe of another command than that of `kind`,
-    whose mistakes are `error`.
-    """
-
-    def strange(error: ValidationError) -> list[str]:
-        found = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
-        return [*map(dotted, found)]
-
-    def fits(other: type[Config]) -> bool:
-        try:
-            return bool(other.model_validate(tree))
-        except ValidationError as error:
-            return not strange(error)
-
-    if kind in COMMANDS and strange(error):
-        for other in filter(fits, COMMANDS):
-            raise ValueError(
-                f"{where} is for megarl {COMMANDS[other]}; megarl {COMMANDS[kind]} has no key"
-                f" {', '.join(strange(error)[:5])}"
-            )
+def unknown_keys(kind: type[Config], tree: Any) -> list[str]:
+    """The dotted keys of nested dicts that configuration class `kind` has not."""
+    try:
+        kind.model_validate(tree)
+    except ValidationError as error:
+        return [dotted(one["loc"]) for one in error.errors() if one["type"] == "extra_forbidden"]
+    return []
 
 
 def dump(value: Config) -> str:
     """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
+    from megarl import recipe_file
+
     return recipe_file.dump(value.model_dump())

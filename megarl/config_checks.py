@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megarl.objectives.config import COMPARING
@@ -12,7 +14,7 @@ from megarl.schema import require
 
 if TYPE_CHECKING:
     from megarl.config import RunConfig
-    from megarl.environments.config import EnvironmentConfig
+    from megarl.data.config import PromptsConfig
 
 
 TELL_S = 60.0
@@ -40,10 +42,19 @@ def check_run(config: RunConfig, longest: int) -> None:
     )
     check_roles(config)
     check_early_stop(config)
-    check_stops(config)
+    require(
+        not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
+        f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
+        f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
+    )
     check_tool_variables(config)
     check_answers(config)
     check_mixture(config)
+    require(
+        config.environment.has_sessions or config.algorithm.credit == "response",
+        "algorithm.credit is 'turn', but without environment.session or environment.tools a rollout"
+        " has one turn; leave credit out",
+    )
 
 
 def check_learning(config: RunConfig) -> None:
@@ -93,22 +104,9 @@ def check_truncation(config: RunConfig) -> None:
         require(
             config.algorithm.old_logprobs == "engine",
             f"rollout.{name} is {value:g}, so that the engines sample from a truncated law, whose"
-            " log-probs the trainer does not compute; leave it out"
-            + (
-                ""
-                if config.algorithm.loss == "reinforce"
-                else ", or set algorithm.old_logprobs to 'engine', which uses the engine's"
-            ),
+            " log-probs the trainer does not compute; leave it out, or (with a loss that has a"
+            " ratio) set algorithm.old_logprobs to 'engine', which uses the engine's",
         )
-
-
-def check_stops(config: RunConfig) -> None:
-    """Raise `ValueError` where the engines cannot find the texts that end a response."""
-    require(
-        not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
-        f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
-        f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
-    )
 
 
 def check_tool_variables(config: RunConfig) -> None:
@@ -127,46 +125,32 @@ def check_tool_variables(config: RunConfig) -> None:
     )
 
 
+def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
+    """(place in the recipe, settings) of each source of prompts, for training and held out."""
+    held_out = config.evaluation.prompts
+    for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
+        for number, part in enumerate(prompts.parts):
+            yield f"{section}.sources[{number}]" if prompts.sources else section, part
+
+
 def check_answers(config: RunConfig) -> None:
     """Raise `ValueError` where a built-in verifier gets no answers to compare with, or a setting
     for another one.
     """
-    if config.environment.mixture:
-        for name, part in config.environment.named_parts.items():
-            _check_answers(config, part, name)
-    else:
-        _check_answers(config, config.environment, "")
-
-
-def _check_answers(config: RunConfig, environment: EnvironmentConfig, name: str) -> None:
-    """The check of one verifier. `name`: its name in a mixture, otherwise empty."""
-    where = f"environment.mixture.{name}" if name else "environment"
-    require(
-        not environment.answer_after or environment.reads_marker or bool(environment.session),
-        f"{where}.answer_after is for the verifiers 'exact_match', 'numeric' and 'choice', but"
-        f" {where}.verifier is '{', '.join(environment.names_used)}', which finds the answer by"
-        f" itself; leave {where}.answer_after out (over a recipe that has it:"
-        f" --{where}.answer_after=), or set another verifier",
-    )
-    require(
-        config.environment.has_sessions or config.algorithm.credit == "response",
-        "algorithm.credit is 'turn', but without environment.session or environment.tools a rollout"
-        " has one turn; leave credit out",
-    )
-    if environment.session:  # which may score by itself
-        return
-    built_in = " and ".join(environment.compares_answers)
-    for section, prompts in (
-        ("prompts", config.prompts),
-        ("evaluation.prompts", config.evaluation.prompts),
-    ):
-        for number, part in enumerate(prompts.parts):
-            if name and part.environment != name:
-                continue
-            shown = f"{section}.sources[{number}]" if prompts.sources else section
+    for name, environment in (config.environment.named_parts or {"": config.environment}).items():
+        where = f"environment.mixture.{name}" if name else "environment"
+        require(
+            not environment.answer_after or environment.reads_marker or environment.session,
+            f"{where}.answer_after is for the verifiers 'exact_match', 'numeric' and 'choice', but"
+            f" {where}.verifier is '{', '.join(environment.names_used)}', which finds the answer by"
+            f" itself; leave {where}.answer_after out (over a recipe that has it:"
+            f" --{where}.answer_after=), or set another verifier",
+        )
+        built_in = " and ".join(environment.compares_answers)
+        for place, part in () if environment.session else sources(config):  # may score by itself
             require(
-                bool(part.answer_column) or not built_in,
-                f"{shown}.answer_column is empty, but the verifier {built_in} compares with the"
+                part.answer_column or not built_in or (name and part.environment != name),
+                f"{place}.answer_column is empty, but the verifier {built_in} compares with the"
                 f" answer; set the column of the answers, or {where}.verifier to a function that"
                 " needs none",
             )
@@ -177,54 +161,43 @@ def check_mixture(config: RunConfig) -> None:
     none though there is a mixture, or where an entry of the mixture is never named.
     """
     known = config.environment.mixture
-    sections = {"prompts": config.prompts, "evaluation.prompts": config.evaluation.prompts}
-    by_column = False
     named: set[str] = set()
-    for section, prompts in sections.items():
-        if not prompts.names_data:
+    by_column = ""
+    for where, part in sources(config):
+        if not part.names_data:
             continue
-        for number, part in enumerate(prompts.parts):
-            where = f"{section}.sources[{number}]" if prompts.sources else section
-            name, column = part.environment, part.environment_column
-            by_column |= bool(column)
-            named |= {name} if name else set()
-            setting = f"environment_column is '{column}'" if column else f"environment is '{name}'"
-            require(
-                bool(known) or not (name or column),
-                f"{where}.{setting}, but environment.mixture, which gives each name its verifier,"
-                " is empty; set environment.mixture: {NAME: {verifier: ...}}",
-            )
-            require(
-                not name or name in known,
-                f"{where}.environment is '{name}', but environment.mixture has"
-                f" {', '.join(known)}; set one of these names, or add this one",
-            )
-            require(
-                not known or bool(name or column),
-                f"{where} names no verifier of environment.mixture ({', '.join(known)}); set"
-                f" {where}.environment, or {where}.environment_column",
-            )
+        name, column = part.environment, part.environment_column
+        by_column, named = by_column or column, named | {name}
+        setting = f"environment_column is '{column}'" if column else f"environment is '{name}'"
+        require(
+            known or not (name or column),
+            f"{where}.{setting}, but environment.mixture, which gives each name its verifier,"
+            " is empty; set environment.mixture: {NAME: {verifier: ...}}",
+        )
+        require(
+            not name or name in known,
+            f"{where}.environment is '{name}', but environment.mixture has {', '.join(known)}; set"
+            " one of these names, or add this one",
+        )
+        require(
+            not known or name or column,
+            f"{where} names no verifier of environment.mixture ({', '.join(known)}); set"
+            f" {where}.environment, or {where}.environment_column",
+        )
     never = [name for name in known if name not in named]
     require(
         by_column or not never,
         f"environment.mixture has {', '.join(never)}, which no prompts name; remove it, or set"
         " prompts.sources[N].environment or prompts.environment_column",
     )
-    require(
-        config.epochs is None or not config.prompts.sources,
-        "epochs is set, but the sources of prompts.sources each have epochs of their own; set"
-        " steps, or leave epochs out",
-    )
 
 
 def check_early_stop(config: RunConfig) -> None:
     """Raise `ValueError` where the run could not stop early."""
-    metric = config.early_stop.metric
-    kinds = ("eval/", "eval_sampled/")
+    metric, algorithm, evaluation = config.early_stop.metric, config.algorithm, config.evaluation
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
-    known += [kind + name for kind in kinds for name in EVALUATION_METRICS]
-    bare = metric.removeprefix(kinds[0]).removeprefix(kinds[1])
-    is_own = bare.startswith(("environment/", "reward_model/", "source/"))
+    known += [kind + name for kind in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
+    is_own = re.match("(eval/|eval_sampled/)?(environment|reward_model|source)/", metric)
     close = difflib.get_close_matches(metric, known, n=1)
     advice = f"did you mean {close[0]!r}" if close else f"set one of {', '.join(known)}"
     require(
@@ -232,39 +205,23 @@ def check_early_stop(config: RunConfig) -> None:
         f"early_stop.metric is {metric!r}, which no step and no evaluation has; {advice}, or, for a"
         " verifier's own metric, 'environment/<name>'",
     )
-    algorithm = config.algorithm
-    for name, setting, is_there in (
-        ("kl", "kl.coefficient is 0", algorithm.kl.coefficient > 0),
-        ("kl_coefficient", "kl.target is null", algorithm.kl.target is not None),
-        ("correction/", "correction.kind is 'none'", algorithm.correction.kind != "none"),
-        ("accuracy_greedy", f"advantage is '{algorithm.advantage}'", bool(config.greedy_baseline)),
-        ("reward/greedy", f"advantage is '{algorithm.advantage}'", bool(config.greedy_baseline)),
+    is_evaluated = evaluation.prompts.names_data and evaluation.every > 0
+    greedy = f"algorithm.advantage is '{algorithm.advantage}'"
+    for metrics, is_there, why in (
+        ("kl$", algorithm.kl.coefficient > 0, "algorithm.kl.coefficient is 0"),
+        ("kl_coefficient", algorithm.kl.target is not None, "algorithm.kl.target is null"),
+        ("correction/", algorithm.correction.kind != "none", "algorithm.correction.kind is 'none'"),
+        ("accuracy_greedy|reward/greedy", config.greedy_baseline, greedy),
+        ("critic/", "critic" in config.other_roles, "algorithm.advantage is not 'gae'"),
+        ("|".join(DISTILLATION_METRICS), "teacher" in config.other_roles, "there is no teacher"),
+        ("eval_sampled/", evaluation.sampled_too, "evaluation.sampled_too is off"),
+        ("eval", is_evaluated, "evaluation.prompts.source or evaluation.every is not set"),
     ):
         require(
-            is_there or not (metric == name or (name != "kl" and metric.startswith(name))),
-            f"early_stop.metric is {metric!r}, which steps do not have while algorithm.{setting};"
-            " change that, or set another metric",
+            is_there or not re.match(metrics, metric),
+            f"early_stop.metric is {metric!r}, which the run does not have while {why}; change"
+            " that, or set another metric",
         )
-    require(
-        not metric.startswith("critic/") or "critic" in config.other_roles,
-        f"early_stop.metric is {metric!r}, but algorithm.advantage is not 'gae', so that there is"
-        " no critic; set another metric",
-    )
-    require(
-        metric not in DISTILLATION_METRICS or "teacher" in config.other_roles,
-        f"early_stop.metric is {metric!r}, which only megarl distill has; set another metric",
-    )
-    require(
-        not metric.startswith(kinds[1]) or config.evaluation.sampled_too,
-        f"early_stop.metric is {metric!r}, but evaluation.sampled_too is off; turn it on, or set"
-        " a metric of 'eval/'",
-    )
-    require(
-        not metric.startswith("eval")
-        or (config.evaluation.prompts.names_data and config.evaluation.every > 0),
-        f"early_stop.metric is {metric!r}, but no evaluation takes place between the steps; set"
-        " evaluation.prompts.source and evaluation.every",
-    )
 
 
 def check_roles(config: RunConfig) -> None:
@@ -285,16 +242,10 @@ def check_rewards(config: RunConfig) -> None:
     the other settings.
     """
     environment, models = config.environment, config.reward_models
-    for name, model in models.items():
-        require(
-            name.isidentifier(),
-            f"reward_models has a model named {name!r}; set a name of letters, digits and _",
-        )
-        require(
-            bool(model.model.path),
-            f"reward_models.{name}.model.path is empty; set it to a sequence classifier, such as"
-            " megarl reward-model trains",
-        )
+    wrong = [name for name in models if not name.isidentifier()]
+    require(
+        not wrong, f"reward_models has a model named {wrong}; set a name of letters, digits and _"
+    )
     if models:
         require(
             any(model.weight for model in models.values()),
@@ -344,11 +295,7 @@ def check_algorithm(config: RunConfig) -> None:
         or algorithm.correction.allow_uncorrected,
         f"rollout.max_staleness is {config.rollout.max_staleness}, but no correction is set:"
         " rollouts of older weights would be trained on as if the present ones had sampled"
-        " them; set algorithm.correction.kind to 'tis' or 'icepop', or"
-        + (
-            ""
-            if algorithm.loss == "reinforce"  # without a ratio there is no denominator
-            else " algorithm.old_logprobs to 'engine', or"
-        )
-        + " on purpose algorithm.correction.allow_uncorrected to true",
+        " them; set algorithm.correction.kind to 'tis' or 'icepop', or (with a loss that has a"
+        " ratio) algorithm.old_logprobs to 'engine', or on purpose"
+        " algorithm.correction.allow_uncorrected to true",
     )

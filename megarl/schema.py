@@ -17,23 +17,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from megarl.errors import require, shortened
 
 T = TypeVar("T")
-
-MOST_STEPS = 10**7
-"""Upper bound of settings that count training steps."""
-MOST_TOKENS = 10**8
-"""Upper bound of settings that count tokens of a sequence or of an engine step."""
-MOST_RANKS = 2**16
-"""Upper bound of settings that count ranks, engines or parallel degrees."""
-MOST_SAMPLES = 2**16
-"""Upper bound of settings that count prompts or samples of a step."""
-LONGEST_WAIT_S = 1e6
-"""Upper bound of time limits in seconds: eleven days."""
+C = TypeVar("C", bound="Config")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +126,7 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ValueError("; ".join(problems(error))) from None
+            raise ValueError("; ".join(problems(error, root=type(self).__name__))) from None
 
     # Sections inside of a configuration are made without `__init__`, as by BaseModel's own.
     __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -176,6 +166,11 @@ class Config(BaseModel):
         return f"{type(self).__name__}.{key} {what}"
 
 
+def section(kind: type[C], **values: Any) -> C:
+    """The default of a setting that is a section; it is made, as its class is, at its first use."""
+    return Field(default_factory=functools.partial(kind, **values))
+
+
 @functools.cache
 def _marks(kind: type[Config]) -> list[tuple[str, Mark]]:
     """(setting, mark) of a configuration class."""
@@ -201,15 +196,18 @@ SHOULD = {
 
 
 def problems(
-    error: ValidationError, hint: Callable[[tuple[int | str, ...]], str] = lambda keys: ""
+    error: ValidationError,
+    hint: Callable[[tuple[int | str, ...]], str] = lambda keys: "",
+    root: str = "",
 ) -> list[str]:
     """The mistakes of a configuration: of each the dotted key, what was found and what to set.
 
-    `hint` is asked for what to say of the unknown key at a path of keys.
+    `hint` is asked for what to say of the unknown key at a path of keys. `root`: what stands before
+    the keys.
     """
     found = []
     for issue in error.errors(include_url=False):
-        kind, said, place = issue["type"], issue["msg"], dotted(issue["loc"])
+        kind, said, place = issue["type"], issue["msg"], dotted([root, *issue["loc"]])
         if kind == "value_error":  # of a class, which may be used in several places
             said = str(issue.get("ctx", {})["error"])
             found.append(CLASS_NAME.sub(lambda _, at=place: f"{at}." if at else "", said))
@@ -232,8 +230,8 @@ def shown(value: object) -> str:
 
 def dotted(keys: Sequence[int | str]) -> str:
     """A path of keys as users write it: `prompts.sources[0].weight`."""
-    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys if key != "[key]"]
-    return "".join(parts)[1:]
+    named = [key for key in keys if key not in ("", "[key]")]
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in named)[1:]
 
 
 def refused(said: str) -> PydanticCustomError:

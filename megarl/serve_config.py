@@ -4,19 +4,10 @@ from typing import Annotated, Literal
 
 from megarl.data.config import TemplateVariables
 from megarl.environments.config import EnvironmentConfig, RewardServerConfig
+from megarl.limits import LONGEST_WAIT_S, MOST_TOKENS
 from megarl.recipe_paths import OutputText, PathText
 from megarl.rollout.config import EngineConfig
-from megarl.schema import (
-    LONGEST_WAIT_S,
-    MOST_TOKENS,
-    Config,
-    Excludes,
-    Needs,
-    Of,
-    Range,
-    Without,
-    require,
-)
+from megarl.schema import Config, Excludes, Needs, Of, Range, Without, require, section
 from megarl.trainer.config import ModelConfig
 
 JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
@@ -26,7 +17,7 @@ TORCH, VLLM = Of("backend", "torch"), Of("backend", "vllm")
 class ServedModelConfig(Config):
     """A reward model that is served, by torch in this process or by a vLLM engine."""
 
-    model: Annotated[ModelConfig, JUDGES_NOTHING] = ModelConfig()
+    model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
     """A sequence classifier with one label, such as `megarl reward-model` trains, and its
     tokenizer."""
     template: Literal["none", "rendered"] = "none"
@@ -42,7 +33,7 @@ class ServedModelConfig(Config):
     """`backend: torch` only: data type of forward passes."""
     micro_batch_tokens: Annotated[int, Range(1, MOST_TOKENS), TORCH] = 16384
     """`backend: torch` only: maximum number of tokens processed at once."""
-    engine: Annotated[EngineConfig, VLLM] = EngineConfig()
+    engine: Annotated[EngineConfig, VLLM] = section(EngineConfig)
     """`backend: vllm` only: data type, tensor-parallel degree and memory of the engine."""
     time_limit_s: Annotated[float, Range(0.1, LONGEST_WAIT_S), VLLM] = 60.0
     """`backend: vllm` only: seconds until a text without a score counts as a failure."""
@@ -56,9 +47,9 @@ class JudgeConfig(Config):
     score is read. A vLLM engine runs it.
     """
 
-    model: Annotated[ModelConfig, JUDGES_NOTHING] = ModelConfig()
+    model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
     """A causal language model and its tokenizer."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = section(EngineConfig)
     """Data type, tensor-parallel degree and memory of the engine."""
     template: str = ""
     """What the judge reads, with the fields `{prompt}`, `{response}`, `{answer}` (the reference
@@ -150,15 +141,15 @@ class ServeRewardConfig(Config):
     num_threads: Annotated[int, Range(0, 4096)] = 0
     """CPU threads of a reward model that torch runs; 0: OMP_NUM_THREADS of the environment, or all
     cores. Of a vLLM engine see `engine.num_threads`."""
-    environment: Annotated[EnvironmentConfig, SINGLE, OF_TRAINING] = EnvironmentConfig()
+    environment: Annotated[EnvironmentConfig, SINGLE, OF_TRAINING] = section(EnvironmentConfig)
     """The verifier or reward functions to serve."""
     reward_model: Annotated[ServedModelConfig, Of("reward_model.model.path", why=NO_MODEL)] = (
         ServedModelConfig()
     )
     """The reward model to serve, instead of `environment`."""
-    judge: Annotated[JudgeConfig, Of("judge.model.path", why=NO_MODEL)] = JudgeConfig()
+    judge: Annotated[JudgeConfig, Of("judge.model.path", why=NO_MODEL)] = section(JudgeConfig)
     """The language model that judges, instead of `environment` and `reward_model`."""
-    server: RewardServerConfig = RewardServerConfig()
+    server: RewardServerConfig = section(RewardServerConfig)
 
     def check(self) -> None:
         require(

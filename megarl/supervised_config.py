@@ -5,10 +5,11 @@ reward-model`.
 from typing import Annotated
 
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig
+from megarl.limits import MOST_STEPS
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
 from megarl.observe.config import ObserveConfig
 from megarl.recipe_paths import OutputText
-from megarl.schema import MOST_STEPS, Config, Needs, Of, Range, Without, require
+from megarl.schema import Config, Needs, Of, Range, Without, require, section
 from megarl.trainer.config import (
     WITH_PATH,
     AnyRunConfig,
@@ -34,28 +35,28 @@ class SupervisedConfig(AnyRunConfig):
     samples_per_step: Annotated[int, Range(1, 2**20)] = 64
     """Rows of one optimizer step, over all ranks: demonstrations, or preferences (each of two
     responses)."""
-    model: TrainedModel = ModelConfig()
+    model: TrainedModel = section(ModelConfig)
     training: Annotated[
         TrainingConfig,
         Without("num_mini_batches", "epochs_per_step", why="which has no meaning on a data set"),
         Without("lora.publish", why="but training on a data set has no engines to publish to"),
-    ] = TrainingConfig()
-    evaluation: HeldOutConfig = HeldOutConfig()
-    observe: ObserveConfig = ObserveConfig()
+    ] = section(TrainingConfig)
+    evaluation: HeldOutConfig = section(HeldOutConfig)
+    observe: ObserveConfig = section(ObserveConfig)
 
 
 class SftEvaluationConfig(HeldOutConfig):
     """Demonstrations that are not trained on, whose loss is measured."""
 
-    demonstrations: DemonstrationsConfig = DemonstrationsConfig(shuffle=False)
+    demonstrations: DemonstrationsConfig = section(DemonstrationsConfig, shuffle=False)
     """Source of the demonstrations; empty for no evaluation. All of them are used."""
 
 
 class SftConfig(SupervisedConfig):
     """A supervised fine-tuning run: `megarl sft`."""
 
-    demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = DemonstrationsConfig()
-    evaluation: SftEvaluationConfig = SftEvaluationConfig()
+    demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = section(DemonstrationsConfig)
+    evaluation: SftEvaluationConfig = section(SftEvaluationConfig)
 
 
 class PreferenceEvaluationConfig(HeldOutConfig):
@@ -72,7 +73,7 @@ class ReferenceConfig(Config):
     before the first step, and is then released.
     """
 
-    model: Annotated[ModelConfig, WITH_PATH] = ModelConfig()
+    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
     """The model; with an empty path `model`, as it is before training."""
     lora: ReferenceLora = "start"
     """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
@@ -89,16 +90,16 @@ NO_MARGINS = "which only megarl reward-model uses"
 class PreferenceConfig(SupervisedConfig):
     """Training on preferences without a reward model: `megarl preference`."""
 
-    loss: PreferenceLossConfig = PreferenceLossConfig()
+    loss: PreferenceLossConfig = section(PreferenceLossConfig)
     reference: Annotated[
         ReferenceConfig, Of("loss.has_reference", why="but loss.method uses no reference", fix="")
-    ] = ReferenceConfig()
+    ] = section(ReferenceConfig)
     preferences: Annotated[
         PreferencesConfig, NEEDS_SOURCE, Without("margin_column", why=NO_MARGINS)
-    ] = PreferencesConfig()
+    ] = section(PreferencesConfig)
     evaluation: Annotated[
         PreferenceEvaluationConfig, Without("preferences.margin_column", why=NO_MARGINS)
-    ] = PreferenceEvaluationConfig()
+    ] = section(PreferenceEvaluationConfig)
 
     def check(self) -> None:
         used = self.preferences.response_column or self.evaluation.preferences.response_column
@@ -119,10 +120,10 @@ PAIRS_ONLY = (
 class RewardModelConfig(SupervisedConfig):
     """Training a reward model on preferences: `megarl reward-model`."""
 
-    loss: RewardLossConfig = RewardLossConfig()
+    loss: RewardLossConfig = section(RewardLossConfig)
     preferences: Annotated[
         PreferencesConfig, NEEDS_SOURCE, Without("response_column", why=PAIRS_ONLY)
-    ] = PreferencesConfig()
+    ] = section(PreferencesConfig)
     evaluation: Annotated[
         PreferenceEvaluationConfig, Without("preferences.response_column", why=PAIRS_ONLY)
-    ] = PreferenceEvaluationConfig()
+    ] = section(PreferenceEvaluationConfig)

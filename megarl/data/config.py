@@ -3,8 +3,9 @@
 from fractions import Fraction
 from typing import Annotated, Literal, Self
 
+from megarl.limits import MOST_TOKENS
 from megarl.recipe_paths import PathText
-from megarl.schema import MOST_TOKENS, Config, Excludes, Needs, Of, Range, replace, require
+from megarl.schema import Config, Excludes, Needs, Of, Range, replace, require
 
 TemplateName = Literal["none", "chat", "rendered"]
 """How the texts of a data set become what a model reads: `none`, as they are, with the tokenizer's

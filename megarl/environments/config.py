@@ -24,8 +24,9 @@ from megarl.environments.verifier_config import (
     NumericConfig,
     RegexConfig,
 )
+from megarl.limits import MOST_TOKENS
 from megarl.recipe_paths import CodeText
-from megarl.schema import MOST_TOKENS, Config, Excludes, Needs, Of, Range, replace, require
+from megarl.schema import Config, Excludes, Needs, Of, Range, replace, require, section
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
@@ -155,7 +156,7 @@ class EnvironmentConfig(Config):
     remote: Annotated[
         RemoteConfig,
         Of("asks_servers", why="but no verifier is a server (http://host:port/v1/score)", fix=""),
-    ] = RemoteConfig()
+    ] = section(RemoteConfig)
     """How responses travel to reward servers."""
     session: Annotated[CodeText, Excludes("tools.are_used", OWN_TOOLS)] = ""
     """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`);
@@ -171,10 +172,10 @@ class EnvironmentConfig(Config):
     each with its own `time_limit_s`. A process calls one plain function at a time."""
     tools: Annotated[
         ToolsConfig, Of("tools.are_used", why="but neither functions nor servers", fix="set one")
-    ] = ToolsConfig()
+    ] = section(ToolsConfig)
     """Tools that the model may call; its last response, without a call, is scored by `verifier` or
     `rewards`."""
-    code: CodeConfig = CodeConfig()
+    code: CodeConfig = section(CodeConfig)
     """How the verifier `code` runs programs."""
     answer_after: str = ""
     """`exact_match`, `numeric` and `choice` read only the text after the last occurrence of this
@@ -184,13 +185,13 @@ class EnvironmentConfig(Config):
     </think>]`: the verifiers of the house read only what follows the last closing tag, and nothing
     if the thinking does not end. Empty: the tags that the model's chat template names, otherwise
     `<think>` and `</think>`. null: responses are read whole."""
-    regex: RegexConfig = RegexConfig()
-    json_schema: JsonSchemaConfig = JsonSchemaConfig()
-    math: MathConfig = MathConfig()
-    numeric: NumericConfig = NumericConfig()
-    choice: ChoiceConfig = ChoiceConfig()
-    format: FormatConfig = FormatConfig()
-    length: LengthConfig = LengthConfig()
+    regex: RegexConfig = section(RegexConfig)
+    json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
+    math: MathConfig = section(MathConfig)
+    numeric: NumericConfig = section(NumericConfig)
+    choice: ChoiceConfig = section(ChoiceConfig)
+    format: FormatConfig = section(FormatConfig)
+    length: LengthConfig = section(LengthConfig)
     correct: Annotated[float, Range(-1e6, 1e6), MAPPING] = 1.0
     """Reward of a correct answer."""
     wrong: Annotated[float, Range(-1e6, 1e6), MAPPING] = 0.0
@@ -200,7 +201,7 @@ class EnvironmentConfig(Config):
     verifier failed. None: the reward of a wrong answer."""
     require_stop: bool = True
     """Treat a response that was cut off at the token limit as wrong."""
-    overlong: OverlongConfig = OverlongConfig()
+    overlong: OverlongConfig = section(OverlongConfig)
     """Length penalty added to the reward."""
     num_workers: Annotated[int, Range(1, 1024)] = 1
     """Processes that decode responses and run the verifier or the sessions."""
@@ -270,11 +271,11 @@ class EnvironmentConfig(Config):
         instead = f" ({', '.join(filter(None, names))} is)" if names else " (a session scores)"
         if self.mixture:
             instead = " outside of environment.mixture (settings belong to its entries)"
-        for section in SECTIONS:
+        for name in SECTIONS:
             require(
-                section in names or self.is_default(section),
-                f"environment.{section} has settings, but the verifier '{section}' is not used"
-                f"{instead}; leave them out, or use the verifier '{section}'",
+                name in names or self.is_default(name),
+                f"environment.{name} has settings, but the verifier '{name}' is not used"
+                f"{instead}; leave them out, or use the verifier '{name}'",
             )
         require(
             "regex" not in names or self.regex.pattern or self.regex.answer_is_pattern,

@@ -4,8 +4,9 @@ import warnings
 from typing import Annotated, Literal
 
 from megarl.environments.code_config import CodeConfig
+from megarl.limits import MOST_TOKENS
 from megarl.recipe_paths import CodeText
-from megarl.schema import MOST_TOKENS, Config, Excludes, Of, Range, require
+from megarl.schema import Config, Excludes, Of, Range, require, section
 
 WEIGHT = Range(-1e6, 1e6)
 """Range of the weight of a reward function."""
@@ -152,11 +153,11 @@ class NamedVerifierConfig(Config):
     """As `environment.rewards`."""
     answer_after: str = ""
     """As `environment.answer_after`."""
-    regex: RegexConfig = RegexConfig()
-    json_schema: JsonSchemaConfig = JsonSchemaConfig()
-    math: MathConfig = MathConfig()
-    numeric: NumericConfig = NumericConfig()
-    choice: ChoiceConfig = ChoiceConfig()
-    format: FormatConfig = FormatConfig()
-    length: LengthConfig = LengthConfig()
-    code: CodeConfig = CodeConfig()
+    regex: RegexConfig = section(RegexConfig)
+    json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
+    math: MathConfig = section(MathConfig)
+    numeric: NumericConfig = section(NumericConfig)
+    choice: ChoiceConfig = section(ChoiceConfig)
+    format: FormatConfig = section(FormatConfig)
+    length: LengthConfig = section(LengthConfig)
+    code: CodeConfig = section(CodeConfig)

@@ -3,8 +3,9 @@
 import math
 from typing import Annotated, Literal
 
+from megarl.limits import MOST_TOKENS
 from megarl.presets import PRESETS
-from megarl.schema import MOST_TOKENS, Config, Of, Range, require
+from megarl.schema import Config, Of, Range, require, section
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
 # TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
@@ -174,9 +175,11 @@ class AlgorithmConfig(Config):
     """Loss `sapo` only: the same for other advantages."""
     entropy_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the entropy bonus."""
-    gae: Annotated[GaeConfig, Of("advantage", "gae")] = GaeConfig()
-    kl: KLConfig = KLConfig()
-    correction: Annotated[CorrectionConfig, Of("old_logprobs", "trainer")] = CorrectionConfig()
+    gae: Annotated[GaeConfig, Of("advantage", "gae")] = section(GaeConfig)
+    kl: KLConfig = section(KLConfig)
+    correction: Annotated[CorrectionConfig, Of("old_logprobs", "trainer")] = section(
+        CorrectionConfig
+    )
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before the step's first update, or
     reported by the engine that sampled."""

@@ -2,7 +2,8 @@
 
 from typing import Annotated
 
-from megarl.schema import MOST_SAMPLES, Config, Range, require
+from megarl.limits import MOST_SAMPLES
+from megarl.schema import Config, Range, require
 
 STEP_METRICS = (
     *("reward/mean", "reward/std", "accuracy"),

@@ -3,16 +3,8 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from megarl.schema import (
-    LONGEST_WAIT_S,
-    MOST_RANKS,
-    MOST_SAMPLES,
-    MOST_TOKENS,
-    Config,
-    Of,
-    Range,
-    require,
-)
+from megarl.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_TOKENS
+from megarl.schema import Config, Of, Range, require, section
 
 ENGINE_STARTS = 3
 """Times in a row that the start of an engine may fail before the run goes on without it."""
@@ -92,7 +84,7 @@ class RolloutConfig(Config):
     """How rollouts are sampled: engines, group size, sampling parameters and staleness."""
 
     num_engines: Annotated[int, Range(1, MOST_RANKS)] = 1
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = section(EngineConfig)
     engines_per_relay: Annotated[int, Range(0, MOST_RANKS)] = 128
     """Runs with so many engines or more have relays, each for so many: processes beside the rollout
     service that collect the answers of their engines, since calls to each engine would take too
@@ -135,7 +127,7 @@ class RolloutConfig(Config):
     """`windowed` only: maximum number of groups that are started and neither trained nor rejected;
     null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are
     rejected as stale."""
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds.
     Time in which the engine is paused, for new weights or a colocated trainer, does not count. It

@@ -4,20 +4,9 @@ checkpoints.
 
 from typing import Annotated, Literal
 
+from megarl.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from megarl.recipe_paths import OutputText, PathText
-from megarl.schema import (
-    LONGEST_WAIT_S,
-    MOST_RANKS,
-    MOST_SAMPLES,
-    MOST_STEPS,
-    MOST_TOKENS,
-    Config,
-    Excludes,
-    Needs,
-    Of,
-    Range,
-    require,
-)
+from megarl.schema import Config, Excludes, Needs, Of, Range, require, section
 
 SharePrefix = Literal["auto", "on", "off"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "bfloat16x2"]
@@ -76,11 +65,11 @@ class LayoutConfig(Config):
 class RoleConfig(Config):
     """A model other than the policy, such as the reference: its weights, ranks and sharding."""
 
-    model: Annotated[ModelConfig, WITH_PATH] = ModelConfig()
+    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
     """The model; with an empty path the policy's. The tokenizer is always the policy's."""
     ranks: Annotated[tuple[int, ...], Range(0, MOST_RANKS - 1)] = ()
     """Numbers of the ranks that only this role uses; empty: the role shares the policy's ranks."""
-    layout: LayoutConfig = LayoutConfig()
+    layout: LayoutConfig = section(LayoutConfig)
     """Parallel degrees of this role. On the policy's ranks the default is the policy's layout."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed ZeRO stage; None means the policy's. A frozen role has only weights, which stage 3
@@ -118,7 +107,7 @@ class SequenceConfig(Config):
     and cpu elsewhere; flash is torch's FlashAttention-2."""
 
 
-LEARNS = "set it above 0, with which the weights would never change, and to at most 1; often 1e-6"
+LEARNS = "set it above 0, where the weights change, and to at most 1, for example to 1e-6"
 LearningRate = Annotated[float, Range(1e-30, 1.0, fix=LEARNS)]
 
 
@@ -189,8 +178,8 @@ class CriticConfig(RoleConfig):
     in the same mini-batches and epochs as the policy.
     """
 
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
     warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Number of steps at the start of the run in which only the critic learns."""
     value_clip: Annotated[float | None, Range(1e-6, 1e6)] = 0.2
@@ -198,11 +187,15 @@ class CriticConfig(RoleConfig):
     reward; null for none."""
 
 
+CLASSIFIER = "set it to a sequence classifier, such as megarl reward-model trains"
+
+
 class RewardModelRoleConfig(RoleConfig):
     """A frozen reward model: a Hugging Face sequence classifier with one label, such as `megarl
     reward-model` trains. It reads the policy's tokens, so its tokenizer is the policy's.
     """
 
+    model: Annotated[ModelConfig, Needs(CLASSIFIER, "path")] = section(ModelConfig)
     weight: Annotated[float, Range(-1e6, 1e6)] = 1.0
     """Factor of its score in the reward of a response."""
 
@@ -252,8 +245,8 @@ class CheckpointConfig(Config):
 class TrainingConfig(Config):
     """How the policy is trained: parallel layout, DeepSpeed, optimizer and batches."""
 
-    layout: LayoutConfig = LayoutConfig()
-    sequence: SequenceConfig = SequenceConfig()
+    layout: LayoutConfig = section(LayoutConfig)
+    sequence: SequenceConfig = section(SequenceConfig)
     tensor_backend: Literal["plan", "autotp"] = "plan"
     """Implementation of tensor parallelism: megarl's own layers, or DeepSpeed AutoTP, which does
     not shard embedding and output head."""
@@ -316,10 +309,10 @@ class TrainingConfig(Config):
     """The run ends after this many steps in a row that trained on no token, because dynamic
     sampling has rejected every group. Once the weights have been updated, only steps count in which
     most responses were wrong."""
-    lora: Annotated[LoraConfig, Of("tensor_backend", "plan")] = LoraConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    lora: Annotated[LoraConfig, Of("tensor_backend", "plan")] = section(LoraConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     num_threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads of each trainer rank. 0: OMP_NUM_THREADS of the environment, which `torchrun`
     sets to 1 and `megarl torchrun` does not; where that is not set, the machine's cores, divided

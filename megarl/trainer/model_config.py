@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 from megarl.config import RunConfig, longest_request
 from megarl.data.hub import hub_state, is_hub_name, why_absent
-from megarl.schema import MOST_TOKENS, require, shortened
+from megarl.limits import MOST_TOKENS
+from megarl.schema import require, shortened
 from megarl.third_party import opening, refuse_broken_links
 from megarl.trainer.config import ModelConfig
 

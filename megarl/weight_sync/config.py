@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
+from megarl.limits import LONGEST_WAIT_S, MOST_STEPS
 from megarl.recipe_paths import OutputText
-from megarl.schema import LONGEST_WAIT_S, MOST_STEPS, Config, Range
+from megarl.schema import Config, Range
 
 
 class WeightSyncConfig(Config):

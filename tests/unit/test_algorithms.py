@@ -743,18 +743,18 @@ def test_masks_of_whole_samples_by_hand() -> None:
     [
         (
             {"kind": "decoupled", "low": 0.5},
-            "^low is 0.5, but kind is 'decoupled', which does not use it",
+            "low is 0.5, but .*kind is 'decoupled', which does not use it",
         ),
-        ({"high": 2.0}, "high is 2.0, but kind is 'none', .* 'decoupled' or 'tis'"),
-        ({"kind": "tis", "low": 0.5}, "low is 0.5, but kind is 'tis', .* 'icepop'"),
-        ({"low": 0.5}, "low is 0.5, but kind is 'none'"),
+        ({"high": 2.0}, "high is 2.0, but .*kind is 'none', .* 'decoupled' or 'tis'"),
+        ({"kind": "tis", "low": 0.5}, "low is 0.5, but .*kind is 'tis', .* 'icepop'"),
+        ({"low": 0.5}, "low is 0.5, but .*kind is 'none'"),
         (
             {"kind": "icepop", "low": 1.0, "high": 1.0},
             "low is 1 and high 1, .* set low below high, for 'icepop' usually 0.5 and 5.0",
         ),
         (
             {"kind": "tis", "allow_uncorrected": True},
-            "allow_uncorrected is true, but kind is 'tis', .*; leave it out",
+            "allow_uncorrected is true, but .*kind is 'tis', .*; leave it out",
         ),
     ],
 )
@@ -768,11 +768,11 @@ def test_corrections_that_contradict_themselves_are_refused(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"loss": "reinforce", "clip_high": 5.0}, "clip_high is 5.0, but loss is 'reinforce'"),
-        ({"loss": "sapo", "clip_low": 0.1}, "clip_low is 0.1, but loss is 'sapo'"),
-        ({"dual_clip": 5.0}, "dual_clip is 5.0, but .* set loss to 'dual_clip'"),
+        ({"loss": "reinforce", "clip_high": 5.0}, "clip_high is 5.0, but .*loss is 'reinforce'"),
+        ({"loss": "sapo", "clip_low": 0.1}, "clip_low is 0.1, but .*loss is 'sapo'"),
+        ({"dual_clip": 5.0}, "dual_clip is 5.0, but .* set .*loss to 'dual_clip'"),
         ({"sapo_positive": 2.0}, "sapo_positive is 2"),
-        ({"constant_tokens": 500}, "constant_tokens is 500, but aggregation is 'token'"),
+        ({"constant_tokens": 500}, "constant_tokens is 500, but .*aggregation is 'token'"),
     ],
 )
 def test_settings_of_another_loss_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -782,7 +782,7 @@ def test_settings_of_another_loss_are_refused(settings: dict[str, Any], said: st
 
 def test_a_correction_needs_the_trainers_logprobs() -> None:
     with pytest.raises(
-        ValueError, match=r"correction has settings.* is 'engine'.*set old_logprobs"
+        ValueError, match=r"correction has settings.* is 'engine'.*set .*old_logprobs"
     ):
         AlgorithmConfig(correction=CorrectionConfig(kind="tis"), old_logprobs="engine")
 
@@ -812,9 +812,9 @@ def test_a_kl_coefficient_without_a_target_stays() -> None:
     control.update(7.0)
     control.restore(0.1)
     assert control.coefficient == 0.5
-    with pytest.raises(ValueError, match=r"^target is 0\.1, but coefficient is 0\.0"):
+    with pytest.raises(ValueError, match=r"target is 0\.1, but .*coefficient is 0\.0"):
         KLConfig(target=0.1)
-    with pytest.raises(ValueError, match=r"^gain is 0\.2, but target is None"):
+    with pytest.raises(ValueError, match=r"gain is 0\.2, but .*target is None"):
         KLConfig(coefficient=0.1, gain=0.2)
 
 

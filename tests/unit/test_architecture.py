@@ -18,7 +18,7 @@ from megarl.lookup import OF_APPS
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    {"errors", "files", "host_memory", "peer_names", "quick_imports", "types"},
+    {"errors", "files", "host_memory", "limits", "peer_names", "quick_imports", "types"},
     {"schema"},
     {"chat_template", "lookup", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
@@ -39,7 +39,7 @@ LAYERS = (
 layer do not import each other."""
 ANYWHERE = {"config", "config_checks", "presets", "serve_config", "supervised_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
-and `parallel`, since they import nothing but `schema`, `recipe_file`, `recipe_paths` and each other."""
+and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("serve", "tune")}
 """(an app, another that it imports): the doctor starts the sandbox of programs, and a reward server
 scores texts with a reward model. All other apps are independent of each other."""
@@ -119,7 +119,7 @@ def test_imports_go_down() -> None:
                     wrong.append((module, name))
                 continue
             if mine in ANYWHERE:
-                if other not in ("schema", "recipe_file", "recipe_paths"):
+                if other not in ("limits", "schema", "recipe_file", "recipe_paths"):
                     wrong.append((module, name))
                 continue
             if level(other) >= level(mine):

@@ -432,7 +432,9 @@ def test_a_variable_that_the_template_does_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [PromptsConfig, DemonstrationsConfig, PreferencesConfig])
 def test_variables_without_a_template(kind: Any) -> None:
-    with pytest.raises(ValueError, match=f"{kind.__name__}.template is 'none', with which no chat"):
+    with pytest.raises(
+        ValueError, match=f"{kind.__name__}.template is 'none', which does not use it"
+    ):
         kind(source="x", template_variables={"enable_thinking": False})
 
 

@@ -503,7 +503,7 @@ def test_what_could_not_work_is_refused_with_the_smallest_value_that_does() -> N
         ("max_staleness to 1 or more, or max_open_groups above 4", {}),
         ("as many as a step needs", {"max_open_groups": 4, "max_staleness": 1}),
         ("set dispatch to 'ordered'", {"placement": "colocated", "max_staleness": 1}),
-        ("does not use; leave it out", {"dispatch": "ordered", "max_open_groups": 9}),
+        ("which does not use it; leave it out", {"dispatch": "ordered", "max_open_groups": 9}),
     ):
         wanted: Any = {"groups_per_step": 4, "dispatch": "windowed"} | more
         with pytest.raises(ValueError, match=message):

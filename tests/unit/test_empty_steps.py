@@ -37,7 +37,7 @@ def test_a_run_without_an_update_fails_at_its_end(samples: int, says: str) -> No
 
 
 def test_what_cannot_change_the_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"OptimizerConfig\.learning_rate is 0, .*; set"):
+    with pytest.raises(ValueError, match=r"OptimizerConfig\.learning_rate is 0.0; set"):
         OptimizerConfig(learning_rate=0.0)
     weights = {"math": 0.0, "style.py:brevity": 0.0}
     with pytest.raises(ValueError, match=r"environment\.rewards weighs math, style\.py:brevity"):

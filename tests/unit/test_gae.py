@@ -105,7 +105,8 @@ def test_corner_cases_are_finite(where: str) -> None:
         sum_over_ranks=lambda tensor: tensor,
         values=torch.zeros(len(chosen), dtype=torch.float64),
     )
-    for config in (AlgorithmConfig(advantage="gae"), AlgorithmConfig(gae=GaeConfig(whiten=False))):
+    plain = AlgorithmConfig(advantage="gae")
+    for config in (plain, replace(plain, gae=GaeConfig(whiten=False))):
         assert bool(torch.isfinite(gae(step, config)).all())
         assert bool(torch.isfinite(value_targets(step, config)).all())
     if where == "one token":

@@ -217,9 +217,9 @@ def test_what_cannot_work_is_refused(model: str) -> None:
         check_adapters(replace(LORA, targets=("c_attn",)), ModelConfig(path=model))
     with pytest.raises(ValueError, match=re.escape("set model.from_scratch to false")):
         check_adapters(LORA, ModelConfig(path=model, from_scratch=True))
-    with pytest.raises(ValueError, match=r"LoraConfig.targets is set, but LoraConfig.rank is 0"):
+    with pytest.raises(ValueError, match=r"LoraConfig.targets is .*, but LoraConfig.rank is 0"):
         LoraConfig(targets=("q_proj",))
-    with pytest.raises(ValueError, match=r"set training\.tensor_backend to plan"):
+    with pytest.raises(ValueError, match=r"set .*tensor_backend to 'plan'"):
         TrainingConfig(lora=LORA, tensor_backend="autotp")
 
 

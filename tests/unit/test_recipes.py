@@ -186,7 +186,7 @@ def test_distillation_refuses(changes: dict[str, Any], said: str, place: Path) -
 def test_a_metric_of_distillation_ends_no_other_run(place: Path) -> None:
     stop = {"metric": "divergence", "at_most": 0.1}
     assert distilled(place, early_stop=stop).early_stop.metric == "divergence"
-    with pytest.raises(ValueError, match="which only megarl distill has"):
+    with pytest.raises(ValueError, match="does not have while there is no teacher"):
         megarl.load_recipe(RunConfig, place / "recipe.yaml", early_stop=stop)
 
 

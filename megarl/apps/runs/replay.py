@@ -22,6 +22,7 @@ from megarl.checkpoints.manifest import DIGESTS
 from megarl.checkpoints.progress import newest_first
 from megarl.config import DistillConfig, RunConfig
 from megarl.errors import UserError
+from megarl.limits import MOST_STEPS
 from megarl.loops import distill, rl
 from megarl.loops.rl import Method, refuse_lost, serve, tell
 from megarl.loops.rl_setup import TrainingParts, build_training
@@ -31,7 +32,7 @@ from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.rollout.batch_files import batch_of
-from megarl.schema import MOST_STEPS, replace
+from megarl.schema import replace
 from megarl.signals import Stop, graceful
 from megarl.trainer.context import RunInputs, open_run
 

@@ -29,7 +29,7 @@ from megarl.environments.config import RewardServerConfig
 from megarl.environments.scores import Outcome
 from megarl.environments.wire import ROUTE, WITHIN, BadMessage, Sample, answer_body, read_request
 from megarl.errors import EngineLost
-from megarl.schema import LONGEST_WAIT_S
+from megarl.limits import LONGEST_WAIT_S
 
 NO_LIMIT_BYTES = 2**62
 HEALTH = "/health"

@@ -20,9 +20,10 @@ from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import check_model, stop_tokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
+from megarl.limits import MOST_TOKENS
 from megarl.parallel.mesh import local_device
 from megarl.rollout.config import EngineConfig
-from megarl.schema import MOST_TOKENS, require, shortened
+from megarl.schema import require, shortened
 from megarl.serve_config import JudgeConfig, ServedModelConfig
 from megarl.third_party import opening
 from megarl.trainer.attention import prove_attention
