@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 33_146, "apps": 9_178}
+LIMITS = {"core": 32_458, "apps": 9_179}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

@@ -115,12 +115,12 @@ def test_the_advantages_of_a_step() -> None:
 
 
 def test_a_discount_needs_credit_by_turn() -> None:
-    with pytest.raises(ValueError, match="turn_discount is 0.5, but .*credit is 'response'"):
+    with pytest.raises(ValueError, match=r"turn_discount is 0.5, but .*credit is 'response'"):
         AlgorithmConfig(turn_discount=0.5)
 
 
 def test_credit_by_turn_needs_a_comparison() -> None:
     with pytest.raises(
-        ValueError, match="credit is 'turn', but .*advantage is 'reinforce_plus_plus'.* set"
+        ValueError, match=r"credit is 'turn', but .*advantage is 'reinforce_plus_plus'.* set"
     ):
         AlgorithmConfig(advantage="reinforce_plus_plus", credit="turn")
