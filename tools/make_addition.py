@@ -26,7 +26,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,6 @@ def part_of(a: int, b: int) -> int:
     return zlib.crc32(f"{a}+{b}".encode()) % 10
 
 
-def direct(a: int, b: int, draw: random.Random) -> str:
-    """The sum and nothing else."""
-    del draw
-    return f"#{a + b}"
-
-
 def columns(a: int, b: int, forgets: Callable[[], bool]) -> str:
     """Three columns, units first, as `digit+digit+carry=sum`, then the number they make; `forgets`
     drops a carry to 0.
@@ -89,30 +83,19 @@ def columns(a: int, b: int, forgets: Callable[[], bool]) -> str:
     return f"{','.join(lines)}#{int(f'{carry}{digits}')}"
 
 
-def sloppy(a: int, b: int, draw: random.Random) -> str:
-    """Reasoning in which each carry is forgotten with probability 0.8, and the mistake carried
-    through.
-    """
-    return columns(a, b, lambda: draw.random() < 0.8)
-
-
-def careful(a: int, b: int, draw: random.Random) -> str:
-    """Reasoning that is right."""
-    del draw
-    return columns(a, b, lambda: False)
-
-
-STYLES: tuple[tuple[float, Callable[[int, int, random.Random], str]], ...] = (
-    (0.45, direct),
-    (0.44, sloppy),
-    (0.11, careful),
-)
+STYLES: dict[str, tuple[float, Callable[[int, int, random.Random], str]]] = {
+    "direct": (0.45, lambda a, b, draw: f"#{a + b}"),
+    # Each carry is forgotten with probability 0.8, and the mistake carried through.
+    "sloppy": (0.44, lambda a, b, draw: columns(a, b, lambda: draw.random() < 0.8)),
+    "careful": (0.11, lambda a, b, draw: columns(a, b, lambda: False)),
+}
+"""{way to answer: (its share of the demonstrations, the answer)}"""
 
 
 def demonstrations(count: int, seed: int) -> Iterable[dict[str, str]]:
     """`count` independent draws of a training problem and a style."""
     draw = random.Random(f"demonstrations/{seed}")
-    weights, styles = zip(*STYLES, strict=True)
+    weights, styles = zip(*STYLES.values(), strict=True)
     for _ in range(count):
         a, b = draw.randint(LOW, HIGH), draw.randint(LOW, HIGH)
         while part_of(a, b) < 2:
@@ -132,29 +115,42 @@ def problems(count: int, parts: range, seed: int, name: str) -> Iterable[dict[st
             yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
-def write_model(folder: Path, characters: str = CHARACTERS) -> None:
-    """The model's configuration, and a tokenizer of one id for each of `characters`."""
+def write_tokenizer(
+    folder: Path,
+    characters: Iterable[str],
+    *,
+    special: Sequence[str] = (PAD, EOS),
+    words: Iterable[str] = (),
+    **settings: Any,
+) -> None:
+    """A tokenizer of one id for each of `special` (padding, end of sequence, others), of
+    `characters` and of `words`. `settings`: more of its configuration.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    folder.mkdir()
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))  # without merges, characters stay apart
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)]
-    )
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in special])
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in words])
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
+        "pad_token": special[0],
+        "eos_token": special[1],
         # transformers 5 takes every tokenizer beside a Qwen2 for Qwen's, and would add its own
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
         "padding_side": "left",
     }
-    write_json(folder / "tokenizer_config.json", described)
+    write_json(folder / "tokenizer_config.json", described | settings)
+
+
+def write_model(folder: Path, characters: Iterable[str] = CHARACTERS, **settings: Any) -> None:
+    """The model's configuration, and a tokenizer; see `write_tokenizer`."""
+    folder.mkdir()
+    longest = CONFIG["max_position_embeddings"]
+    write_tokenizer(folder, characters, model_max_length=longest, **settings)
     write_json(folder / "config.json", CONFIG)
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 0})
 
@@ -167,22 +163,18 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make(folder: Path, args: dict[str, int]) -> bool:
-    """Write the task into `folder`; see `write_folder`."""
-
-    def write(unfinished: Path) -> None:
-        seed = args["seed"]
-        write_model(unfinished / "model")
-        write_rows(unfinished / "sft.jsonl", demonstrations(args["demonstrations"], seed))
-        for name, parts in (
-            ("train", range(2, 10)),
-            ("held_out", range(1)),
-            ("validation", range(1, 2)),
-        ):
-            count = args["prompts" if name == "train" else name]
-            write_rows(unfinished / f"{name}.jsonl", problems(count, parts, seed, name))
-
-    return write_folder(folder, args, write)
+def write_task(folder: Path, args: dict[str, int]) -> None:
+    """All files of the task."""
+    seed = args["seed"]
+    write_model(folder / "model")
+    write_rows(folder / "sft.jsonl", demonstrations(args["demonstrations"], seed))
+    for name, parts in (
+        ("train", range(2, 10)),
+        ("held_out", range(1)),
+        ("validation", range(1, 2)),
+    ):
+        count = args["prompts" if name == "train" else name]
+        write_rows(folder / f"{name}.jsonl", problems(count, parts, seed, name))
 
 
 def write_folder(
@@ -213,34 +205,52 @@ def write_folder(
     return True
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+def task_main(
+    doc: str | None,
+    counts: dict[str, tuple[int, int]],
+    write: Callable[[Path, dict[str, int]], None],
+    argv: list[str] | None = None,
+    *,
+    name: str = STAMP,
+    **stamp: Any,
+) -> int:
+    """The command line of a tool that writes a task; returns the exit status. `counts`: {option:
+    (default, most)}; `write` gets a folder and {option: value}. For `name` see `write_folder`,
+    which gets `stamp` as well.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--demonstrations", type=int, default=51200)
-    parser.add_argument("--prompts", type=int, default=20000)
-    parser.add_argument("--held-out", type=int, default=500)
-    parser.add_argument("--validation", type=int, default=500)
+    for option, (default, _) in counts.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=int, default=default)
     args = vars(parser.parse_args(argv))
     folder = args.pop("folder")
-    smallest = min(
-        (HIGH - LOW + 1) ** 2 // 20, 40000
-    )  # every part has about twice as many problems
-    for name in ("demonstrations", "prompts", "held_out", "validation"):
-        most = None if name == "demonstrations" else smallest
-        if args[name] < 1 or (most is not None and args[name] > most):
-            limit = "1 or more" if most is None else f"between 1 and {most}"
-            parser.error(f"--{name.replace('_', '-')} is {args[name]}; set it to {limit}")
+    for option, (_, most) in counts.items():
+        if option != "seed" and not 1 <= args[option] <= most:
+            given = f"--{option.replace('_', '-')}"
+            parser.error(f"{given} is {args[option]}; set it to a number from 1 to {most}")
     try:
-        made = make(folder, args)
-    except ValueError as error:
-        print(f"make_addition: {error}", file=sys.stderr)
+        made = write_folder(folder, {**stamp, **args}, lambda aside: write(aside, args), name)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog.removesuffix('.py')}: {error}", file=sys.stderr)
         return 1
     print(f"{folder}: {'written' if made else 'there already'}", file=sys.stderr)
     return 0
+
+
+COUNTS = {
+    "seed": (1, 0),
+    "demonstrations": (51200, 10**7),
+    "prompts": (20000, 40000),  # every part has about twice as many problems
+    "held_out": (500, 40000),
+    "validation": (500, 40000),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return task_main(__doc__, COUNTS, write_task, argv)
 
 
 if __name__ == "__main__":

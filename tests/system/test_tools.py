@@ -192,7 +192,7 @@ def test_long_context() -> None:
         "--schedules",
         "ring,all_gather,ulysses",
         "--what",
-        "both",
+        "attention,model",
         "--vocabulary",
         "64",
     ]
@@ -371,6 +371,6 @@ def test_bench_overhead() -> None:
     (row,) = found["rows"]
     (one,) = row["rounds"]
     assert (row["samples"], len(found["rows"])) == (16, 1)
-    names = ("step_s", "generation_s", "plain_s", "training_s", "side_by_side_s")
+    names = ("step_s", "generation_s", "training_s", "side_by_side_s")
     assert all(one[name] > 0 for name in names)
     assert one["bound_s"] == max(one["generation_s"], one["training_s"])

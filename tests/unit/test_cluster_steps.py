@@ -1,17 +1,19 @@
-"""tools/cluster_steps.py: its commands are ones that this checkout has, and what can be planned
+"""tools/cluster_steps.toml: its commands are ones that this checkout has, and what can be planned
 without GPUs is planned.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cluster_steps import STEPS, ClusterStep, listed
+from gpu_steps import CLUSTER as STEPS
+from gpu_steps import ClusterStep, listed
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = [step for step in STEPS if "tools/bench/" in step.command]
@@ -41,9 +43,9 @@ def test_the_list_says_of_each_what_is_healthy() -> None:
 def test_a_benchmark_takes_its_options(step: ClusterStep, monkeypatch: pytest.MonkeyPatch) -> None:
     _, script, *options = shlex.split(step.command)
     monkeypatch.syspath_prepend(ROOT / "tools" / "bench")
-    args = importlib.import_module(Path(script).stem).arguments(options)
-    for data, sequence, tensor in args.layouts:
-        assert data * sequence * tensor == 8
+    bench = importlib.import_module(Path(script).stem)
+    args = importlib.import_module("common").command_line("", bench.OPTIONS).parse_args(options)
+    assert all(math.prod(layout) == 8 for layout in args.layouts)
     assert args.dtype == "bfloat16" and 0 not in args.zero
 
 

@@ -23,8 +23,8 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
 
 
-PARTS = {"generation": [2.0, 4.0], "plain": [1.0, 1.0], "training": [1.0, 3.0]}
-"""Means 3, 1 and 2 seconds."""
+PARTS = {"generation": [2.0, 4.0], "training": [1.0, 3.0]}
+"""Means 3 and 2 seconds."""
 
 
 def test_a_step_that_takes_turns_is_compared_with_the_sum_of_its_parts() -> None:
@@ -32,7 +32,6 @@ def test_a_step_that_takes_turns_is_compared_with_the_sum_of_its_parts() -> None
 
     found = compared([5.0, 6.0], PARTS, {}, 0)
     assert (found["bound_s"], found["overhead_s"], found["ratio"]) == (5.0, 0.5, 1.1)
-    assert found["ratio_to_plain"] == 5.5 / 3
     assert "side_by_side_s" not in found
 
 
@@ -42,7 +41,6 @@ def test_a_step_that_overlaps_is_compared_with_the_longer_part() -> None:
     beside = {"generation": [3.0], "training": [3.0, 4.0, 5.0]}
     found = compared([3.0, 4.0], PARTS, beside, 1)
     assert (found["bound_s"], found["ratio"]) == (3.0, 3.5 / 3)
-    assert found["ratio_to_plain"] == 3.5 / 2, "training is the longer part then"
     assert (found["side_by_side_s"], found["ratio_to_side_by_side"]) == (4.0, 3.5 / 4)
 
 
@@ -58,9 +56,8 @@ def test_causes_add_up_to_the_overhead() -> None:
 
 
 def test_a_call_counts_while_all_parts_are_under_way() -> None:
-    from overhead_run import intervals, together
+    from overhead import together
 
-    assert intervals([1.0, 3.0, 6.0]) == [2.0, 3.0]
     quick, slow = [[0.0, 1.0], [1.0, 2.0], [2.0, 4.5]], [[0.0, 3.0], [3.0, 4.0]]
     assert together(quick, slow) == [[1.0, 1.0], [3.0, 1.0]]
 
@@ -115,7 +112,7 @@ def test_prompts_by_group() -> None:
 
 def test_the_model_never_ends_a_response(tmp_path: Path) -> None:
     import torch
-    from overhead_run import EOS_ID, write_endless_task
+    from overhead import EOS_ID, write_endless_task
     from transformers import AutoModelForCausalLM
 
     write_endless_task(tmp_path, 64)
@@ -128,7 +125,7 @@ def test_the_model_never_ends_a_response(tmp_path: Path) -> None:
 
 
 def test_other_training_is_refused() -> None:
-    from overhead_run import refuse_other_training
+    from overhead import refuse_other_training
 
     records: list[dict[str, Any]] = [
         {"step": 1, "loss": 0.25, "grad_norm": 2.0},
@@ -140,9 +137,9 @@ def test_other_training_is_refused() -> None:
 
 
 def test_processes_must_be_bound_in_time(tmp_path: Path) -> None:
-    from overhead_run import Kind, Pins
+    from overhead import Kind, Pins
 
-    pins = Pins(tmp_path, Kind(1, 1, engine_cores=(0,), trainer_cores=(1,)))
+    pins = Pins(tmp_path, Kind(1, 1, is_pinned=True))
     pins.done = {"rank0": 5.0, "engine0": 6.0}
     with pytest.raises(RuntimeError, match="not all processes"):
         pins.check(9.0)
@@ -154,31 +151,30 @@ def test_processes_must_be_bound_in_time(tmp_path: Path) -> None:
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    from overhead import arguments
+    from common import command_line
+    from overhead import OPTIONS, measure
 
-    found = arguments(["--limits", "8,16", "--groups", "2,1"])
+    parser = command_line("", OPTIONS)
+    found = parser.parse_args(["--limits", "8,16", "--groups", "2,1"])
     assert (found.limits, found.groups) == ([8, 16], [2, 1])
-    for wrong in (["--limits", "8"], ["--kinds", "both"], ["--limits", "8,5000"]):
-        with pytest.raises(SystemExit):
-            arguments(wrong)
-    assert "one number for each" in capsys.readouterr().err
+    for words in (["--limits", "8"], ["--limits", "8,5000", "--groups", "1,1"]):
+        with pytest.raises(
+            ValueError, match=r"--(groups needs one number for each|limits has 5000)"
+        ):
+            measure(parser.parse_args(words))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kinds", "both"])
+    assert "choose of synchronous" in capsys.readouterr().err
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table() -> None:
     from overhead import causes, compared, show
 
     times = {"wait": 3.2, "train": 2.1, "publish": 0.3, "rollout": 3.1, "step": 5.75}
     phases = {f"time/{name}_s": value for name, value in times.items()}
     rounds = [compared([step], PARTS, {}, 0) for step in (6.0, 5.0)]
     rounds = [row | {"causes": causes(row, phases), "phases": phases} for row in rounds]
-    result = {
-        "machine": {"cpu": "some", "cores": 2},
-        "task": {"rounds": 2, "steps": 1},
-        "parameters": 9,
-        "rows": [{"kind": "synchronous", "limit": 64, "samples": 256, "rounds": rounds}],
-        "others": 0.5,
-    }
-    lines = list(show(json.loads(json.dumps(result))))
+    row = {"kind": "synchronous", "limit": 64, "samples": 256, "rounds": rounds}
+    lines = list(show(json.loads(json.dumps({"rows": [row]}))))
     assert "synchronous, 256 samples x 64 new tokens" in lines
     assert any("ratio (bar 1.10)" in line and "1.100 (1.000 to 1.200)" in line for line in lines)
-    assert lines[-1].startswith("NOT QUIET")

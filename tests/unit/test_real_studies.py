@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +20,50 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("e2e_real")
 
 
+def arguments(tool: Any, *words: str) -> Any:
+    return importlib.import_module("common").command_line("", tool.OPTIONS).parse_args(words)
+
+
 def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / "sft.yaml").write_text(study.SFT)
-    words = ["f", "--kinds", "sft,grpo", "--engines", "same,float32", "--seeds", "3"]
-    found = study.cases(study.arguments(words))
-    assert [one.name for one in found] == [
-        "sft-float32-seed3-9steps",
-        "sft-bfloat16-seed3-9steps",
-        "sft-float16-seed3-9steps",
-        "sft-bfloat16x2-seed3-9steps",
-        "grpo-float32-float32-seed3-9steps",
-        "grpo-bfloat16-bfloat16-seed3-9steps",
-        "grpo-bfloat16-float32-seed3-9steps",
-        "grpo-float16-float16-seed3-9steps",
-        "grpo-float16-float32-seed3-9steps",
-        "grpo-bfloat16x2-float32-seed3-9steps",
+    (tmp_path / "sft.yaml").write_text(json.dumps(study.RECIPE))
+    args = arguments(study, "f", "--seeds", "3")
+    found = study.cases(args)
+    assert [(one["precision"], one["seed"]) for one in found] == [
+        (precision, 3) for precision in ("float32", "bfloat16", "float16", "bfloat16x2")
     ]
     for case in found:
-        options = study.settings_of(case, tmp_path, tmp_path)
+        options = study.settings_of(case, tmp_path, tmp_path) | {"folder": tmp_path}
         changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-        kind, recipe = (SftConfig, tmp_path / "sft.yaml")
-        if case.kind == "grpo":
-            kind, recipe = (RunConfig, study.RECIPES / "smollm2_arithmetic.yaml")
-        assert read(kind, recipe, changes).training.precision == case.precision
+        config = read(SftConfig, tmp_path / "sft.yaml", changes)
+        assert config.training.precision == case["precision"]
 
 
-def test_precisions_are_compared_with_float32_of_the_same_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_precisions_are_compared_with_float32_of_the_same_seed() -> None:
     learnt = {("float32", 1): 2.0, ("float32", 2): 4.0, ("bfloat16", 1): 1.0, ("bfloat16", 2): 1.0}
+    same = {"steps": 9, "changed": 0.5, "step_s": 1.0}
     found = [
-        study.Result(study.Case("sft", precision, "", seed, 9), loss, 0.0, 0.5, 1.0)
+        {"precision": precision, "seed": seed, "learnt": loss, **same}
         for (precision, seed), loss in learnt.items()
     ]
-    lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
-    (tmp_path / "results.jsonl").write_text(lines)
-    assert study.main([str(tmp_path), "--show"]) == 0
-    _, plain, half = capsys.readouterr().out.splitlines()
-    assert "1.000 +- 0.000" in plain
-    assert "1.000 +- 0.000" in half and "0.375 +- 0.177" in half
+    _, _, plain, half = study.show({"results": found})
+    assert "1.000 +- 0.000" in plain and "0.375 +- 0.177" in half
 
 
 def test_the_last_number_is_the_answer(bench: Any) -> None:
     texts: list[Any] = ["3 + 4 = 7", "7, no, 8", "", "17", [{"role": "assistant", "content": "7"}]]
-    assert bench.right(texts, ["7"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert importlib.import_module("e2e_task").right(texts, ["7"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> None:
     def steps(seconds: float) -> dict[str, Any]:
         rows = [
-            {"step_s": seconds, "accuracy": number / 10, "tokens": 100.0} for number in range(8)
+            {"step_s": seconds, "accuracy": number / 10, "tokens": 100.0, "samples": 64}
+            for number in range(8)
         ]
         return {"steps": rows, "others": 0.01}
 
-    found = bench.table({bench.SYNCHRONOUS: [steps(1.0)], "trl": [steps(2.0)]})
-    ours, theirs = found[bench.SYNCHRONOUS], found["trl"]
+    found = bench.rows_of({bench.SYNCHRONOUS: [steps(1.0)], "TRL": [steps(2.0)]})
+    ours, theirs = found[bench.SYNCHRONOUS], found["TRL"]
     assert ours["samples_per_s"]["median"] == 2 * theirs["samples_per_s"]["median"] == 64
     assert ours["tokens_per_s"]["median"] == 100
     assert ours["accuracy"] == theirs["accuracy"] == ours["accuracy_at_time"]
@@ -85,14 +73,13 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("system", ["megarl", "megarl, staleness 1"])
 def test_the_settings_of_each_system_are_accepted(
-    staleness: int, precision: str, bench: Any, tmp_path: Path
+    system: str, precision: str, bench: Any, tmp_path: Path
 ) -> None:
-    args = bench.arguments(["--precision", precision, "--systems", "megarl"])
-    options = bench.settings_of(tmp_path, tmp_path, args, 1, staleness)
+    args = arguments(bench, "--precision", precision)
+    options = bench.settings_of(tmp_path, args, 1, system) | {"folder": tmp_path}
     changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     config = read(RunConfig, bench.RECIPE, changes)
     assert config.rollout.engine.dtype == config.training.precision == precision
-    assert config.rollout.max_staleness == staleness
-    assert args.systems == [bench.SYNCHRONOUS, bench.OVERLAPPED]
+    assert config.rollout.max_staleness == int(system == bench.OVERLAPPED)

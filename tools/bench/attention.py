@@ -12,9 +12,7 @@ run. Ulysses is left out where the ranks cannot share the heads. With `--window`
 window, but for `one rank, no window`. With `--group 512:8x64` the sequence holds as many groups of
 8 responses of 64 tokens as fit, each prompt of 512 tokens once in front of its responses; in
 `one rank, repeated` it is in front of each. Below the table stand the tokens and the pairs of query
-and key of each way. `others` is the share of the CPU
-that processes outside of the run took in a round: above a few percent the times are worth little,
-and the CPU seconds of the busiest rank, which waiting does not lengthen, say more.
+and key of each way.
 
 GPU: bfloat16. First whole kernels: the Triton block beside torch's flash attention and cuDNN, and
 beside the kernels of variable length that `training.attention: torch` and `flash_attn` take, the
@@ -29,160 +27,257 @@ divided by the number of ranks; what counts is the slowest.
 from __future__ import annotations
 
 import argparse
-import sys
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import attention_cpu
-import attention_inputs
-from common import command_line, require_positive, run_tool
+import torch
+from common import group_shape, in_turns, ratios, run_tool, spread, table
 from launch_ranks import launch
+
+from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
+from megarl.parallel.sequence import cut
 
 DEFAULTS = {
     "cpu": {"rounds": 5, "ranks": 2, "heads": 8, "kv_heads": 2, "width": 64},
     "cuda": {"rounds": 10, "ranks": 8, "heads": 32, "kv_heads": 8, "width": 128},
 }
+OPTIONS = {
+    "--device": ("cpu", "cpu: schedules; cuda: kernels and rings", ("cpu", "cuda")),
+    "--rounds": (0, "turns that each contender gets; default: 5, on a GPU 10"),
+    "--tokens": (16384, "tokens of the sequence (of the kernels' sequence on a GPU)"),
+    "--ranks": (0, "ranks that share a sequence; default: 2, on a GPU 8"),
+    "--rank-tokens": (8192, "GPU: tokens of each rank in a ring"),
+    "--documents": (1, "CPU: documents in the packed sequence, of uneven lengths"),
+    "--group": (None, "CPU: groups, as prompt tokens : responses x response tokens", group_shape),
+    "--window": (0, "CPU: sliding window in tokens, beside one rank without; 0 for none"),
+    "--packed": (24, "GPU: documents in the packed sequences, of uneven lengths"),
+    "--heads": (0, "query heads; default: 8, on a GPU 32"),
+    "--kv-heads": (0, "KV heads; default: 2, on a GPU 8"),
+    "--width": (0, "width of a head; default: 64, on a GPU 128"),
+    "--deadline": (1800.0, "CPU: seconds that the ranks may take"),
+}
+AGREES = 1e-5
+SCHEDULES: dict[str, tuple[str, str, bool]] = {
+    # name: cut, transport, whether all ranks are one Ulysses group
+    "contiguous ring": ("contiguous", "ring", False),
+    "zigzag ring": ("zigzag", "ring", False),
+    "zigzag lean ring": ("zigzag", "ring_lean", False),
+    "all-gather, zigzag": ("zigzag", "all_gather", False),
+    "Ulysses": ("contiguous", "ring", True),
+}
+
+# ------------------------------------------------------------------------------------------- inputs
+
+
+def documents(tokens: int, count: int) -> torch.Tensor:
+    """Starts [count + 1] of documents of uneven lengths, the same on every rank."""
+    inner = random.Random(0).sample(range(1, tokens), count - 1)
+    return torch.tensor([0, *sorted(inner), tokens])
+
+
+def trees(tokens: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, list[int]]:
+    """As many groups of `shape` as `tokens` hold, each prompt once in front of its responses:
+    starts [D + 1] of the D documents, and for each document the one that it continues, or -1.
+    """
+    prompt, responses, response = shape
+    lengths, parents = [0], list[int]()
+    for _ in range(tokens // (prompt + responses * response)):
+        parents += [-1] + [len(parents)] * responses
+        lengths += [prompt] + [response] * responses
+    return torch.tensor(lengths).cumsum(0), parents
+
+
+def laid_out(args: argparse.Namespace) -> tuple[torch.Tensor, list[int]]:
+    """The documents, or the trees, that the command line asks for; see `trees`."""
+    return (
+        trees(args.tokens, args.group)
+        if args.group
+        else (
+            documents(args.tokens, args.documents),
+            [],
+        )
+    )
+
+
+def causal_pairs(starts: torch.Tensor) -> int:
+    """(query, key) pairs that causal attention inside documents computes."""
+    return sum(n * (n + 1) // 2 for n in (starts[1:] - starts[:-1]).tolist())
+
+
+def make_tensors(
+    args: argparse.Namespace, tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    draw = torch.Generator(device).manual_seed(0)
+    counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    return [
+        torch.randn(tokens, count, args.width, generator=draw, device=device, dtype=dtype)
+        for count in counts
+    ]
+
+
+class Alone:
+    """An exchange of one."""
+
+    rank, size = 0, 1
+
+
+def layer(
+    tensors: list[torch.Tensor], plan: AttentionPlan, inner: Any, outer: Any, transport: str
+) -> list[torch.Tensor]:
+    """Forward and backward of one layer: output and gradients."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out = sequence_attention(q, k, v, plan, inner, outer, q.shape[2] ** -0.5, transport)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+# ----------------------------------------------------------------------------------- ranks on a CPU
+
+
+def alone_runs(
+    args: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, AttentionPlan, list[torch.Tensor]]]:
+    """(name, plan, tensors) of one rank that has all tokens: with all that the command line asks
+    for, then without the window, and with repeated prompts.
+    """
+
+    def whole(starts: torch.Tensor, parents: list[int]) -> tuple[AttentionPlan, Any]:
+        tokens = int(starts[-1])
+        plan = AttentionPlan.of([torch.arange(tokens)], starts, device, parents=parents)
+        return plan, make_tensors(args, tokens, torch.float32, device)
+
+    starts, parents = laid_out(args)
+    plan, tensors = whole(starts, parents)
+    yield "one rank", plan.within(args.window or None), tensors
+    if args.window:
+        yield "one rank, no window", plan, tensors
+    if args.group:
+        prompt, _, response = args.group
+        count = sum(parent >= 0 for parent in parents)
+        plan, tensors = whole(torch.arange(count + 1) * (prompt + response), [])
+        yield "one rank, repeated", plan.within(args.window or None), tensors
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """One gloo rank: every schedule in turn, `rounds` times."""
+    from megarl.parallel.collectives import barrier
+    from megarl.parallel.exchange import RingExchange
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh, finalise, initialise
+
+    args = argparse.Namespace(**task)
+    torch.set_num_threads(1)
+    device = initialise(timeout_s=args.deadline)
+    meshes = [ProcessMesh(Layout(sequence=args.ranks), ulysses=u) for u in (1, args.ranks)]
+    everybody = meshes[0].sequence
+    alone = {name: found for name, *found in alone_runs(args, device)}
+    runs: dict[str, Callable[[], Any]] = {
+        name: partial(layer, tensors, plan, Alone(), Alone(), "ring")
+        for name, (plan, tensors) in alone.items()
+    }
+    expected, *_ = [run() for run in runs.values()]  # all, so that none is timed cold
+    starts, parents = laid_out(args)
+    shares_heads = args.heads % args.ranks == 0 and 0 in (
+        args.kv_heads % args.ranks,
+        args.ranks % args.kv_heads,
+    )
+    for name, (how, transport, is_ulysses) in SCHEDULES.items():
+        if is_ulysses and not shares_heads:
+            continue
+        mesh, indices = meshes[is_ulysses], cut(starts, args.ranks, how)
+        size = mesh.ulysses.size
+        plan = AttentionPlan.of(indices, starts, device, parents=parents, ulysses=size)
+        mine = indices[mesh.sequence.rank]
+        exchanges = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
+        tensors = [x[mine] for x in alone["one rank"][1]]
+        runs[name] = partial(
+            layer, tensors, plan.within(args.window or None), *exchanges, transport
+        )
+        for found, whole in zip(runs[name](), expected, strict=True):
+            error = float((found - whole[mine]).norm() / whole[mine].norm())
+            if error > AGREES:
+                raise RuntimeError(f"{name} differs from one rank by {error:.1e}, over {AGREES}")
+
+    def timed(name: str) -> float:
+        barrier(everybody)
+        started_at = time.perf_counter()
+        if everybody.rank == 0 or not name.startswith("one rank"):
+            runs[name]()
+        barrier(everybody)
+        return time.perf_counter() - started_at
+
+    seconds = in_turns(args.rounds, {name: partial(timed, name) for name in runs})
+    for mesh in meshes:
+        mesh.destroy()
+    finalise()
+    return {
+        "seconds": seconds,
+        "pairs": {name: _pairs(plan) for name, (plan, _) in alone.items()},
+        "tokens": {name: plan.lengths[0] for name, (plan, _) in alone.items()},
+    }
+
+
+def _pairs(plan: AttentionPlan) -> int:
+    """(query, key) pairs that attention computes."""
+    views = [view for own in plan.positions for view in own.views(plan.window)]
+    return sum(int((view.index - view.first + 1).clamp_min(0).sum()) for view in views)
+
+
+# ----------------------------------------------------------------------------------------- the tool
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Schedules on CPU ranks, or kernels and rings on a GPU."""
-    if args.device == "cpu":
-        task = {name: value for name, value in vars(args).items() if name != "json"}
-        ranks = launch(
-            __file__,
-            task,
-            num_ranks=args.ranks,
-            deadline_s=args.deadline,
-            environment={"CUDA_VISIBLE_DEVICES": ""},
-        )
-        return attention_cpu.table_of(ranks[0])
-    import attention_cuda
-    import torch
-
-    device = torch.device("cuda")
-    found = attention_cuda.bench_kernels(args, device)
-    torch.cuda.empty_cache()
-    found |= attention_cuda.bench_ring(args, device)
-    torch.cuda.empty_cache()
-    for name, value in attention_cuda.bench_flash_attn(args, device).items():
-        found[name] |= value
-    return found | {"best": attention_cuda.best_of(found["kernels"])}
-
-
-def show(result: dict[str, Any]) -> list[str]:
-    """The result as lines of a table."""
-    here, task = result["machine"], result["task"]
-    chip = here["gpu"] if task["device"] == "cuda" else here["cpu"]
-    head = [
-        f"{chip}, {here['cores']} cores, torch {here['torch']}; {task['rounds']} rounds; median"
-        " (smallest to largest)",
-        f"{task['heads']} query heads, {task['kv_heads']} KV heads of width {task['width']};"
-        f" {task['tokens']:,} tokens",
-    ]
-    if task["device"] == "cpu":
-        return head + attention_cpu.show(result)
-    import attention_cuda
-
-    return head + attention_cuda.show(result)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {
-        "choices": ("cpu", "cuda"),
-        "default": "cpu",
-        "help": "cpu: schedules; cuda: kernels and rings",
-    },
-    "--rounds": {"type": int, "help": "turns that each contender gets (cpu 5, cuda 10)"},
-    "--tokens": {
-        "type": int,
-        "default": 16384,
-        "help": "tokens of the sequence (of the kernels' sequence on a GPU)",
-    },
-    "--ranks": {"type": int, "help": "ranks that share a sequence (cpu 2, cuda 8)"},
-    "--rank-tokens": {
-        "type": int,
-        "default": 8192,
-        "help": "GPU: tokens of each rank in a ring",
-    },
-    "--documents": {
-        "type": int,
-        "default": 1,
-        "help": "CPU: documents in the packed sequence, of uneven lengths",
-    },
-    "--group": {
-        "type": attention_inputs.group,
-        "default": None,
-        "help": "CPU: groups as prompt tokens : responses x response tokens, beside one rank with"
-        " repeated prompts",
-    },
-    "--window": {
-        "type": int,
-        "default": 0,
-        "help": "CPU: sliding window in tokens, beside one rank without; 0 for none",
-    },
-    "--packed": {
-        "type": int,
-        "default": 24,
-        "help": "GPU: documents in the packed sequences, of uneven lengths",
-    },
-    "--heads": {"type": int, "help": "query heads (cpu 8, cuda 32)"},
-    "--kv-heads": {"type": int, "help": "KV heads (cpu 2, cuda 8)"},
-    "--width": {"type": int, "help": "width of a head (cpu 64, cuda 128)"},
-    "--deadline": {
-        "type": float,
-        "default": 1800.0,
-        "help": "CPU: seconds that the ranks may take",
-    },
-}
-AT_LEAST_ONE = (
-    "rounds",
-    "tokens",
-    "ranks",
-    "rank_tokens",
-    "documents",
-    "packed",
-    "heads",
-    "kv_heads",
-    "width",
-)
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
     for name, value in DEFAULTS[args.device].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    require_positive(parser, args, AT_LEAST_ONE)
+        setattr(args, name, getattr(args, name) or value)
     if args.heads % args.kv_heads:
-        parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
+        raise ValueError(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
     if max(args.documents, args.packed) > args.tokens:
-        parser.error("--documents and --packed must not exceed --tokens")
-    if args.group and args.documents > 1:
-        parser.error("--group and --documents exclude each other")
+        raise ValueError("--documents and --packed must not exceed --tokens")
     if args.group and args.group[0] + args.group[1] * args.group[2] > args.tokens:
-        parser.error("--group must not exceed --tokens")
+        raise ValueError("--group must not exceed --tokens")
     if args.device == "cuda":
-        import torch
+        import attention_cuda
 
-        if not torch.cuda.is_available():
-            parser.error(
-                "--device cuda, but torch sees no GPU here; leave it out to measure on the CPU"
-            )
-    return args
+        return attention_cuda.measure(args)
+    found = launch(
+        __file__,
+        vars(args),
+        num_ranks=args.ranks,
+        deadline_s=args.deadline,
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    )[0]
+    seconds = found.pop("seconds")
+    rows = {
+        name: {
+            "schedule": name,
+            "seconds": spread(values),
+            "x_one_rank": ratios(seconds["one rank"], values),
+            "x_contiguous_ring": ratios(seconds["contiguous ring"], values),
+        }
+        for name, values in seconds.items()
+    }
+    return {"schedules": rows, **found}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return run_tool(
-        "attention",
-        arguments=arguments,
-        work=attention_cpu.work,
-        measure=measure,
-        show=show,
-        argv=argv,
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """Lines of the tables."""
+    if result["task"]["device"] == "cuda":
+        import attention_cuda
+
+        yield from attention_cuda.show(result)
+        return
+    columns = (
+        "schedule; forward + backward s=seconds .2f; x one rank=x_one_rank .2f;"
+        " x contiguous ring=x_contiguous_ring .2f"
     )
+    yield from table(result["schedules"].values(), columns)
+    for name, pairs in result["pairs"].items():
+        yield f"{name}: {result['tokens'][name]:,} tokens, {pairs:,} pairs of query and key"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(__doc__, OPTIONS, measure, show, work)

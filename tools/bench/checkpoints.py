@@ -18,47 +18,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from common import (
-    Others,
-    cell,
-    command_line,
-    numbers,
-    require_positive,
-    run_tool,
-    spread,
-    warn_if_not_quiet,
-    write_qwen2_config,
-)
+from common import in_turns, ratios, run_tool, spread, table, write_qwen2_config
 from launch_ranks import launch
-from layouts_rank import make_samples
+from layouts import make_samples
+from make_addition import write_model
 
 VOCAB, DEADLINE_S = 2048, 600.0
 OPTIONS = {
-    "--ranks": {"type": numbers, "default": [1, 2], "help": "data-parallel ranks, 1,2"},
-    "--hidden": {"type": int, "default": 512, "help": "width of the model"},
-    "--layers": {"type": int, "default": 8, "help": "layers of the model"},
-    "--tokens": {"type": int, "default": 4096, "help": "tokens of a step, over all ranks"},
-    "--rounds": {"type": int, "default": 8, "help": "steps of each kind"},
-    "--folder": {"default": None, "help": "where to write; default: the temporary folder"},
+    "--ranks": ([1, 2], "data-parallel ranks"),
+    "--hidden": (512, "width of the model"),
+    "--layers": (8, "layers of the model"),
+    "--tokens": (4096, "tokens of a step, over all ranks"),
+    "--rounds": (8, "steps of each kind"),
+    "--folder": (str, "where to write; default: the temporary folder"),
 }
 KINDS = ("none", "before", "background")
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["hidden", "layers", "tokens", "rounds"])
-    return args
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
@@ -76,12 +57,10 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
 
-    torch.set_num_threads(task["threads"])
-    device, samples = mesh_module.initialise(timeout_s=DEADLINE_S), make_samples(task)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    copies, steps, size = list[float](), 3 * (task["rounds"] + 1), 0
-    with ProcessMesh(Layout(data=task["ranks"]), timeout_s=DEADLINE_S) as mesh:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task["size"]))
+    device = mesh_module.initialise(timeout_s=DEADLINE_S)
+    samples, done, path = make_samples(task["tokens"], 8, VOCAB), 0, Path()
+    with ProcessMesh(Layout(data=task["size"]), timeout_s=DEADLINE_S) as mesh:
         role = Role(
             "policy",
             model=ModelConfig(path=task["model"], from_scratch=True),
@@ -89,10 +68,10 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
             mesh=mesh,
             device=device,
             seed=1,
-            optimizer_steps=steps,
+            optimizer_steps=3 * (task["rounds"] + 1),
         )
         checkpoints = Checkpoints(
-            Path(task["folder"]) / f"run-{task['ranks']}",
+            Path(task["folder"]) / f"run-{task['size']}",
             keep=1,
             engine=role.engine,
             tokenizer=PreTrainedTokenizerFast.from_pretrained(task["model"]),
@@ -101,40 +80,37 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
             data="",
         )
         guard = StepGuard(role, allowed=0)
-        for number in range(steps):
-            kind = KINDS[number % 3]
+
+        def step(kind: str) -> dict[str, float]:
+            nonlocal done, path
             barrier(mesh.world)
             started_at, cpu_at = time.perf_counter(), time.process_time()
             if kind != "none":
                 checkpoints.in_background = kind == "background"
-                path = checkpoints.save(step=number + 1, next_ordinal=0)
+                path = checkpoints.save(step=done + 1, next_ordinal=0)
             copied_at = time.perf_counter()
-            train(role, samples, number, guard)
+            train(role, samples, done, guard)
             checkpoints.finish()
-            if number >= 3:  # the first round is not timed
-                seconds[kind].append(time.perf_counter() - started_at)
-                cpu[kind].append(time.process_time() - cpu_at)
-                copies += [copied_at - started_at] if kind == "background" else []
+            done += 1
+            return {
+                "seconds": time.perf_counter() - started_at,
+                "cpu": time.process_time() - cpu_at,
+                "copy": copied_at - started_at,
+            }
+
+        ways = {kind: partial(step, kind) for kind in KINDS}
+        found = in_turns(task["rounds"], ways, skipped=1)
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         parameters = sum(weight.numel() for weight in role.engine.module.parameters())
         role.destroy()
     mesh_module.finalise()
-    return {
-        "seconds": seconds,
-        "cpu": cpu,
-        "copy": copies,
-        "bytes": size,
-        "parameters": parameters,
-    }
+    return {"found": found, "bytes": size, "parameters": parameters}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The measurements by number of ranks."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from make_addition import write_model
-
-    found, cores = {}, len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder, Others() as others:
+    made = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = Path(folder) / "model"
         write_model(model, "0123456789+=")
         write_qwen2_config(
@@ -146,47 +122,30 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             num_attention_heads=args.hidden // 64,
             num_key_value_heads=args.hidden // 64,
         )
-        for ranks in args.ranks:
-            task = {
-                **vars(args),
-                "ranks": ranks,
-                "threads": max(1, cores // ranks),
-                "model": str(model),
-                "folder": folder,
-                "documents": 8,
-                "vocab": VOCAB,
-            }
-            found[ranks] = launch(__file__, task, num_ranks=ranks, deadline_s=DEADLINE_S)[0]
-    return {"ranks": found, "others": others.share}
-
-
-def costs(seconds: dict[str, list[float]], kind: str) -> list[float]:
-    """Per round, the time of a step of `kind` over that of a step alone, in percent of that."""
-    return [
-        100.0 * (one / alone - 1.0)
-        for one, alone in zip(seconds[kind], seconds["none"], strict=True)
-    ]
+        for size in args.ranks:
+            task = vars(args) | {"size": size, "model": str(model), "folder": folder}
+            rank = launch(__file__, task, num_ranks=size, deadline_s=DEADLINE_S)[0]
+            for kind in KINDS:
+                row = rank | {"ranks": size, "kind": kind}
+                for name in ("seconds", "cpu", "copy"):
+                    alone, each = ([one[name] for one in rank["found"][k]] for k in ("none", kind))
+                    row[name] = spread(each)
+                    if name != "copy":
+                        costs = [one - 1.0 for one in ratios(each, alone)["all"]]
+                        row[f"{name}_cost"] = spread(costs)
+                made.append(row)
+    return {"rows": made}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of a table."""
-    for ranks, found in result["ranks"].items():
-        tokens = result["task"]["tokens"]
-        yield (
-            f"{ranks} ranks, {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step,"
-            f" checkpoint of {found['bytes'] / 1e6:.0f} MB"
-        )
-        for kind in KINDS:
-            line = f"  {kind:10} {cell(spread(found['seconds'][kind]), '.2f')} s"
-            if kind != "none":
-                line += f"   cost {cell(spread(costs(found['seconds'], kind)), '.1f')} %"
-            line += f"   CPU {cell(spread(found['cpu'][kind]), '.2f')} s"
-            if kind != "none":
-                line += f"   cost {cell(spread(costs(found['cpu'], kind)), '.1f')} %"
-            yield line
-        yield f"  copy       {cell(spread(found['copy']), '.3f')} s"
-    yield from warn_if_not_quiet(result["others"])
+    columns = (
+        "ranks d; M parameters=parameters*1e-6 .1f; checkpoint MB=bytes*1e-6 .0f;"
+        " checkpoint=kind; step s=seconds .2f; cost=seconds_cost .1%; CPU s=cpu .2f;"
+        " CPU cost=cpu_cost .1%; copy s=copy .3f"
+    )
+    yield from table(result["rows"], columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("checkpoints", arguments=arguments, measure=measure, show=show, work=work))
+    run_tool(__doc__, OPTIONS, measure, show, work)

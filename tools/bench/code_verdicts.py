@@ -10,39 +10,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import (
-    Others,
-    cell,
-    command_line,
-    require_positive,
-    run_tool,
-    spread,
-    warn_if_not_quiet,
-)
+from common import in_turns, run_tool, spread, table
 
 OPTIONS = {
-    "--verdicts": {"type": int, "default": 60, "help": "responses of a form in a round"},
-    "--tests": {"type": int, "default": 3, "help": "tests of a row"},
-    "--threads": {"type": int, "default": 2, "help": "verifiers at the same time"},
-    "--rounds": {"type": int, "default": 5, "help": "rounds"},
-    "--sandbox": {"default": "auto", "help": "environment.code.sandbox"},
+    "--verdicts": (60, "responses of a form in a round"),
+    "--tests": (3, "tests of a row"),
+    "--threads": (2, "verifiers at the same time"),
+    "--rounds": (5, "rounds"),
+    "--sandbox": ("auto", "environment.code.sandbox"),
 }
 FORMS = ("stdin", "calls", "asserts", "check")
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ("verdicts", "tests", "threads", "rounds"))
-    return args
 
 
 def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
@@ -97,25 +80,18 @@ async def _awaited(made: Any) -> Any:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[float]] = {form: [] for form in FORMS}
-    share = 0.0
-    for _ in range(args.rounds):
-        for form in FORMS:
-            with Others() as others:
-                found[form].append(verdicts_per_s(form, args))
-            share = max(share, others.share)
-    rates = {form: spread(values) for form, values in found.items()}
-    return {"verdicts_per_s": rates, "others_cpu_share": share}
+    """{"verdicts_per_s": {form: rates of the rounds}}"""
+    ways = {form: partial(verdicts_per_s, form, args) for form in FORMS}
+    found = in_turns(args.rounds, ways)
+    return {"verdicts_per_s": {form: spread(values) for form, values in found.items()}}
 
 
-def show(result: dict[str, Any]) -> Iterable[str]:
-    task = result["task"]
-    yield f"{task['tests']} tests a program, {task['threads']} verifiers, {task['rounds']} rounds"
-    for form, rates in result["verdicts_per_s"].items():
-        mean = sum(rates["all"]) / len(rates["all"])
-        yield f"{form:<8} {cell(rates, '.1f')} verdicts/s, mean {mean:.1f}"
-    yield from warn_if_not_quiet(result["others_cpu_share"])
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """Lines of the table."""
+    rows = ({"form": form, "rate": rate} for form, rate in result["verdicts_per_s"].items())
+    columns = "form; verdicts/s=rate .1f; mean=rate_mean .1f"
+    yield from table(({**row, "rate_mean": row["rate"]["mean"]} for row in rows), columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("code_verdicts", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

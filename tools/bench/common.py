@@ -1,109 +1,142 @@
-"""Shared by the benchmarks: the command line, the machine's description, the CPU share of other
-processes, and statistics over rounds. Imports the standard library only at module level: a
-benchmark may import this module in an environment without megarl.
+"""The frame of all tools: the command line, the machine's description, the CPU share of other
+processes, tables, and statistics over rounds. Imports no megarl and, at module level, no torch.
 
-A benchmark that starts itself as several ranks (see launch_ranks.py):
+    OPTIONS = {"--tokens": (2048, "tokens of a step"), "--kinds": (["a"], "of them", ("a", "b"))}
 
-    OPTIONS = {"--tokens": {"type": int, "default": 2048, "help": "tokens of a step"}}
+    def measure(args): ...                           returns what json can write
+    def show(result): yield from table(...)          lines below the machine and the settings
 
-    def arguments(argv): return command_line(__doc__, OPTIONS).parse_args(argv)
-    def work(task): ...                              on a rank; returns what json can write
-    def measure(args): ...                           in the tool, with launch_ranks.launch
-    def show(result): ...                            lines of a table
+    if __name__ == "__main__":
+        run_tool(__doc__, OPTIONS, measure, show)
 
-    sys.exit(run_tool("layouts", arguments=arguments, work=work, measure=measure, show=show))
+A tool that starts itself as several ranks (launch_ranks.py) has a function `work(task)` as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import json
 import os
-import resource
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
 QUIET = 0.05
-"""Share of the CPU that other processes may use before a benchmark warns about its times."""
+"""Share of the CPU that other processes may use before a tool warns about its times."""
+PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
+T = TypeVar("T")
+Options = dict[str, tuple[Any, ...]]
 
 # ------------------------------------------------------------------------------- the command line
 
 
-def command_line(doc: str | None, options: dict[str, dict[str, Any]]) -> argparse.ArgumentParser:
-    """A parser with `--json` and `options`: {"--name": arguments of `add_argument`}."""
+def _whole_number(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; set it to {least} or more")
+        return int(text)
+
+    return number
+
+
+def _argument(default: Any, about: str, of: Any = None) -> dict[str, Any]:
+    """Arguments of `add_argument` for an option; see `command_line`."""
+    if default is False:
+        return {"action": "store_true", "help": about}
+    if callable(of):
+        return {"type": of, "default": default, "help": about}
+    if isinstance(default, type):
+        return {"type": default, "help": about, "choices": of}
+    if not isinstance(default, list):
+        is_number = isinstance(default, int)
+        kind = _whole_number(min(1, default)) if is_number else type(default)
+        return {"type": kind, "default": default, "help": about, "choices": of}
+    kind = _whole_number(min(1, *default)) if isinstance(default[0], int) else type(default[0])
+
+    def words(text: str) -> list[Any]:
+        found = [kind(word) for word in text.split(",")]
+        if of and (unknown := [word for word in found if word not in of]):
+            known = ", ".join(map(str, of))
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not known; choose of {known}")
+        return found
+
+    return {"type": words, "default": default, "help": f"{about}; separated by commas"}
+
+
+def command_line(doc: str | None, options: Options) -> argparse.ArgumentParser:
+    """A parser with `options`, {"--name" or "name": (default, help, of)}. The type is
+    the default's: a list is given as words with commas between, False is a switch, and a type in
+    the place of the default has none. Whole numbers are 1 or more, or 0 where that is the default.
+    `of`: the values that there are, or a function that reads the text.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
-    for name, settings in options.items():
-        parser.add_argument(name, **settings)
+    for name, option in options.items():
+        parser.add_argument(name, **_argument(*option))
     return parser
 
 
-def require_positive(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str]
-) -> None:
-    """End the program with a usage error if one of the options `names` is below 1."""
-    for name in names:
-        if getattr(args, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} is {getattr(args, name)}; set it to 1 or more")
-
-
-def numbers(text: str) -> list[int]:
-    """Whole numbers of 1 or more, separated by commas. Raises `ValueError`."""
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
+def group_shape(text: str) -> tuple[int, int, int]:
+    """(prompt tokens, samples of a group, response tokens) of "512:8x64". Raises `ValueError`."""
+    found = tuple(map(int, text.replace("x", ":").split(":")))
+    if len(found) != 3 or min(found) < 1:
         raise ValueError(text)
     return found
 
 
-def end_on_sigterm() -> None:
-    """Make SIGTERM run the `finally` blocks, which end the processes the benchmark started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def progress(*words: object) -> None:
+    """A line on standard error."""
+    print(*words, file=sys.stderr, flush=True)
 
 
 def run_tool(
-    name: str,
-    *,
-    arguments: Callable[[list[str]], argparse.Namespace],
+    doc: str | None,
+    options: Options,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     show: Callable[[dict[str, Any]], Iterable[str]],
     work: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    argv: list[str] | None = None,
-) -> int:
-    """Run a benchmark; returns its exit status.
+) -> None:
+    """Run a tool and end the process.
 
     In a process that `launch_ranks.launch` started, only `work(task)` runs. In any other process
-    `measure(args)` runs, and {"machine", "task", **measured} is printed as a table by `show`, or as
-    one JSON object with --json. `RuntimeError` and `ValueError` become one line on stderr.
+    `measure(args)` runs, and {"machine", "task", "others", **measured} is printed as one JSON
+    object with --json, or as the lines of `show`. `RuntimeError` and `ValueError` become one line
+    on stderr, and exit status 1, as {"problem": text} in what was measured does at the end.
     """
     import launch_ranks
 
-    task = launch_ranks.rank_task()
-    if task is not None and work is not None:
+    if work is not None and (task := launch_ranks.rank_task()) is not None:
         launch_ranks.answer(work(task))
-        return 0
-    args = arguments(sys.argv[1:] if argv is None else argv)
-    end_on_sigterm()
+        return
+    json_option = {"--json": (False, "print one JSON object instead of the table")}
+    args = command_line(doc, options | json_option).parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks
+    if sys.platform == "linux":  # orphans of what is started become children of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        result = {"machine": machine(), "task": settings, **measure(args)}
+        with Others() as others:
+            found = measure(args)
     except (RuntimeError, ValueError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(result, default=str) if args.json else "\n".join(show(result)))
-    return 0
+        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    result = {"machine": machine(), "task": settings, "others": others.share, **found}
+    if args.json:
+        print(json.dumps(result, default=str))
+    else:
+        here = result["machine"]
+        print(f"{here.get('gpu', here['cpu'])}, {here['cores']} cores; torch {here['torch']}")
+        print("; ".join(f"{name} {value}" for name, value in settings.items() if value))
+        print(*show(result), *warn_if_not_quiet(result["others"]), sep="\n")
+    if found.get("problem"):
+        sys.exit(found["problem"])
 
 
 # ---------------------------------------------------------------- the machine, and who else uses it
@@ -111,77 +144,59 @@ def run_tool(
 
 def machine() -> dict[str, Any]:
     """CPU model, usable cores, memory in GiB, versions of Python and torch, and the GPU if any."""
+    import psutil
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {
         "cpu": next(names, "unknown"),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
-def machine_busy_s() -> float:
-    """CPU seconds used by all processes since boot, and those a hypervisor withheld."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    user, nice, system, _idle, _wait, interrupt, soft, steal = fields[:8]
-    return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def children_cpu_s() -> float:
-    """CPU seconds of the child processes that have ended so far."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def adopt_orphans() -> None:
-    """On Linux, have processes whose parent ends become children of this process, so that
-    `reap_orphans` counts their CPU time: Ray's processes, and those of killed engines.
+def own_cpu_s() -> float:
+    """CPU seconds used so far by this process and all that it has started, which must not end as
+    orphans of somebody else.
     """
-    if sys.platform == "linux":
-        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+    import psutil
 
-
-def reap_orphans() -> None:
-    """Collect adopted processes that have ended; `children_cpu_s` counts them from then on. No
-    child that somebody else waits for may run.
-    """
-    with contextlib.suppress(ChildProcessError):  # no child is left
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += sum(times[:4])  # user, system, and both of children that have ended
+    return total
 
 
 class Others:
-    """Context manager: `share` is the share of the CPU that processes outside of the benchmark used
-    inside it.
-
-    `own_cpu_s` returns the CPU seconds used by the benchmark so far; by default those of its ended
-    children.
+    """Context manager: `share` is the share of the CPU that processes outside of the tool used
+    inside it, with what a hypervisor withheld.
     """
 
     share = 0.0
 
-    def __init__(self, own_cpu_s: Callable[[], float] = children_cpu_s) -> None:
-        self.own_cpu_s = own_cpu_s
-
     def __enter__(self) -> Others:
-        self._started_at, self._busy, self._own = (
-            time.monotonic(),
-            machine_busy_s(),
-            self.own_cpu_s(),
-        )
+        self._before = self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        available = (time.monotonic() - self._started_at) * (os.cpu_count() or 1)
-        others = machine_busy_s() - self._busy - (self.own_cpu_s() - self._own)
-        self.share = max(0.0, others / available)
+        wall, busy, own = (now - at for now, at in zip(self._now(), self._before, strict=True))
+        self.share = max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
+
+    def _now(self) -> tuple[float, float, float]:
+        import psutil
+
+        all_times = psutil.cpu_times()
+        busy = sum(all_times) - all_times.idle - all_times.iowait - all_times.guest
+        return time.monotonic(), busy - all_times.guest_nice, own_cpu_s()
 
 
 def warn_if_not_quiet(share: float) -> list[str]:
@@ -197,20 +212,84 @@ def warn_if_not_quiet(share: float) -> list[str]:
 # ------------------------------------------------------------------------------------------ numbers
 
 
+def in_turns(
+    rounds: int, ways: dict[str, Callable[[], T]], *, skipped: int = 0
+) -> dict[str, list[T]]:
+    """Call each of `ways` once in every round; {name: what it returned, by rounds}, without the
+    first `skipped` rounds.
+    """
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for _ in range(skipped + rounds):
+        for name, way in ways.items():
+            found[name].append(way())
+    return {name: each[skipped:] for name, each in found.items()}
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, smallest, largest, and all values in the order of rounds."""
+    """Median, mean, standard deviation, smallest, largest, and all values by rounds."""
     return {
         "median": statistics.median(values),
+        "mean": statistics.fmean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
         "min": min(values),
         "max": max(values),
         "all": list(values),
     }
 
 
-def cell(found: dict[str, Any], form: str) -> str:
-    """A spread as "median (min to max)", each number in the format `form`, such as ".2f"."""
-    median, least, most = (format(found[name], form) for name in ("median", "min", "max"))
-    return f"{median} ({least} to {most})"
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """The spread of the quotients, round by round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def cell(found: Any, form: str, *, times: float = 1, middle: str = "median") -> str:
+    """A number in the format `form`, such as ".2f", or a spread as "median (min to max)"; empty for
+    None. `middle`: "mean" for "mean +- deviation".
+    """
+    if found is None or isinstance(found, str):
+        return found or ""
+    if not isinstance(found, dict):
+        return format(times * found, form)
+    names = ("mean", "deviation") if middle == "mean" else ("median", "min", "max")
+    values = [format(times * found[name], form) for name in names]
+    return " +- ".join(values) if middle == "mean" else "{} ({} to {})".format(*values)
+
+
+def table(rows: Iterable[dict[str, Any]], columns: str, middle: str = "median") -> Iterator[str]:
+    """A Markdown table. `columns`: "TITLE=KEY FORMAT; ...", with the key of a row, which may be
+    "outer.inner" and be followed by "*NUMBER" to be multiplied, as in "peak MB=peak*1e-6 ,.1f".
+    Without "TITLE=" the key is the title. For `middle` see `cell`.
+    """
+    whole = []
+    for one in map(str.strip, columns.split(";")):
+        title, equals, column = one.partition("=")
+        whole.append((title, column) if equals else (one.partition(" ")[0], one))
+
+    def text(row: Any, column: str) -> str:
+        key, _, form = column.partition(" ")
+        key, _, times = key.partition("*")
+        for name in key.split("."):
+            row = row.get(name) if row is not None else None
+        return cell(row, form, times=float(times) if times else 1, middle=middle)
+
+    lines = [[title for title, _ in whole], *([text(row, one) for _, one in whole] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        padded = (word.ljust(width) for word, width in zip(line, widths, strict=True))
+        yield f"| {' | '.join(padded)} |"
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
+    """{name: tensor} of a model's folder. Raises `RuntimeError` where it has none."""
+    from safetensors.torch import load_file
+
+    found = {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
+    if not found:
+        raise RuntimeError(f"{folder} has no weights")
+    return found
 
 
 def write_qwen2_config(folder: Path, **sizes: Any) -> str:

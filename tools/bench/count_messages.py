@@ -88,7 +88,6 @@ class MessageCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -103,7 +102,7 @@ class MessageCount(TorchDispatchMode):
         elif func.name().startswith("deepspeed::inference_all_reduce"):
             group = dist.group.WORLD
             assert group is not None
-            self._add("all_reduce", 2 * _bytes(args[0]) * (group.size() - 1) / group.size())
+            self.sent["all_reduce"] += 2 * _bytes(args[0]) * (group.size() - 1) / group.size()
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -114,19 +113,10 @@ class MessageCount(TorchDispatchMode):
             raise RuntimeError(
                 f"c10d::{name} is not known; say in tools/bench/count_messages.py what it sends"
             )
-        named = {
-            x.name: value for x, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs
+        names = (argument.name for argument in func._schema.arguments)
+        named = dict(zip(names, args, strict=False)) | kwargs
         kind, formula = OPERATORS[name]
         group = named["process_group"]
-        self._add(
-            kind,
-            formula(
-                named,
-                dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group,
-            ),
-        )
-
-    def _add(self, kind: str, sent: float) -> None:
-        self.sent[kind] += sent
-        self.calls[kind] += sent > 0
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        self.sent[kind] += formula(named, group)

@@ -1,5 +1,6 @@
-"""What tools/bench/e2e.py gives to both systems: model, tokenizer, prompts and reward; and the form
-of what it measures. Imports the standard library only: TRL's environment reads this file as well.
+"""What the comparisons with TRL give to both systems: sizes of a step, model, tokenizer, prompts
+and rewards. Imports the standard library only: TRL's environment and megarl's verifier read this
+file as well.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,10 @@ ROWS = 4096
 SEED = 1
 LEARNING_RATE = 1e-4
 MICRO_BATCH_TOKENS = 8192  # of megarl's packed rows; TRL gets as many padded rows as fit into it
+VOCABULARY = 512
 PAD, EOS = "<pad>", "<eos>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-REWARD = '''"""A checksum of the text, from 0 to 1: differs within a group, and teaches nothing."""
-
-import zlib
-
-
-def score(prompt: object, response: str) -> float:
-    return zlib.crc32(response.encode()) % 1000 / 999
-'''
+NUMBER = re.compile(r"\d+")
 MODEL: dict[str, Any] = {
     "hidden_size": 192,
     "intermediate_size": 480,
@@ -63,42 +60,28 @@ class Setting:
         return f"{self.processes} process x {self.threads} thread{engines}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of one benchmark run. `step_s`, `tokens` and `truncated_share` cover only the
-    measured steps: not the first, nor with staleness the extra step at either end.
+def checksum(completions: list[str], **_: Any) -> list[float]:
+    """A checksum of each text, from 0 to 1: differs within a group, and teaches nothing."""
+    return [zlib.crc32(text.encode()) % 1000 / 999 for text in completions]
+
+
+def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 for each completion whose last number is the answer of its row, else 0. Both systems call
+    it: a completion is a text or a list of messages.
     """
-
-    step_s: list[float]
-    tokens: float
-    """Generated in these steps."""
-    truncated_share: float
-    weight_change: float
-    """Largest change of any weight, over the whole run."""
-    others: float
-    """Share of the CPU taken by processes outside of the run."""
-    cpu_s: float
-    """CPU time of the whole run, start-up included."""
-
-    @property
-    def samples_per_s(self) -> float:
-        return BATCH * len(self.step_s) / sum(self.step_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / sum(self.step_s)
-
-    @property
-    def mean_length(self) -> float:
-        return self.tokens / (BATCH * len(self.step_s))
+    found = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        found.append(float(NUMBER.findall(text)[-1:] == [wanted]))
+    return found
 
 
-def write_task(folder: Path, vocabulary: int) -> int:
-    """Model, tokenizer, prompts and reward into `folder`; returns the model's number of
+def write_task(folder: Path, vocabulary: int = VOCABULARY) -> int:
+    """Model, tokenizer and prompts into the new `folder`; returns the model's number of
     parameters.
     """
     import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from make_addition import write_tokenizer
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -106,33 +89,11 @@ def write_task(folder: Path, vocabulary: int) -> int:
     torch.manual_seed(SEED)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **MODEL)).float()
     model.save_pretrained(folder / "model")
-    characters = [
-        *LETTERS,
-        *(chr(0x4E00 + number) for number in range(vocabulary - 2 - len(LETTERS))),
-    ]
-    table = {token: index for index, token in enumerate([PAD, EOS, *characters])}
-    tokenizer = Tokenizer(models.BPE(table, []))  # without merges: a token a character
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)]
-    )
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": None,
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
-    }
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(described))
+    others = (chr(0x4E00 + number) for number in range(vocabulary - 2 - len(LETTERS)))
+    write_tokenizer(folder / "model", [*LETTERS, *others], special=[PAD, EOS])
     draw = random.Random(SEED)
-    texts = (
-        "".join(draw.choices(LETTERS, k=draw.randint(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)))
-        for _ in range(ROWS)
-    )
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text, "answer": "none"}) + "\n" for text in texts)
-    )
-    (folder / "reward.py").write_text(REWARD)
+    lengths = (draw.randint(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS) for _ in range(ROWS))
+    texts = ("".join(draw.choices(LETTERS, k=length)) for length in lengths)
+    rows = (json.dumps({"prompt": text, "answer": "none"}) + "\n" for text in texts)
+    (folder / "prompts.jsonl").write_text("".join(rows))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -6,41 +6,32 @@ transformers against one kernel each (`training.norms: torch`, `training.element
 
 Both compute the same states of one layer of a Qwen2 in turns: `--tokens` tokens, `--heads` query
 heads of width 128 with a fifth as many key heads, bfloat16 on CUDA and float32 on CPU. Time is that
-of forward and backward, on CUDA between events after a warm-up; median over rounds (smallest to
-largest), and the median of the rounds' ratios. `memory` is what a forward pass keeps for the
-backward pass, as torch.cuda.memory_allocated grows over it. Without a GPU only the norms are
-measured: the kernels need one.
+of forward and backward, after a warm-up; median over rounds (smallest to largest), and of the
+rounds' ratios. `kept` is what a forward pass keeps for the backward pass, as
+torch.cuda.memory_allocated grows over it. Without a GPU only the norms are measured: the kernels
+need one.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from common import cell, command_line, require_positive, run_tool, spread
+from common import in_turns, ratios, run_tool, spread, table
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {"choices": ["cpu", "cuda"], "default": "cpu"},
-    "--tokens": {"type": int, "default": 16384},
-    "--hidden": {"type": int, "default": 5120},
-    "--heads": {"type": int, "default": 40},
-    "--width": {"type": int, "default": 13824, "help": "columns of the MLP's gate"},
-    "--rounds": {"type": int, "default": 5},
+OPTIONS = {
+    "--device": ("cpu", "where to measure", ("cpu", "cuda")),
+    "--tokens": (16384, "tokens of the states"),
+    "--hidden": (5120, "hidden size"),
+    "--heads": (40, "query heads"),
+    "--width": (13824, "columns of the MLP's gate"),
+    "--rounds": (5, "turns of each way"),
 }
 HEAD = 128
 """Width of a head."""
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["tokens", "hidden", "heads", "width", "rounds"])
-    return args
 
 
 def pairs(args: argparse.Namespace, draw: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -52,7 +43,7 @@ def pairs(args: argparse.Namespace, draw: Callable[..., Any]) -> dict[str, tuple
     states = draw(1, args.tokens, args.hidden)
     norms = [Qwen2RMSNorm(args.hidden).to(states) for _ in range(2)]
     use_torch_norms(norms[1])
-    made = {"RMSNorm": tuple(lambda norm=norm: norm(states) for norm in norms)}
+    made = {"RMSNorm": tuple(partial(norm, states) for norm in norms)}
     if args.device != "cuda":
         return made
     import torch.nn.functional as F
@@ -79,56 +70,46 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Times in ms and kept memory in MiB of each way; raises `ValueError` without a GPU."""
     import torch
 
-    if args.device == "cuda" and not torch.cuda.is_available():
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU; leave --device out to measure the norms on the CPU")
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    draw = partial(torch.randn, device=args.device, dtype=dtype, requires_grad=True)
     torch.manual_seed(0)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=args.device, dtype=dtype, requires_grad=True)
+    def once(way: Callable[[], Any]) -> tuple[float, float]:
+        """(ms of forward and backward, MiB that the forward pass keeps, 0 on the CPU)."""
+        sync = torch.cuda.synchronize if on_gpu else lambda: None
+        sync()
+        before, started_at = torch.cuda.memory_allocated(), time.perf_counter()
+        made = way()
+        kept = torch.cuda.memory_allocated() - before
+        outputs = made if isinstance(made, tuple) else (made,)
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        sync()
+        return 1e3 * (time.perf_counter() - started_at), kept / 2**20
 
     found = {}
     for name, ways in pairs(args, draw).items():
-        for way in ways:
-            once(way, args.device)
-        rounds = [[once(way, args.device) for way in ways] for _ in range(args.rounds)]
-        found[name] = {
-            "model_ms": [one[0][0] for one in rounds],
-            "kernel_ms": [one[1][0] for one in rounds],
-            "ratio": statistics.median(one[0][0] / one[1][0] for one in rounds),
-            "kept_mib": [rounds[0][0][1], rounds[0][1][1]],
+        calls = {
+            key: partial(once, way) for key, way in zip(("model", "kernel"), ways, strict=True)
         }
+        rounds = in_turns(args.rounds, calls, skipped=1)
+        times = {key: [ms for ms, _ in each] for key, each in rounds.items()}
+        found[name] = {f"{key}_ms": spread(each) for key, each in times.items()}
+        found[name]["ratio"] = ratios(times["model"], times["kernel"])
+        found[name] |= {f"{key}_kept_mib": each[0][1] for key, each in rounds.items()}
     return {"found": found}
-
-
-def once(way: Callable[[], Any], device: str) -> tuple[float, float]:
-    """(ms of forward and backward, MiB that the forward pass keeps, 0 on the CPU)."""
-    import torch
-
-    on_gpu = device == "cuda"
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    before, start = torch.cuda.memory_allocated() if on_gpu else 0, now()
-    made = way()
-    kept = (torch.cuda.memory_allocated() if on_gpu else 0) - before
-    outputs = made if isinstance(made, tuple) else (made,)
-    torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
-    return 1e3 * (now() - start), kept / 2**20
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of the table."""
-    yield "| | model ms | one kernel ms | ratio | kept MiB, model | one kernel |"
-    yield "|---|---|---|---|---|---|"
-    for name, one in result["found"].items():
-        times = [cell(spread(one[key]), ".2f") for key in ("model_ms", "kernel_ms")]
-        kept = " | ".join(f"{mib:.0f}" if mib else "" for mib in one["kept_mib"])
-        yield f"| {name} | {' | '.join(times)} | {one['ratio']:.2f} | {kept} |"
+    columns = (
+        "what; model ms=model_ms .2f; one kernel ms=kernel_ms .2f; ratio .2f;"
+        " kept MiB, model=model_kept_mib .0f; one kernel=kernel_kept_mib .0f"
+    )
+    yield from table(({"what": name, **one} for name, one in result["found"].items()), columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("elementwise", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

@@ -34,27 +34,14 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-from common import (
-    ROOT,
-    Others,
-    command_line,
-    numbers,
-    require_positive,
-    run_tool,
-    warn_if_not_quiet,
-)
+from common import progress, run_tool, table
 from kv_slots import Running, Sample, response_lengths, waste
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 from make_addition import CHARACTERS, write_model
 
 PROMPT_TOKENS = 100
@@ -63,30 +50,12 @@ CAP = 2
 """Longest response over the mean response."""
 GPU_BLOCK = 16
 OPTIONS = {
-    "--lengths": {
-        "type": numbers,
-        "default": [256, 1024, 4096, 16384],
-        "help": "mean response lengths, tokens",
-    },
-    "--block-sizes": {"default": "128,32", "help": "tokens of a block"},
-    "--requests": {"type": int, "default": 16, "help": "responses of each length"},
-    "--sequences": {"type": int, "default": 8, "help": "responses at a time"},
-    "--seed": {"type": int, "default": 0, "help": "of the order of lengths, and of the tokens"},
+    "--lengths": ([256, 1024, 4096, 16384], "mean response lengths, tokens"),
+    "--block-sizes": ([128, 32], "tokens of a block"),
+    "--requests": (16, "responses of each length"),
+    "--sequences": (8, "responses at a time"),
+    "--seed": (0, "of the order of lengths, and of the tokens"),
 }
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["requests", "sequences"])
-    try:
-        args.block_sizes = [int(word) for word in args.block_sizes.split(",")]
-    except ValueError:
-        parser.error(f"--block-sizes is {args.block_sizes}; set it to numbers such as 128,32")
-    if any(size < 32 or size % 32 for size in args.block_sizes):
-        parser.error("--block-sizes has one that is no multiple of 32, which vLLM needs on the CPU")
-    return args
 
 
 def write_endless_model(folder: Path, longest: int) -> None:
@@ -162,6 +131,7 @@ def read_samples(lines: list[str]) -> list[Sample]:
 def described(samples: list[Sample], block_size: int, mean: int, lengths: list[int]) -> Any:
     """A row of the table."""
     shares = [waste(one, block_size, CAP * mean, [GPU_BLOCK]) for one in samples]
+    means = ("empty", "contiguous", "oracle")
     return {
         "length": mean,
         "cap": CAP * mean,
@@ -173,19 +143,10 @@ def described(samples: list[Sample], block_size: int, mean: int, lengths: list[i
             "mean": statistics.mean(one.paged for one in shares),
             "max": max(one.paged for one in shares),
         },
-        "empty": statistics.mean(one.empty for one in shares),
         "computed": statistics.mean(one.computed[GPU_BLOCK] for one in shares),
         "off": max((one.off for one in shares), key=abs),
-        "contiguous": statistics.mean(one.contiguous for one in shares),
-        "oracle": statistics.mean(one.oracle for one in shares),
+        **{name: statistics.mean(getattr(one, name) for one in shares) for name in means},
     }
-
-
-def own_cpu_s() -> float:
-    """CPU seconds so far of this process and of those below it that are alive."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
 
 
 async def rows(args: argparse.Namespace, folder: Path, block_size: int) -> list[Any]:
@@ -196,13 +157,12 @@ async def rows(args: argparse.Namespace, folder: Path, block_size: int) -> list[
         for mean in args.lengths:
             lengths = response_lengths(mean, CAP * mean, args.requests, args.seed)
             started_at = time.monotonic()
-            with Others(own_cpu_s) as others:
-                await generate(engine, lengths, args.seed)
+            await generate(engine, lengths, args.seed)
             lines = (folder / "samples").read_text().splitlines()
             found.append(described(read_samples(lines[read:]), size, mean, lengths))
-            found[-1] |= {"seconds": time.monotonic() - started_at, "others": others.share}
+            found[-1]["seconds"] = time.monotonic() - started_at
             read = len(lines)
-            print(found[-1], file=sys.stderr, flush=True)
+            progress(found[-1])
     finally:
         await engine.stop()
     return found
@@ -212,6 +172,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The rows of every block size, with one engine each, one after the other."""
     from megarl.cluster.process_env import prepare_environment
 
+    if any(size % 32 for size in args.block_sizes):
+        raise ValueError("--block-sizes has one that is no multiple of 32, which vLLM needs here")
     prepare_environment(1)
     found = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -219,22 +181,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             folder = Path(scratch) / str(number)
             folder.mkdir()
             found += asyncio.run(rows(args, folder, size))
-    return {"rows": found, "others": max(row["others"] for row in found)}
+    return {"rows": found}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of a table."""
-    names = ("length", "cap", "true mean", "block", "samples", "running", "paged", "max", "empty")
-    yield "".join(f"{name:>11}" for name in (*names, GPU_BLOCK, "off", "contiguous", "oracle"))
-    for row in result["rows"]:
-        counts = [row["length"], row["cap"], round(row["true_mean"]), row["block_size"]]
-        counts += [row["samples"], round(row["running"], 1)]
-        shares = [*row["paged"].values(), row["computed"], row["contiguous"], row["oracle"]]
-        told = [f"{share:.2%}" for share in shares]
-        cells = [*counts, *told[:2], f"{row['empty']:.3f}", told[2], row["off"], *told[3:]]
-        yield "".join(f"{cell:>11}" for cell in cells)
-    yield from warn_if_not_quiet(result["others"])
+    columns = (
+        "length d; cap d; true mean=true_mean .0f; block=block_size d; samples d; running .1f;"
+        " paged=paged.mean .2%; largest=paged.max .2%; empty .3f; 16=computed .2%; off d;"
+        " contiguous .2%; oracle .2%"
+    )
+    yield from table(result["rows"], columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("kv_waste", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

@@ -1,7 +1,7 @@
-"""Starts a benchmark's own script again as N ranks, one process with one thread each, and ends all
-ranks when the benchmark ends.
+"""Starts a tool's own script again as N ranks, one process with one thread each, and ends all ranks
+when the tool ends.
 
-    answers = launch(__file__, {"tokens": 16}, num_ranks=4, deadline_s=300)   in the benchmark
+    answers = launch(__file__, {"tokens": 16}, num_ranks=4, deadline_s=300)   in the tool
     if rank_task() is not None: answer(work(rank_task()))                     in a rank
 
 Task and answers are JSON, in files of a temporary folder. A rank that fails ends the others.
@@ -23,24 +23,25 @@ from typing import Any
 
 from common import ROOT
 
-TASK, ANSWER = "MEGARL_TOOL_TASK", "MEGARL_TOOL_ANSWER"
+FOLDER = "MEGARL_TOOL_RANKS"
+"""Environment variable of a rank: the folder with its task."""
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
 
 
 def rank_task() -> dict[str, Any] | None:
     """The task of this rank, or None in a process that `launch` did not start."""
-    path = os.environ.get(TASK)
-    if path is None:
+    if FOLDER not in os.environ:
         return None
-    # A benchmark that is killed cannot end its ranks: the kernel ends them with their parent.
+    # A tool that is killed cannot end its ranks: the kernel ends them with their parent.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return json.loads(Path(path).read_text())
+    return json.loads(Path(os.environ[FOLDER], "task").read_text())
 
 
 def answer(value: dict[str, Any]) -> None:
-    """Return this rank's result to the benchmark."""
-    Path(os.environ[ANSWER]).write_text(json.dumps(value))
+    """Return this rank's result to the tool."""
+    name = f"answer-{os.environ['LOCAL_RANK']}"
+    Path(os.environ[FOLDER], name).write_text(json.dumps(value))
 
 
 def launch(
@@ -60,94 +61,56 @@ def launch(
     from megarl.parallel.launcher import free_port
 
     prepare_environment(1)  # ranks find DeepSpeed's built operators, as in a run
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        folder, port = Path(name), free_port()
-        (folder / "task").write_text(json.dumps(task))
+        folder = Path(name)
+        (folder / "task").write_text(json.dumps(task, default=str))
+        settings = os.environ | {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": os.pathsep.join(paths),
+            FOLDER: name,
+        }
+        settings |= environment or {}
         outputs = [folder / f"output-{rank}" for rank in range(num_ranks)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, path in enumerate(outputs):
-                variables = _environment(rank, num_ranks, port, folder, environment or {})
+                own = settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command = [sys.executable, str(Path(script).resolve())]
-                with path.open("wb") as output:
-                    ranks.append(
-                        subprocess.Popen(
-                            command, env=variables, stdout=output, stderr=subprocess.STDOUT
-                        )
-                    )
-            codes = _wait(ranks, outputs, deadline_s)
+                with path.open("wb") as out:
+                    ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=out))
+            _wait(ranks, outputs, deadline_s)
         finally:
             for process in ranks:
-                if process.poll() is None:
-                    process.kill()
+                process.kill()
                 process.wait()
-        _raise_first_failure(codes, outputs)
         return [json.loads((folder / f"answer-{rank}").read_text()) for rank in range(num_ranks)]
 
 
-def _environment(
-    rank: int, num_ranks: int, port: int, folder: Path, extra: dict[str, str]
-) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "TOKENIZERS_PARALLELISM": "false",
-        TASK: str(folder / "task"),
-        ANSWER: str(folder / f"answer-{rank}"),
-        **extra,
-    }
-
-
-def _wait(
-    ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline_s: float
-) -> list[int | None]:
-    """Exit codes when all ranks have ended or one has failed; None for ranks still running."""
+def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline_s: float) -> None:
+    """Until all ranks have ended; see `launch` for what is raised."""
     end = time.monotonic() + deadline_s
-    while any(process.poll() is None for process in ranks):
-        if any(process.poll() not in (None, 0) for process in ranks):
-            break
+    while None in (codes := [process.poll() for process in ranks]) and not any(codes):
         if time.monotonic() > end:
-            last = "\n".join(f"rank {rank}: {_tail(path)}" for rank, path in enumerate(outputs))
             raise RuntimeError(
-                f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline\n{last}"
+                f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline\n"
+                + "\n".join(f"rank {n}: {_error_of(path, 1)}" for n, path in enumerate(outputs))
             )
         time.sleep(POLL_S)
-    return [process.poll() for process in ranks]
-
-
-def _raise_first_failure(codes: list[int | None], outputs: list[Path]) -> None:
-    failed = {
-        rank: outputs[rank].read_text(errors="replace")
-        for rank, code in enumerate(codes)
-        if code not in (None, 0)
-    }
+    failed = [(rank, _error_of(outputs[rank])) for rank, code in enumerate(codes) if code]
     # The rank that failed first gives the cause; the others report a closed connection.
-    for rank in sorted(failed, key=lambda rank: "Connection closed by peer" in failed[rank]):
-        raise RuntimeError(
-            f"rank {rank} of {len(codes)} ended with {codes[rank]}: {_error_of(failed[rank])}"
-        )
+    for rank, said in sorted(failed, key=lambda one: "Connection closed by peer" in one[1]):
+        raise RuntimeError(f"rank {rank} of {len(ranks)} ended with {codes[rank]}: {said}")
 
 
-def _error_of(output: str) -> str:
-    """Message of the last `ValueError` or `RuntimeError` in a rank's output. If there is none, the
-    last 25 lines of the output.
+def _error_of(output: Path, most: int = 25) -> str:
+    """Message of the last `ValueError` or `RuntimeError` in a rank's output; if there is none, the
+    last lines.
     """
-    lines = [
-        re.sub(r"^\[rank\d+\]: ?", "", line)
-        for line in output.strip().splitlines()
-        if not line.startswith("USDT:")
-    ]
+    text = re.sub(r"^\[rank\d+\]: ?", "", output.read_text(errors="replace"), flags=re.MULTILINE)
+    lines = [line for line in text.strip().splitlines() if not line.startswith("USDT:")]
     errors = [line for line in lines if line.startswith(("ValueError: ", "RuntimeError: "))]
-    return errors[-1].split(": ", 1)[1] if errors else "\n".join(lines[-25:])
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "(no output)"
+    return errors[-1].split(": ", 1)[1] if errors else "\n".join(lines[-most:])

@@ -2,16 +2,13 @@
 and losses, which must agree.
 
     python tools/bench/layouts.py --ranks 2 [--json] [--zero 0,3] [--layouts 2x1x1,1x1x2]
-    python tools/bench/layouts.py --ranks 8 --model PATH --dtype bfloat16 --tokens 131072
-    where there are 8 GPUs
 
 A layout is data x sequence x tensor. Each trains the same few supervised steps
 (`megarl.apps.tune.sft.train`: packed sequences, RoleModel, DeepSpeed, AdamW) on the same documents
 of uneven lengths, so losses must agree: the table has the largest relative difference to the first
 layout's losses over all steps, and a difference beyond rounding is an error. One launch of gloo
 ranks with one thread each runs all layouts (NCCL where there are GPUs); the first layout runs once
-before, to load libraries. The model is a Qwen2 with random weights of the requested sizes, or of
-`--model`'s config.json.
+before, to load libraries. The model is a Qwen2 with random weights of the requested sizes.
 
 Steps of each layout, in this order: one warm-up, one counted, one warm-up, `--steps` timed.
 
@@ -26,312 +23,283 @@ sent         bytes a rank sends in a step, mean over ranks, by kind of collectiv
              tools/bench/count_messages.py counts them: DeepSpeed's collectives and ours, by what a
              ring sends. Ring attention's messages are `send`.
 
-`others` is the share of the CPU that processes outside of the run used meanwhile: above a few
-percent the times are worth little. Where there are more ranks than cores, only memory, bytes and
-losses mean something.
+Where there are more ranks than cores, only memory, bytes and losses mean something.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
+import gc
+import itertools
+import math
+import os
+import random
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import (
-    Others,
-    cell,
-    command_line,
-    require_positive,
-    run_tool,
-    spread,
-    warn_if_not_quiet,
-    write_qwen2_config,
-)
+from common import run_tool, spread, table, write_qwen2_config
 from launch_ranks import launch
-from layouts_rank import ROW, work
 
-TRANSPORTS = ("auto", "ring", "ring_lean", "all_gather")
-CUTS = ("auto", "contiguous", "zigzag", "zigzag_document", "striped")
+SEED = 1
+LEARNING_RATE = 1e-3  # losses fall, so that wrong gradients show
 AGREE = {"float32": 1e-4, "bfloat16": 5e-2}
 """By how much losses of two layouts may differ, relative to their size."""
-AXES = ("data", "sequence", "tensor")
 
 
-def layouts_of(size: int) -> list[ROW]:
-    """Every (data, sequence, tensor) of `size` ranks, data first."""
-    degrees = [n for n in range(size, 0, -1) if size % n == 0]
-    return [
-        (data, s, size // (data * s)) for data in degrees for s in degrees if size % (data * s) == 0
-    ]
+def layout(text: str) -> list[int]:
+    """2x1x2 -> [2, 1, 2], the degrees of data, sequence and tensor. Raises `ValueError`."""
+    data, sequence, tensor = map(int, text.split("x"))
+    return [data, sequence, tensor]
 
 
-def vocab_of(model: str) -> int:
-    """The vocab size in a model's config.json."""
+OPTIONS = {
+    "--ranks": (2, "processes, one GPU each where there are GPUs"),
+    "--layouts": (
+        None,
+        "data x sequence x tensor, as 2x1x2,1x4x1; default: all of --ranks",
+        lambda text: [layout(one) for one in text.split(",")],
+    ),
+    "--zero": ([0], "DeepSpeed ZeRO stages", (0, 1, 2, 3)),
+    "--steps": (5, "timed optimizer steps of each layout"),
+    "--tokens": (2048, "tokens of a step, over all ranks"),
+    "--documents": (8, "documents of a step, of uneven lengths"),
+    "--micro-batch-tokens": (8192, "most tokens of a packed sequence, per sequence rank"),
+    "--hidden": (256, "hidden size of the model"),
+    "--layers": (4, "layers of the model"),
+    "--heads": (4, "query heads"),
+    "--kv-heads": (2, "KV heads"),
+    "--vocabulary": (4096, "vocab size"),
+    "--dtype": ("float32", "bfloat16 needs ZeRO 1, 2 or 3", tuple(AGREE)),
+    "--gradient-checkpointing": (False, "recompute activations in backward"),
+    "--transport": (
+        "auto",
+        "of keys and values over the sequence axis",
+        ("auto", "ring", "ring_lean", "all_gather"),
+    ),
+    "--deadline": (1800.0, "seconds that all may take"),
+}
+
+# ---------------------------------------------------------------------------------------- on a rank
+
+
+def make_samples(tokens: int, documents: int, vocabulary: int) -> Any:
+    """Documents of uneven lengths, `tokens` in all; half of each is trained on."""
+    import numpy as np
+
+    from megarl.types import Samples
+
+    draw = random.Random(SEED)
+    inner = sorted(draw.sample(range(1, tokens // 4), documents - 1))
+    samples = []
+    for row, (a, b) in enumerate(itertools.pairwise([0, *inner, tokens // 4])):
+        length = 4 * (b - a)
+        ids = [draw.randrange(2, vocabulary) for _ in range(length)]
+        samples.append(Samples.one(row, ids, mask=np.arange(length) >= length // 2))
+    return Samples.concatenate(samples)
+
+
+def train_under(
+    row: list[int], stage: int, steps: int, task: dict[str, Any], device: Any, samples: Any
+) -> dict[str, Any]:
+    """Train `steps` optimizer steps under the layout `row` and ZeRO `stage`, after steps that are
+    not counted. Returns losses, times and memory.
+    """
+    import peak_memory
+    import torch
+    from count_messages import MessageCount
+
+    from megarl.apps.tune.sft import train
+    from megarl.parallel.collectives import barrier
+    from megarl.parallel.layout import Layout
+    from megarl.parallel.mesh import ProcessMesh
+    from megarl.trainer.config import ModelConfig, OptimizerConfig, SequenceConfig, TrainingConfig
+    from megarl.trainer.finite import StepGuard
+    from megarl.trainer.role import Role
+
+    on_gpu, losses, seconds = device.type == "cuda", list[float](), list[float]()
+
+    def give_back(at_once: bool) -> None:
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        else:
+            peak_memory.return_freed_memory(at_once)
+
+    give_back(at_once=True)
+    before = torch.cuda.memory_allocated() if on_gpu else peak_memory.resident()
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(ProcessMesh(Layout(*row), timeout_s=task["deadline"]))
+        role = Role(
+            "policy",
+            model=ModelConfig(path=task["model"], from_scratch=True),
+            training=TrainingConfig(
+                zero_stage=stage,  # type: ignore[arg-type]
+                precision=task["dtype"],
+                micro_batch_tokens=task["micro_batch_tokens"],
+                gradient_checkpointing=task["gradient_checkpointing"],
+                sequence=SequenceConfig(transport=task["transport"]),
+                optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
+            ),
+            mesh=mesh,
+            device=device,
+            seed=SEED,
+            optimizer_steps=steps + 3,
+        )
+        stack.callback(role.destroy)
+        guard = StepGuard(role, allowed=0)
+
+        def step() -> None:
+            barrier(mesh.world)
+            started_at = time.perf_counter()
+            losses.append(train(role, samples, len(losses), guard).metrics["loss"])
+            seconds.append(time.perf_counter() - started_at)
+
+        step()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        permitted = on_gpu or peak_memory.reset_resident_peak()
+        with MessageCount() as count:
+            step()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory.resident("VmHWM")
+        give_back(at_once=False)
+        for _ in range(1 + steps):
+            step()
+    return {
+        "losses": losses,
+        "seconds": seconds[3:],
+        "peak_bytes": peak - before if permitted else None,
+        "sent_bytes": count.sent,
+    }
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """All layouts and stages, on this rank."""
+    import peak_memory
+    import torch
+
+    from megarl.parallel.mesh import finalise, initialise
     from megarl.trainer.config import ModelConfig
     from megarl.trainer.model_config import load_model_config
+    from megarl.trainer.sharding import refuse_tensor
 
-    return load_model_config(ModelConfig(path=model)).get_text_config().vocab_size
+    torch.set_num_threads(1)
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    if 0 < num_gpus < num_ranks:
+        raise ValueError(f"--ranks is {num_ranks}, but there are {num_gpus} GPUs; hide them")
+    device = initialise(timeout_s=task["deadline"])
+    if device.type == "cpu":
+        peak_memory.return_freed_memory(True)
+        peak_memory.check()
+    config, skipped, possible = load_model_config(ModelConfig(path=task["model"])), {}, []
+    for row in task["layouts"]:
+        try:
+            refuse_tensor(config, row[2])
+            possible.append(row)
+        except ValueError as error:
+            if task["asked"]:
+                raise
+            skipped["x".join(map(str, row))] = str(error)
+    samples = make_samples(task["tokens"], task["documents"], task["vocabulary"])
+    same = task, device, samples
+    for row in possible[:1]:  # loads libraries, and what DeepSpeed keeps of its first model
+        train_under(row, task["zero"][0], 0, *same)
+    found = [
+        {
+            "layout": "x".join(map(str, row)),
+            "zero": stage,
+            **train_under(row, stage, task["steps"], *same),
+        }
+        for stage in task["zero"]
+        for row in possible
+    ]
+    finalise()
+    return {"found": found, "skipped": skipped}
 
 
-def model_of(args: argparse.Namespace, folder: str) -> str:
-    """`--model`, or `folder` with the config.json of a Qwen2 of the requested sizes."""
-    if args.model:
-        return args.model
-    return write_qwen2_config(
-        Path(folder),
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate or 8 * args.hidden // 3 // 16 * 16,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.tokens,
-    )
+# ----------------------------------------------------------------------------------------- the tool
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Measurements of the ranks, one table row for each layout and ZeRO stage.
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """A table row for each layout and ZeRO stage.
 
     Raises `RuntimeError` if the losses of two layouts differ by more than `AGREE`, and `ValueError`
     if no layout can be built.
     """
-    names = (
-        "tokens",
-        "documents",
-        "steps",
-        "dtype",
-        "zero",
-        "micro_batch_tokens",
-        "gradient_checkpointing",
-        "transport",
-        "cut",
-        "learning_rate",
-        "deadline",
-    )
-    task = {name: getattr(args, name) for name in names}
-    task |= {"layouts": args.layouts or layouts_of(args.ranks), "asked": bool(args.layouts)}
-    with tempfile.TemporaryDirectory(prefix="layouts-") as folder, Others() as others:
-        task["model"] = model_of(args, folder)
-        task["vocab"] = vocab_of(args.model) if args.model else args.vocabulary
-        ranks = launch(__file__, task, num_ranks=args.ranks, deadline_s=args.deadline)
+    for row in args.layouts or []:
+        if math.prod(row) != args.ranks:
+            text = "x".join(map(str, row))
+            raise ValueError(f"--layouts has {text}, which is not a layout of --ranks {args.ranks}")
+    if args.tokens < 8 * args.documents or args.tokens % 4:
+        raise ValueError(f"--tokens is {args.tokens}; set a multiple of 4, 8 a document or more")
+    if args.dtype == "bfloat16" and 0 in args.zero:
+        raise ValueError("--dtype bfloat16 needs ZeRO; set --zero to 1, 2 or 3")
+    degrees = [n for n in range(args.ranks, 0, -1) if args.ranks % n == 0]
+    every = [row for row in itertools.product(degrees, repeat=3) if math.prod(row) == args.ranks]
+    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
+        model = write_qwen2_config(
+            Path(folder),
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=8 * args.hidden // 3 // 16 * 16,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            max_position_embeddings=args.tokens,
+        )
+        task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
+        ranks = launch(
+            __file__, task | {"model": model}, num_ranks=args.ranks, deadline_s=args.deadline
+        )
     if not ranks[0]["found"]:
         raise ValueError(f"none of the layouts can be built: {ranks[0]['skipped']}")
-    rows = [
-        one_row(key, [rank["found"][key] for rank in ranks], args.tokens)
-        for key in ranks[0]["found"]
-    ]
+    rows = [one_row(same, args.tokens) for same in zip(*(r["found"] for r in ranks), strict=True)]
     for row in rows:
         pairs = zip(row["losses"], rows[0]["losses"], strict=True)
         row["loss_difference"] = max(abs(loss - first) / abs(first) for loss, first in pairs)
         if not row["loss_difference"] <= AGREE[args.dtype]:
-            where = f"{row['layout']} under ZeRO {row['zero']}"
             raise RuntimeError(
-                f"{where} trains differently: losses {row['losses']}, of {rows[0]['layout']}"
-                f" {rows[0]['losses']}"
+                f"{row['layout']} under ZeRO {row['zero']} trains differently: losses"
+                f" {row['losses']}, of {rows[0]['layout']} {rows[0]['losses']}"
             )
-    return {
-        "rows": rows,
-        "skipped": ranks[0]["skipped"],
-        "others": others.share,
-        "backend": ranks[0]["backend"],
-    }
+    return {"rows": rows, "skipped": ranks[0]["skipped"]}
 
 
-def one_row(key: str, ranks: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def one_row(ranks: tuple[dict[str, Any], ...], tokens: int) -> dict[str, Any]:
     """One layout: the slowest rank's times, the largest memory, the mean of the bytes sent."""
-    layout, stage = key.split()
-    slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    slowest = map(max, *(rank["seconds"] for rank in ranks), [0.0] * len(ranks[0]["seconds"]))
     peaks = [rank["peak_bytes"] for rank in ranks]
     sent = {
         kind: sum(rank["sent_bytes"][kind] for rank in ranks) / len(ranks)
         for kind in ranks[0]["sent_bytes"]
     }
-    return {
-        "layout": layout,
-        **dict(zip(AXES, map(int, layout.split("x")), strict=True)),
-        "zero": int(stage),
+    return ranks[0] | {
         "tokens_per_s": spread([tokens / seconds for seconds in slowest]),
         "peak_bytes": None if None in peaks else max(peaks),
-        "rank_peak_bytes": peaks,
         "sent_bytes": sent,
         "sent_total_bytes": sum(sent.values()),
-        "rank_sent_bytes": [rank["sent_bytes"] for rank in ranks],
-        "calls": ranks[0]["calls"],
-        "losses": ranks[0]["losses"],
+        "loss": ranks[0]["losses"][-1],
     }
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
-    from count_messages import KINDS
-
-    here, task, rows = result["machine"], result["task"], result["rows"]
-    yield (
-        f"{here.get('gpu', here['cpu'])}, {here['cores']} cores; torch {here['torch']};"
-        f" {task['ranks']} ranks, {result['backend']}, {task['dtype']}"
+    rows = result["rows"]
+    columns = (
+        "data x sequence x tensor=layout; ZeRO=zero d; tokens/s=tokens_per_s ,.0f;"
+        " peak MB=peak_bytes*1e-6 ,.1f; MB sent=sent_total_bytes*1e-6 ,.3f"
     )
-    model = task["model"] or (
-        f"random Qwen2, {task['layers']} layers of {task['hidden']}, {task['heads']} heads,"
-        f" {task['kv_heads']} KV heads, vocab of {task['vocabulary']:,}"
-    )
-    yield (
-        f"{model}; {task['tokens']:,} tokens in {task['documents']} documents a step;"
-        f" {task['steps']} timed steps"
-    )
-    kinds = [kind for kind in KINDS if any(row["sent_bytes"][kind] for row in rows)]
-    head = f"{'d x s x t':9} {'ZeRO':>4} {'tokens/s':>26} {'peak MB':>9} {'MB sent':>9}"
-    yield f"{head} {' '.join(f'{kind:>14}' for kind in kinds)} {'loss':>9} {'difference':>10}"
-    for row in rows:
-        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.1f}"
-        parts = " ".join(f"{row['sent_bytes'][kind] / 1e6:14,.3f}" for kind in kinds)
-        yield (
-            f"{row['layout']:9} {row['zero']:4} {cell(row['tokens_per_s'], ',.0f'):>26} {peak:>9}"
-            f" {row['sent_total_bytes'] / 1e6:9,.3f} {parts} {row['losses'][-1]:9.5f}"
-            f" {row['loss_difference']:10.1e}"
-        )
-    worst = max(row["loss_difference"] for row in rows)
-    yield (
-        f"largest relative difference of losses to the first layout, over {len(rows[0]['losses'])}"
-        f" steps: {worst:.1e}"
-    )
-    for layout, why in result["skipped"].items():
-        yield f"{layout} left out: {why}"
-    if any(row["peak_bytes"] is None for row in rows):
-        yield (
-            "no peak memory: this system does not permit a process to reset its VmHWM"
-            " (/proc/self/clear_refs)"
-        )
-    if result["backend"] == "gloo" and task["ranks"] > here["cores"]:
-        yield f"{task['ranks']} ranks on {here['cores']} cores: tokens/s are not comparable"
-    yield from warn_if_not_quiet(result["others"])
-
-
-def parse_layouts(text: str) -> list[ROW]:
-    """2x1x2,1x4x1 -> [(2, 1, 2), (1, 4, 1)]. Raises `ValueError`."""
-    found = [tuple(int(word) for word in layout.split("x")) for layout in text.split(",")]
-    if any(len(layout) != 3 or min(layout) < 1 for layout in found):
-        raise ValueError(text)
-    return [(data, sequence, tensor) for data, sequence, tensor in found]
-
-
-def parse_stages(text: str) -> list[int]:
-    """ZeRO stages separated by commas. Raises `ValueError`."""
-    found = [int(word) for word in text.split(",")]
-    if not set(found) <= {0, 1, 2, 3}:
-        raise ValueError(text)
-    return found
-
-
-def _model_size(default: int, what: str) -> dict[str, Any]:
-    return {
-        "type": int,
-        "default": default,
-        "help": f"{what} of the random model, without --model",
-    }
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--ranks": {
-        "type": int,
-        "default": 2,
-        "help": "processes, one GPU each where there are GPUs",
-    },
-    "--layouts": {
-        "type": parse_layouts,
-        "help": "data x sequence x tensor, as 2x1x2,1x4x1; default: all of --ranks",
-    },
-    "--zero": {"type": parse_stages, "default": "0", "help": "DeepSpeed ZeRO stages, as 0,1,2,3"},
-    "--steps": {"type": int, "default": 5, "help": "timed optimizer steps of each layout"},
-    "--tokens": {"type": int, "default": 2048, "help": "tokens of a step, over all ranks"},
-    "--documents": {
-        "type": int,
-        "default": 8,
-        "help": "documents of a step, of uneven lengths",
-    },
-    "--micro-batch-tokens": {
-        "type": int,
-        "default": 8192,
-        "help": "most tokens of a packed sequence, per sequence rank",
-    },
-    "--model": {
-        "default": "",
-        "help": "folder or hub name; only its config.json is used, weights are random",
-    },
-    "--hidden": _model_size(256, "hidden size"),
-    "--layers": _model_size(4, "layers"),
-    "--heads": _model_size(4, "query heads"),
-    "--kv-heads": _model_size(2, "KV heads"),
-    "--vocabulary": _model_size(4096, "vocab size"),
-    "--intermediate": _model_size(0, "MLP width (0: 8/3 of --hidden)"),
-    "--dtype": {
-        "choices": tuple(AGREE),
-        "default": "float32",
-        "help": "bfloat16 needs ZeRO 1, 2 or 3",
-    },
-    "--gradient-checkpointing": {
-        "action": "store_true",
-        "help": "recompute activations in backward",
-    },
-    "--transport": {
-        "choices": TRANSPORTS,
-        "default": "auto",
-        "help": "of keys and values over the sequence axis",
-    },
-    "--cut": {"choices": CUTS, "default": "auto", "help": "which rank holds which tokens"},
-    "--learning-rate": {
-        "type": float,
-        "default": 1e-3,
-        "help": "of AdamW; losses fall, so that wrong gradients show",
-    },
-    "--deadline": {"type": float, "default": 1800.0, "help": "seconds that all may take"},
-}
-AT_LEAST_ONE = (
-    "ranks",
-    "steps",
-    "documents",
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "micro_batch_tokens",
-)
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, AT_LEAST_ONE)
-    for data, sequence, tensor in args.layouts or []:
-        if data * sequence * tensor != args.ranks:
-            parser.error(
-                f"--layouts has {data}x{sequence}x{tensor}, which is not a layout of --ranks"
-                f" {args.ranks}"
-            )
-    if args.tokens < 8 * args.documents or args.tokens % 4:
-        parser.error(
-            f"--tokens is {args.tokens}; set it to a multiple of 4, and at least"
-            f" {8 * args.documents}"
-        )
-    if args.hidden % args.heads or args.heads % args.kv_heads or args.vocabulary < 3:
-        parser.error(
-            "--heads must divide --hidden, --kv-heads must divide --heads, and --vocabulary must be"
-            " 3 or more"
-        )
-    if args.dtype == "bfloat16" and 0 in args.zero:
-        parser.error("--dtype bfloat16 needs ZeRO; set --zero to 1, 2 or 3")
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return run_tool(
-        "layouts", arguments=arguments, work=work, measure=compare, show=show, argv=argv
-    )
+    for kind in rows[0]["sent_bytes"]:
+        if any(row["sent_bytes"][kind] for row in rows):
+            columns += f"; {kind}=sent_bytes.{kind}*1e-6 ,.3f"
+    yield from table(rows, columns + "; loss .5f; off the first=loss_difference .1e")
+    yield from (f"{row} left out: {why}" for row, why in result["skipped"].items())
+    if result["task"]["ranks"] > result["machine"]["cores"]:
+        yield "more ranks than cores: tokens/s are not comparable"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(__doc__, OPTIONS, measure, show, work)

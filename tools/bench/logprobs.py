@@ -14,50 +14,39 @@ One step is forward and backward, with an upstream gradient for each token's log
 to both hidden states and weight. Every measurement is a process of its own; systems take turns, and
 the table has medians over rounds.
 
-Memory is the most that a step used beyond its inputs and the two gradients that are its result. On
-CPU:
-    VmHWM after the step, reset before it through /proc/self/clear_refs, minus VmRSS before it,
-    minus the gradients' bytes
-in a process of its own whose malloc gives every tensor of 64 KiB or more a mapping
-(MALLOC_MMAP_THRESHOLD_), so that what is freed leaves VmRSS at once. A step of a few tokens goes
-before, so that libraries are loaded. At the peak of eager the gradients need not be there yet:
-subtracting them makes its figure smaller, not ours. The method is checked against tensors of known
-size first, of which some are freed, and refused if it is off by more than 2 %. On CUDA:
-max_memory_allocated.
+Memory is the most that a step used beyond its inputs and the two gradients that are its result: on
+CPU the resident memory (tools/bench/peak_memory.py, which checks itself against tensors of known
+size first), on CUDA max_memory_allocated. A step of a few tokens goes before, so that libraries are
+loaded. At the peak of eager the gradients need not be there yet: subtracting them makes its figure
+smaller, not ours.
 
 Time is measured with the malloc that everybody has. On CPU it is one step a process, after one of a
 few tokens: memory of this size goes back to the system when freed, so a second step would find
 nothing warmer. On CUDA the median of --repeats. TFLOP/s-equivalent counts the products a step
 cannot do without, 2 T H V forward and 6 T H V in all; fused makes one more, as it computes the
 logits again. `CPU s` is the CPU time of a step, which other processes disturb least. Runs are
-refused where results differ; `others` is the share of the CPU that processes outside of the run
-took meanwhile: above a few percent the times are worth little.
+refused where results differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from common import (
-    Others,
-    cell,
-    command_line,
-    require_positive,
-    run_tool,
-    spread,
-    warn_if_not_quiet,
-)
+import psutil
+import torch
+from common import in_turns, progress, ratios, run_tool, spread, table
 from launch_ranks import launch
-from logprobs_step import EAGER, FUSED, LIGER, ONEDNN, SYSTEMS, TIMES, work
 
 DEFAULTS = {
-    "cpu": {"tokens": 4096, "vocabulary": 151936, "hidden": 256, "dtype": "float32"},
-    "cuda": {"tokens": 32768, "vocabulary": 151936, "hidden": 4096, "dtype": "bfloat16"},
+    "cpu": {"tokens": 4096, "hidden": 256, "dtype": "float32", "repeats": 1},
+    "cuda": {"tokens": 32768, "hidden": 4096, "dtype": "bfloat16", "repeats": 10},
 }
 EAGER_COPIES = 6
 """Copies of the float32 logits that eager needs at most, to check the memory before; it used 4 to 5
@@ -65,174 +54,164 @@ when this was written.
 """
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}
 """By how much results of two systems may differ, relative to their size."""
-
-
-def measure_one(args: argparse.Namespace, system: str, what: str) -> dict[str, Any]:
-    """Memory or time of one system, in a process of its own. Raises `RuntimeError` if it fails."""
-    given = {
-        name: getattr(args, name)
-        for name in ("device", "tokens", "vocabulary", "hidden", "dtype", "threads", "repeats")
-    }
-    environment = {"OMP_NUM_THREADS": str(args.threads)}
-    if what == "memory":
-        environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    task = {**given, "system": system, "measure": what}
-    with Others() as others:
-        (found,) = launch(
-            __file__, task, num_ranks=1, deadline_s=args.deadline, environment=environment
-        )
-    found["others"] = others.share
-    said = {name: value for name, value in found.items() if name != "digest"}
-    print(f"{system:13} {what:7} {said}", file=sys.stderr, flush=True)
-    return found
-
-
-def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """{system: row of the table}. Measures the peak memory of every implementation in
-    `args.systems`, then the times of those that fit into memory, alternating for `args.rounds`.
-
-    Raises `RuntimeError` if their results differ.
-    """
-    rows: dict[str, dict[str, Any]] = {
-        system: measure_one(args, system, "memory") for system in args.systems
-    }
-    fitting = [system for system in args.systems if "does_not_fit" not in rows[system]]
-    for system in fitting[1:]:
-        for name, mine, first in zip(
-            ("log-probs", "entropies", "grad of hidden", "grad of weight"),
-            rows[system]["digest"],
-            rows[fitting[0]]["digest"],
-            strict=True,
-        ):
-            if not abs(mine - first) <= AGREE[args.dtype] * abs(first):
-                raise RuntimeError(
-                    f"{name} differ: norm {mine} of {system}, {first} of {fitting[0]}"
-                )
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in fitting}
-    for _ in range(args.rounds):
-        for system in fitting:
-            runs[system].append(measure_one(args, system, "time"))
-    products = args.tokens * args.vocabulary * args.hidden / 1e12
-    for system in fitting:
-        row, of_system = rows[system], runs[system]
-        row |= {name: spread([run[name] for run in of_system]) for name in TIMES}
-        row["forward_tflops"] = 2 * products / row["forward_s"]["median"]
-        row["step_tflops"] = 6 * products / row["step_s"]["median"]
-        row["others"] = max(run["others"] for run in of_system)
-        if EAGER in fitting and system != EAGER:
-            row["memory_of_eager"] = row["peak_bytes"] / rows[EAGER]["peak_bytes"]
-            pairs = zip(of_system, runs[EAGER], strict=True)
-            row["times_as_fast"] = spread(
-                [eager["step_s"] / ours["step_s"] for ours, eager in pairs]
-            )
-    return rows
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines of a table."""
-    here, task = result["machine"], result["task"]
-    yield f"{here.get('gpu', here['cpu'])}; torch {here['torch']}; {task['threads']} threads"
-    yield (
-        f"{task['tokens']:,} tokens, vocab {task['vocabulary']:,}, hidden {task['hidden']:,},"
-        f" {task['dtype']}; {task['rounds']} rounds, median (smallest to largest)"
-    )
-    head = (
-        f"{'system':13} {'peak MB':>9} {'of eager':>8} {'forward s':>25} {'step s':>25}"
-        f" {'CPU s':>7} {'times as fast':>20}"
-    )
-    yield f"{head} {'TFLOP/s fwd, step':>18} {'others':>6}"
-    for system, row in result["systems"].items():
-        if "does_not_fit" in row:
-            yield f"{system:13} does not fit"
-            continue
-        share = f"{row['memory_of_eager']:.2%}" if "memory_of_eager" in row else ""
-        ratio = cell(row["times_as_fast"], ".2f") if "times_as_fast" in row else ""
-        forward, step = (cell(row[name], ".3f") for name in ("forward_s", "step_s"))
-        rates = f"{row['forward_tflops']:.3g}, {row['step_tflops']:.3g}"
-        yield (
-            f"{system:13} {row['peak_bytes'] / 1e6:9,.0f} {share:>8} {forward:>25} {step:>25}"
-            f" {row['cpu_s']['median']:7.2f} {ratio:>20} {rates:>18} {row['others']:6.0%}"
-        )
-    if FUSED in result["systems"]:
-        yield (
-            "largest chunk of logits of fused:"
-            f" {result['systems'][FUSED]['room_bytes'] / 1e6:,.0f} MB"
-        )
-    yield from warn_if_not_quiet(max(row["others"] for row in result["systems"].values()))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {"choices": tuple(DEFAULTS), "default": "cpu"},
-    "--tokens": {"type": int, "help": "tokens of a step (cpu 4096, cuda 32768)"},
-    "--vocabulary": {"type": int, "help": "vocab size (151936)"},
-    "--hidden": {"type": int, "help": "hidden size (cpu 256, cuda 4096)"},
-    "--dtype": {"choices": tuple(AGREE), "help": "cpu float32, cuda bfloat16"},
-    "--systems": {"help": f"separated by commas, of: {', '.join(SYSTEMS)}"},
-    "--rounds": {"type": int, "default": 3, "help": "turns that each system gets"},
-    "--repeats": {
-        "type": int,
-        "help": "steps of a process that measures time; 1 on CPU, 10 on CUDA",
-    },
-    "--threads": {"type": int, "default": 1, "help": "torch's, in every process"},
-    "--deadline": {
-        "type": float,
-        "default": 1800.0,
-        "help": "seconds a single process may take",
-    },
+RESULTS = ("log-probs", "entropies", "grad of hidden", "grad of weight")
+TIMES = ("forward_s", "step_s", "cpu_s")
+WARM_UP_TOKENS = 128
+EAGER, ONEDNN, FUSED, LIGER = SYSTEMS = ("eager", "eager oneDNN", "fused", "liger")
+OPTIONS = {
+    "--device": ("cpu", "where the steps run", tuple(DEFAULTS)),
+    "--tokens": (0, "tokens of a step; default: 4096, on a GPU 32768"),
+    "--vocabulary": (151936, "vocab size"),
+    "--hidden": (0, "hidden size; default: 256, on a GPU 4096"),
+    "--dtype": ("", "default: float32, on a GPU bfloat16", ("", *AGREE)),
+    "--systems": ([""], "default: all that this machine has", ("", *SYSTEMS)),
+    "--rounds": (3, "turns that each system gets"),
+    "--repeats": (0, "steps of a process that measures time; default: 1, on a GPU 10"),
+    "--threads": (1, "torch's, in every process"),
+    "--deadline": (1800.0, "seconds a single process may take"),
 }
 
 
-def require_memory(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program with a usage error if the whole logits do not fit into memory."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(
-        int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+def function_of(system: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """A function of (hidden states, weight, targets) that returns log-probs and entropies."""
+    from megarl.kernels.linear import linear
+    from megarl.kernels.logprobs import linear_logprobs
+
+    if system in (FUSED, LIGER):
+        return partial(linear_logprobs, backend="chunked" if system == FUSED else "liger")
+    product = linear if system == ONEDNN else torch.nn.functional.linear
+
+    def eager(hidden: Any, weight: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # No name holds the logits: they may go as soon as autograd lets them.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_p = torch.log_softmax(product(hidden, weight), dim=-1, dtype=dtype)
+        return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+    return eager
+
+
+def work(given: dict[str, Any]) -> dict[str, Any]:
+    """Memory or time of one system, in a fresh process."""
+    import peak_memory
+
+    from megarl.kernels.logprobs import token_chunks
+
+    torch.set_num_threads(given["threads"])
+    on_gpu, wants_memory = given["device"] == "cuda", given["measure"] == "memory"
+    if wants_memory and not on_gpu:
+        peak_memory.return_freed_memory(True)
+        peak_memory.check()
+    function, (tokens, words, width) = (
+        function_of(given["system"]),
+        (given[name] for name in ("tokens", "vocabulary", "hidden")),
     )
+    torch.manual_seed(0)
+    settings: Any = {"dtype": getattr(torch, given["dtype"]), "device": given["device"]}
+    hidden = torch.randn(tokens, width, **settings).requires_grad_()
+    weight = torch.randn(words, width, **settings).mul_(2 / math.sqrt(width)).requires_grad_()
+    targets = torch.randint(0, words, (tokens,), device=given["device"])
+    upstream = torch.randn(2, tokens, device=given["device"])
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step(count: int | None = None) -> tuple[dict[str, float], list[Any]]:
+        piece, started_at, used = slice(0, count), now(), time.process_time()
+        outputs = function(hidden[piece], weight, targets[piece])
+        middle, above = now(), [x[piece].to(outputs[0].dtype) for x in upstream]
+        grads = torch.autograd.grad(outputs, (hidden, weight), above)
+        times = (middle - started_at, now() - started_at, time.process_time() - used)
+        return dict(zip(TIMES, times, strict=True)), [*outputs, *grads]
+
+    step(min(WARM_UP_TOKENS, tokens))
+    try:
+        if not wants_memory:
+            found = [step()[0] for _ in range(given["repeats"])]
+            return {name: statistics.median(one[name] for one in found) for name in TIMES}
+        peak, (_, outputs) = peak_memory.peak_of(step, torch.device(given["device"]))
+    except torch.cuda.OutOfMemoryError:
+        return {"does_not_fit": True}
+    if peak.resident is None:
+        raise RuntimeError("this system does not permit a process to reset its VmHWM")
+    found = {
+        "peak_bytes": peak.resident - sum(grad.nbytes for grad in outputs[2:]),
+        "digest": [float(x.detach().double().norm()) for x in outputs],
+    }
+    if given["system"] == FUSED:  # logits of its largest chunk of tokens
+        found["room_bytes"] = token_chunks(hidden, weight, None)[1].nbytes
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """{"systems": {system: row of the table}}. Measures the peak memory of every system, then the
+    times of those that fit into memory, in turns. Raises `RuntimeError` if their results differ.
+    """
+    on_gpu = args.device == "cuda"
+    for name, value in DEFAULTS[args.device].items():
+        setattr(args, name, getattr(args, name) or value)
+    if args.systems == [""]:
+        has_liger = bool(importlib.util.find_spec("liger_kernel"))
+        args.systems = [EAGER, *([] if on_gpu else [ONEDNN]), FUSED, *[LIGER] * on_gpu * has_liger]
+    if not on_gpu and LIGER in args.systems:
+        raise ValueError("--systems has liger, which needs --device cuda")
+    available = psutil.virtual_memory().available
     needed = EAGER_COPIES * 4 * args.tokens * args.vocabulary
-    if available < needed:
-        parser.error(
+    if not on_gpu and {EAGER, ONEDNN} & set(args.systems) and available < needed:
+        raise ValueError(
             f"eager needs about {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB are"
             f" available; set --tokens to {int(args.tokens * available / needed)} or less, or"
             " --systems fused"
         )
 
+    def one(system: str, what: str) -> dict[str, Any]:
+        task = vars(args) | {"system": system, "measure": what}
+        threads = {"OMP_NUM_THREADS": str(args.threads)}
+        (found,) = launch(
+            __file__, task, num_ranks=1, deadline_s=args.deadline, environment=threads
+        )
+        progress(f"{system:13} {what:7}", found)
+        return found
 
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    for name, value in {
-        **DEFAULTS[args.device],
-        "repeats": 1 if args.device == "cpu" else 10,
-    }.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    require_positive(
-        parser, args, ("tokens", "vocabulary", "hidden", "rounds", "repeats", "threads")
+    rows: dict[str, dict[str, Any]] = {system: one(system, "memory") for system in args.systems}
+    fitting = [system for system in args.systems if "does_not_fit" not in rows[system]]
+    for system in fitting[1:]:
+        digests = rows[system]["digest"], rows[fitting[0]]["digest"]
+        for name, mine, first in zip(RESULTS, *digests, strict=True):
+            if not abs(mine - first) <= AGREE[args.dtype] * abs(first):
+                raise RuntimeError(f"{name} differ: norm {mine} of {system}, {first} of eager")
+    runs = in_turns(args.rounds, {system: partial(one, system, "time") for system in fitting})
+    times = {
+        system: {name: [run[name] for run in each] for name in TIMES}
+        for system, each in runs.items()
+    }
+    products = args.tokens * args.vocabulary * args.hidden / 1e12
+    for system in fitting:
+        row = rows[system]
+        row |= {name: spread(values) for name, values in times[system].items()}
+        row["forward_tflops"] = 2 * products / row["forward_s"]["median"]
+        row["step_tflops"] = 6 * products / row["step_s"]["median"]
+        if EAGER in fitting:
+            row["memory_of_eager"] = row["peak_bytes"] / rows[EAGER]["peak_bytes"]
+            row["times_as_fast"] = ratios(times[EAGER]["step_s"], times[system]["step_s"])
+    return {"systems": rows}
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    columns = (
+        "system; peak MB=peak_bytes*1e-6 ,.0f; of eager=memory_of_eager .2%;"
+        " forward s=forward_s .3f; step s=step_s .3f; CPU s=cpu_s .2f;"
+        " times as fast=times_as_fast .2f; TFLOP/s forward=forward_tflops .3g;"
+        " TFLOP/s step=step_tflops .3g"
     )
-    on_gpu = [EAGER, FUSED, *([LIGER] if importlib.util.find_spec("liger_kernel") else [])]
-    default = [EAGER, ONEDNN, FUSED] if args.device == "cpu" else on_gpu
-    args.systems = args.systems.split(",") if args.systems else default
-    if not set(args.systems) <= set(SYSTEMS):
-        parser.error(f"--systems is {','.join(args.systems)!r}; choose of {', '.join(SYSTEMS)}")
-    if args.device == "cpu" and LIGER in args.systems:
-        parser.error("--systems has liger, which needs --device cuda")
-    if args.device == "cpu" and {EAGER, ONEDNN} & set(args.systems):
-        require_memory(parser, args)
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return run_tool(
-        "logprobs",
-        arguments=arguments,
-        work=work,
-        measure=lambda args: {"systems": compare(args)},
-        show=show,
-        argv=argv,
-    )
+    rows = result["systems"]
+    yield from table(({"system": name, **row} for name, row in rows.items()), columns)
+    yield from (f"{name} does not fit" for name, row in rows.items() if "does_not_fit" in row)
+    if room := rows.get(FUSED, {}).get("room_bytes"):
+        yield f"largest chunk of logits of fused: {room / 1e6:,.0f} MB"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(__doc__, OPTIONS, measure, show, work)

@@ -27,18 +27,15 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asynchrony import megarl
-from common import ROOT, command_line, require_positive, run_tool
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-from make_addition import make
+import numpy as np
+from common import progress, run_tool, table, weights_of
+from make_addition import write_task
+from studies import last_quarter, newest_model, train
 
 MAX_TOKENS = 64
 REWARD = """
@@ -49,40 +46,23 @@ STILL = 1e-30
 """Learning rate with which no weight changes."""
 METRICS = ("mismatch/mean_abs", "mismatch/k1", "mismatch/max_abs")
 OPTIONS = {
-    "--rounds": {"type": int, "default": 1, "help": "runs of each kind"},
-    "--steps": {"type": int, "default": 50, "help": "steps of a run"},
-    "--control": {"type": float, "default": 1e-4, "help": "learning rate of the control; 0: none"},
+    "--rounds": (1, "runs of each kind"),
+    "--steps": (50, "steps of a run"),
+    "--control": (1e-4, "learning rate of the control; 0: none"),
 }
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["rounds"])
-    if args.steps < 8:
-        parser.error(f"--steps is {args.steps}; set it to 8 or more")
-    if not 0 <= args.control <= 1:
-        parser.error(f"--control is {args.control}; set it to a learning rate, or to 0")
-    return args
 
 
 def trend(values: Sequence[float]) -> dict[str, float]:
     """The least-squares line through values 0, 1, 2, ...: its slope and the slope's standard error,
     and the means of the first and last quarter of the values. Needs 3 values.
     """
-    count, quarter = len(values), max(1, len(values) // 4)
-    middle, mean = (count - 1) / 2, statistics.fmean(values)
-    spread = sum((place - middle) ** 2 for place in range(count))
-    products = ((place - middle) * (value - mean) for place, value in enumerate(values))
-    slope = sum(products) / spread
-    rest = sum((value - mean - slope * (place - middle)) ** 2 for place, value in enumerate(values))
+    (slope, _), covariance = np.polyfit(np.arange(len(values)), values, 1, cov=True)
     return {
-        "mean": mean,
-        "slope": slope,
-        "slope_error": math.sqrt(rest / (count - 2) / spread),
-        "first_quarter": statistics.fmean(values[:quarter]),
-        "last_quarter": statistics.fmean(values[-quarter:]),
+        "mean": statistics.fmean(values),
+        "slope": float(slope),
+        "slope_error": math.sqrt(covariance[0, 0]),
+        "first_quarter": last_quarter(values[::-1]),
+        "last_quarter": last_quarter(values),
         "largest": max(values),
     }
 
@@ -96,35 +76,18 @@ def receipts_of(run: Path) -> dict[int, list[str]]:
     return {one.version: one.receipts for one in events if isinstance(one, Published)}
 
 
-def changed_weights(first: Path, last: Path) -> list[str]:
-    """Names of the tensors whose bits differ between two folders of the same model."""
-    from safetensors.torch import load_file
-
+def changed_weights(first: Path, last: Path) -> int:
+    """Number of tensors whose bits differ between two folders of the same model."""
     before, after = (
-        {name: tensor for file in sorted(folder.glob("*.safetensors"))
-         for name, tensor in load_file(file).items()}
+        {name: tensor.numpy().tobytes() for name, tensor in weights_of(folder).items()}
         for folder in (first, last)
-    )  # fmt: skip
-    if not before or before.keys() != after.keys():
-        raise RuntimeError(f"{first} and {last} are not the same model")
-    return [
-        name
-        for name, tensor in before.items()
-        if tensor.numpy().tobytes() != after[name].numpy().tobytes()
-    ]
-
-
-def write_task(folder: Path, seed: int) -> None:
-    """Model, demonstrations, prompts and reward."""
-    sizes = {"demonstrations": 12800, "prompts": 2000, "held_out": 1, "validation": 1}
-    make(folder, {"seed": seed, **sizes})
-    (folder / "reward.py").write_text(REWARD)
+    )
+    return sum(before[name] != after[name] for name in before)
 
 
 def fine_tune(folder: Path, seed: int) -> Path:
     """Teach the model to answer; returns its folder."""
     tree = {
-        "folder": str(folder / "sft"),
         "steps": 200,
         "seed": seed,
         "samples_per_step": 64,
@@ -138,22 +101,18 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "checkpoint": {"keep": 1},
         },
     }
-    megarl("sft", tree, folder / "sft.yaml")
-    return max((folder / "sft" / "checkpoints").glob("step_*")) / "model"
+    train("sft", tree, folder / "sft")
+    return newest_model(folder / "sft")
 
 
-def train(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[str, Any]:
+def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run; returns the trends of its metrics, and what became of its weights."""
-    run = folder / f"rate-{rate:g}"
+    place = folder / f"rate-{rate:g}"
     tree = {
-        "folder": str(run),
         "steps": steps,
         "seed": seed,
         "model": {"path": str(model)},
-        "prompts": {
-            "source": str(folder / "train.jsonl"),
-            "max_prompt_tokens": 16,
-        },
+        "prompts": {"source": str(folder / "train.jsonl"), "max_prompt_tokens": 16},
         "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
         "rollout": {
             "groups_per_step": 8,
@@ -172,23 +131,21 @@ def train(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict
             "checkpoint": {"keep": 1},
         },
     }
-    megarl("train", tree, folder / f"rate-{rate:g}.yaml")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if METRICS[0] in row]
-    receipts = receipts_of(run)
-    last = max((run / "checkpoints").glob("step_*")) / "model"
+    rows = [row for row in train("train", tree, place) if METRICS[0] in row]
+    receipts = receipts_of(place)
     if len(rows) != steps or sorted(receipts) != list(range(steps + 1)):
-        raise RuntimeError(f"{run} has {len(rows)} steps and versions {sorted(receipts)}")
+        raise RuntimeError(f"{place} has {len(rows)} steps and versions {sorted(receipts)}")
+    values = {name: [row[name] for row in rows] for name in METRICS}
     return {
         "rate": rate,
         "versions": len(receipts),
         "receipts": len({tuple(of_version) for of_version in receipts.values()}),
-        "changed": len(changed_weights(model, last)),
+        "changed": changed_weights(model, newest_model(place)),
         "age": statistics.fmean(row["staleness/mean"] for row in rows),
         "grad_norm": statistics.fmean(row["grad_norm"] for row in rows),
         "tokens": sum(row["tokens/trained"] for row in rows),
-        "trends": {name: trend([row[name] for row in rows]) for name in METRICS},
-        "values": {name: [row[name] for row in rows] for name in METRICS},
+        "trends": {name: trend(each) for name, each in values.items()},
+        "values": values,
     }
 
 
@@ -196,16 +153,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """`args.rounds` rounds; in each, a run of either kind from the same fine-tuned model. Raises
     `RuntimeError` if weights have changed that should not, or have not that should.
     """
+    if args.steps < 8:
+        raise ValueError(f"--steps is {args.steps}; set it to 8 or more")
     runs = []
+    sizes = {"demonstrations": 12800, "prompts": 2000, "held_out": 1, "validation": 1}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):
             folder = Path(scratch) / f"round-{number}"
-            write_task(folder, number)
+            folder.mkdir()
+            write_task(folder, {"seed": number, **sizes})
+            (folder / "reward.py").write_text(REWARD)
             model = fine_tune(folder, number + 1)
             for rate in filter(None, (STILL, args.control)):
-                found = train(rate, folder, model, number + 1, args.steps)
+                found = run(rate, folder, model, number + 1, args.steps)
                 runs.append(found)
-                print(json.dumps(found), file=sys.stderr, flush=True)
+                progress(json.dumps(found))
                 is_still = found["receipts"] == 1 and not found["changed"]
                 if is_still != (rate == STILL):
                     raise RuntimeError(
@@ -216,21 +178,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of a table."""
-    names = ("mean", "first quarter", "last quarter", "slope", "+-", "largest")
-    yield f"{'learning rate':>13} {'metric':18}" + "".join(f"{name:>15}" for name in names)
-    for run in result["runs"]:
-        for metric, line in run["trends"].items():
-            cells = [line[name.replace(" ", "_")] for name in names[:4]]
-            cells += [line["slope_error"], line["largest"]]
-            told = "".join(f"{cell:>15.3e}" for cell in cells)
-            yield f"{run['rate']:>13g} {metric:18}{told}"
-        yield (
-            f"{'':13} {run['versions']} versions, {run['receipts']} receipts, {run['changed']}"
-            f" tensors changed; {run['tokens']:,.0f} tokens, mean age {run['age']:.2f}, mean"
-            f" gradient norm {run['grad_norm']:.3g}"
-        )
+    """Lines of the tables."""
+    trends = (
+        {"rate": run["rate"], "metric": metric, **line}
+        for run in result["runs"]
+        for metric, line in run["trends"].items()
+    )
+    numbers = ("mean", "first_quarter", "last_quarter", "slope", "slope_error", "largest")
+    columns = "learning rate=rate g; metric; "
+    yield from table(trends, columns + "; ".join(f"{name} .3e" for name in numbers))
+    columns = "learning rate=rate g; versions d; receipts d; changed d; tokens ,.0f; age .2f"
+    yield from table(result["runs"], columns + "; gradient norm=grad_norm .3g")
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("mismatch_drift", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

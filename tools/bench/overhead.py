@@ -20,7 +20,6 @@ The parts, each in a process of its own, on the batches that the run has recorde
 
     generation   vllm.LLM.generate on a step's prompts, with the engine options, environment and
                  sampling of megarl: a seed for each request, log-probs of the sampled tokens
-    plain        the same without seeds and log-probs
     training     a loop over the same micro-batches: forward, loss, backward and optimizer step of
                  megarl's role, and nothing else. Losses and gradient norms must be the run's.
     side by side generation and training at the same time, each on its core (`overlapped` only):
@@ -33,77 +32,101 @@ rounds alternate in the order of kinds and of parts. Ratios are of means over a 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import command_line, numbers, require_positive, run_tool, warn_if_not_quiet
-from e2e_task import MAX_PROMPT_TOKENS, MODEL, SAMPLES
-from overhead_run import Bench, Kind, write_endless_task
+from against_trl import run_megarl
+from common import run_tool, spread, table
+from e2e import recipe
+from e2e_task import EOS, MAX_PROMPT_TOKENS, MODEL, PAD, SAMPLES, VOCABULARY, Setting, write_task
+from processes import child_environment, run
 
 SKIPPED = 2
 """Steps at the start of a run, and calls at the start of a part, that are not timed."""
 BAR = 1.10
 """Largest ratio of a step to its parts that is aimed at."""
-NAMES, BY_DEFAULT = ("synchronous", "one_thread", "overlapped"), "synchronous,overlapped"
-VOCABULARY = 512
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--rounds": {"type": int, "default": 3, "help": "runs of each kind at each limit"},
-    "--steps": {"type": int, "default": 4, "help": "timed steps of a run"},
-    "--kinds": {"default": BY_DEFAULT, "help": f"of {', '.join(NAMES)}"},
-    "--limits": {"default": "64,480", "help": "new tokens of a sample, separated by commas"},
-    "--groups": {"default": "32,8", "help": "prompts of a step, one number for each limit"},
-    "--deadline": {"type": float, "default": 1200.0, "help": "seconds a single run may take"},
+EOS_ID = [PAD, EOS].index(EOS)
+ALWAYS, EOS_WEIGHT = 1.0, -10.0
+"""Value of the first hidden dimension before the last norm, and the weight by which the
+end-of-sequence token's logit takes it."""
+PHASES = ("time/wait_s", "time/train_s", "time/publish_s", "time/rollout_s", "time/step_s")
+"""Metrics of a step that are shown."""
+PIN_EVERY_S = 0.2
+AGREE = 1e-3
+"""By how much losses and gradient norms of run and bare loop may differ, relative to the larger."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a run uses the cores."""
+
+    staleness: int
+    threads: int
+    """Of the engine, and of the trainer."""
+    is_pinned: bool = False
+    """Whether the engine has the first core, and the trainer the second."""
+
+    def cores(self, process: str) -> list[int]:
+        """Cores of a process of the run, by its name, or of a part; all if empty."""
+        first, second, *_ = sorted(os.sched_getaffinity(0))
+        is_engine = process.startswith(("engine", "generation"))
+        return [first if is_engine else second] if self.is_pinned else []
+
+
+KINDS = {
+    "synchronous": Kind(staleness=0, threads=2),
+    "one_thread": Kind(staleness=0, threads=1),
+    "overlapped": Kind(staleness=1, threads=1, is_pinned=True),
+}
+PINNED = ("rank0", "engine0", "engine0-core")
+OPTIONS = {
+    "--rounds": (3, "runs of each kind at each limit"),
+    "--steps": (4, "timed steps of a run"),
+    "--kinds": (["synchronous", "overlapped"], "of runs", tuple(KINDS)),
+    "--limits": ([64, 480], "new tokens of a sample"),
+    "--groups": ([32, 8], "prompts of a step, one number for each limit"),
+    "--deadline": (1200.0, "seconds a single run may take"),
 }
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["rounds", "steps"])
-    args.kinds = args.kinds.split(",")
-    if unknown := set(args.kinds) - set(NAMES):
-        parser.error(f"--kinds has {', '.join(sorted(unknown))}; choose of {', '.join(NAMES)}")
-    for name in ("limits", "groups"):
-        try:
-            setattr(args, name, numbers(getattr(args, name)))
-        except ValueError:
-            parser.error(f"--{name} is {getattr(args, name)!r}; set it to whole numbers")
-    if len(args.groups) != len(args.limits):
-        parser.error("--groups needs one number for each of --limits")
-    most = MODEL["max_position_embeddings"] - MAX_PROMPT_TOKENS
-    if max(args.limits) > most:
-        parser.error(f"--limits must lie between 1 and {most}")
-    return args
+def write_endless_task(folder: Path, vocabulary: int = VOCABULARY) -> int:
+    """The task of tools/bench/e2e.py with a model that never ends a response; returns the model's
+    number of parameters.
 
+    No family that megarl publishes has a bias in its output head. So the first hidden dimension is
+    `ALWAYS` for every token: the embedding sets it and no layer adds to it. The end-of-sequence
+    token's logit is a negative multiple of it, about -50 where the others are about 0.
+    """
+    from safetensors.torch import load_file, save_file
 
-def kinds() -> dict[str, Kind]:
-    """The kinds of runs on the cores of this machine. Raises `ValueError` if there is one only."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise ValueError("this process may use one core only, and two are needed")
-    return {
-        "synchronous": Kind(staleness=0, threads=2),
-        "one_thread": Kind(staleness=0, threads=1),
-        "overlapped": Kind(1, 1, engine_cores=(cores[0],), trainer_cores=(cores[1],)),
-    }
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed, if it is imported, says so
+        parameters = write_task(folder, vocabulary)
+    file = folder / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][:, 0] = ALWAYS
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0
+    weights["lm_head.weight"][EOS_ID] = 0
+    weights["lm_head.weight"][EOS_ID, 0] = EOS_WEIGHT
+    save_file(weights, file, metadata={"format": "pt"})
+    return parameters
 
 
 # --------------------------------------------------------------------------------------- arithmetic
-
-
-def bound(parts: Mapping[str, float], staleness: int, generation: str = "generation") -> float:
-    """Seconds of a step that costs no more than its parts: their sum where they take turns, the
-    longer one where they overlap. `generation`: which measurement of generation counts.
-    """
-    both = (parts[generation], parts["training"])
-    return max(both) if staleness else sum(both)
 
 
 def compared(
@@ -112,14 +135,14 @@ def compared(
     beside: Mapping[str, Sequence[float]],
     staleness: int,
 ) -> dict[str, float]:
-    """One round: means over its steps, and ratios of these. `beside`: seconds of the parts side by
-    side, empty where that was not measured.
+    """One round: means over its steps, and the ratio to a step that costs no more than its parts:
+    their sum where they take turns, the longer one where they overlap. `beside`: seconds of the
+    parts side by side, empty where that was not measured.
     """
     mean = {name: statistics.fmean(found) for name, found in parts.items()}
-    step, least = statistics.fmean(step_s), bound(mean, staleness)
+    step, least = statistics.fmean(step_s), (max if staleness else sum)(mean.values())
     found = {"step_s": step, **{f"{name}_s": value for name, value in mean.items()}}
     found |= {"bound_s": least, "overhead_s": step - least, "ratio": step / least}
-    found["ratio_to_plain"] = step / bound(mean, staleness, "plain")
     if beside:
         longer = max(statistics.fmean(one) for one in beside.values())
         found |= {"side_by_side_s": longer, "ratio_to_side_by_side": step / longer}
@@ -140,38 +163,142 @@ def causes(row: Mapping[str, float], phases: Mapping[str, float]) -> dict[str, f
     }
 
 
+def together(*calls: list[list[float]]) -> list[list[float]]:
+    """Of each part's (begin, end) of its calls, the seconds of those that ended while all parts
+    were under way.
+    """
+    until = min(part[-1][1] for part in calls)
+    return [[end - begin for begin, end in part if end <= until] for part in calls]
+
+
+def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]) -> None:
+    """Raise `RuntimeError` unless the (loss, gradient norm) of each step that the bare loop `made`
+    are those of the run's metrics. Steps that the loop has repeated are not compared.
+    """
+    for record, found in zip(records, made, strict=False):
+        for name, own in zip(("loss", "grad_norm"), found, strict=True):
+            if abs(record[name] - own) > AGREE * max(abs(record[name]), abs(own), 1e-3):
+                raise RuntimeError(
+                    f"the bare loop trains otherwise: {name} of step {record['step']} is {own}, and"
+                    f" {record[name]} in the run"
+                )
+
+
 # -------------------------------------------------------------------------------------- measurement
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All kinds at all limits, in turns."""
-    known = kinds()
-    work = Path(tempfile.mkdtemp(prefix="over-"))
-    try:
-        (work / "task").mkdir()
-        parameters = write_endless_task(work / "task", VOCABULARY)
-        bench = Bench(work, skipped=SKIPPED, steps=args.steps, deadline_s=args.deadline)
-        cases = [
-            (name, limit, groups)
-            for limit, groups in zip(args.limits, args.groups, strict=True)
-            for name in args.kinds
-        ]
-        rows: dict[tuple[str, int], list[dict[str, Any]]] = {case[:2]: [] for case in cases}
-        for number in range(args.rounds):
-            for name, limit, groups in cases if number % 2 == 0 else reversed(cases):
-                found = one_round(bench, known[name], limit, groups, is_reversed=number % 2 == 1)
-                rows[name, limit].append(found)
-                print(f"round {number + 1} {name} {limit}: {found}", file=sys.stderr, flush=True)
+class Pins:
+    """Context manager: binds the processes of the run `folder` to the cores of `kind` as soon as
+    they have recorded that they live. megarl itself binds no process.
+    """
+
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self._folder, self._kind = folder, kind
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._watch)
+        self.done: dict[str, float] = {}
+        """{process: when it was bound, in seconds since the epoch}"""
+
+    def __enter__(self) -> Pins:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def check(self, deadline: float) -> None:
+        """Raise `RuntimeError` unless engine and trainer were bound before `deadline`."""
+        late = [at for at in self.done.values() if at > deadline]
+        if self._kind.is_pinned and (len(self.done) != len(PINNED) or late):
+            raise RuntimeError(f"not all processes were bound to their cores in time: {self.done}")
+
+    def _watch(self) -> None:
+        from megarl.activity.files import FOLDER, read
+
+        while self._kind.is_pinned and len(self.done) < len(PINNED):
+            if self._ended.wait(PIN_EVERY_S):
+                return
+            lives = list(read(self._folder / FOLDER, only_last=True))
+            # Threads that start later have the affinity of the thread that starts them.
+            for life in lives if any(life.steps for life in lives) else ():
+                if life.process in PINNED:
+                    for thread in Path(f"/proc/{life.pid}/task").iterdir():
+                        os.sched_setaffinity(int(thread.name), self._kind.cores(life.process))
+                    self.done[life.process] = time.time()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Runs megarl, and the parts of its steps, in the folder `work`."""
+
+    work: Path
+    steps: int
+    """Counted steps of each run."""
+    deadline_s: float
+
+    def run(self, kind: Kind, limit: int, groups: int) -> dict[str, Any]:
+        """A run of megarl in `work`/run: {"step_s": seconds of each counted step, "phases",
+        "records"}. One further step follows the counted ones, since a step ends where the next one
+        begins.
+        """
+        from megarl.activity.files import FOLDER, read
+
+        setting = Setting(1, kind.threads, 1, kind.threads)
+        sizes = {"steps": SKIPPED + self.steps + 1, "limit": limit, "groups": groups}
+        tree = recipe(self.work / "task", setting, staleness=kind.staleness, **sizes)
+        tree["observe"] = {"batches": True}
+        folder = self.work / "run"
+        shutil.rmtree(folder, ignore_errors=True)  # whose processes `Pins` would look for
+        with Pins(folder, kind) as pins:
+            records, _ = run_megarl("train", tree, self.work, setting, self.deadline_s)
+        tokens = groups * SAMPLES * limit
+        for record in records:
+            if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
+                raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
+        lives = read(folder / FOLDER)
+        begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
+        if len(begins) != tree["steps"]:
+            raise RuntimeError(f"{folder} has recorded the begin of {len(begins)} steps")
+        pins.check(begins[SKIPPED])
+        counted = records[SKIPPED : SKIPPED + self.steps]
+        names = sorted({name for one in counted for name in one if name.startswith("publish/")})
         return {
-            "parameters": parameters,
-            "rows": [
-                {"kind": name, "limit": limit, "samples": groups * SAMPLES, "rounds": found}
-                for (name, limit, groups), found in zip(cases, rows.values(), strict=True)
-            ],
-            "others": bench.others,
+            "step_s": [end - begin for begin, end in itertools.pairwise(begins[SKIPPED:])],
+            "phases": {
+                name: statistics.fmean(one[name] for one in counted) for name in (*PHASES, *names)
+            },
+            "records": records,
         }
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+    def part(
+        self, name: str, kind: Kind, records: list[dict[str, Any]], meeting: str = ""
+    ) -> list[list[float]]:
+        """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
+        `RuntimeError` where it did not train as the run did.
+        """
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self.work) as aside:
+            task = {
+                "part": name,
+                "run": str(self.work / "run"),
+                "folder": f"{aside}/run",
+                "cores": kind.cores(name),
+                "stops": [EOS_ID],
+                "available": SKIPPED + self.steps,
+                "calls": {"skipped": SKIPPED, "steps": self.steps, "meeting": meeting},
+            }
+            path = Path(aside) / "task.json"
+            path.write_text(json.dumps(task))
+            script = str(Path(__file__).with_name("overhead_part.py"))
+            environment = child_environment(self.work, kind.threads)
+            run(
+                [sys.executable, script, str(path)],
+                path.parent / "log",
+                self.deadline_s,
+                environment,
+            )
+            found = json.loads(path.with_suffix(".answer").read_text())
+        refuse_other_training(found.get("losses_and_norms", []), records)
+        return found["calls"]
 
 
 def one_round(
@@ -180,57 +307,68 @@ def one_round(
     """A run and its parts: what `compared` returns, with the run's `phases` and, of a synchronous
     run, the `causes` of its overhead.
     """
-    folder, run = bench.run(kind, limit, groups)
-    parts = bench.parts(kind, folder, is_reversed=is_reversed)
-    beside = bench.side_by_side(kind, folder) if kind.staleness else {}
-    shutil.rmtree(folder.parent)
-    found: dict[str, Any] = compared(run["step_s"], parts, beside, kind.staleness)
-    found["causes"] = {} if kind.staleness else causes(found, run["phases"])
-    return found | {"phases": run["phases"]}
+    made, names = bench.run(kind, limit, groups), ("generation", "training")
+    parts, beside = dict[str, list[float]](), dict[str, list[float]]()
+    for name in reversed(names) if is_reversed else names:
+        calls = bench.part(name, kind, made["records"])
+        parts[name] = [end - begin for begin, end in calls]
+    if kind.staleness:  # the two at the same time, each on its core
+        with tempfile.TemporaryDirectory(dir=bench.work) as meeting, ThreadPoolExecutor(2) as pool:
+            each = pool.map(lambda name: bench.part(name, kind, made["records"], meeting), names)
+            beside = dict(zip(names, together(*each), strict=True))
+    found: dict[str, Any] = compared(made["step_s"], parts, beside, kind.staleness)
+    found["causes"] = {} if kind.staleness else causes(found, made["phases"])
+    return found | {"phases": made["phases"]}
 
 
-# -------------------------------------------------------------------------------------------- table
-
-
-def over_rounds(rounds: Sequence[Mapping[str, float]], name: str, form: str = ".3f") -> str:
-    """Mean over the rounds, with the smallest and the largest."""
-    values = [one[name] for one in rounds]
-    mean, least, most = statistics.fmean(values), min(values), max(values)
-    return f"{mean:{form}} ({least:{form}} to {most:{form}})"
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All kinds at all limits, in turns."""
+    if len(os.sched_getaffinity(0)) < 2:
+        raise ValueError("this process may use one core only, and two are needed")
+    if len(args.groups) != len(args.limits):
+        raise ValueError("--groups needs one number for each of --limits")
+    if max(args.limits) > MODEL["max_position_embeddings"] - MAX_PROMPT_TOKENS:
+        raise ValueError(f"--limits has {max(args.limits)}, more than the model's positions")
+    sizes = zip(args.limits, args.groups, strict=True)
+    rows: list[dict[str, Any]] = [
+        {"kind": kind, "limit": limit, "groups": groups, "samples": groups * SAMPLES, "rounds": []}
+        for (limit, groups), kind in itertools.product(sizes, args.kinds)
+    ]
+    with tempfile.TemporaryDirectory(prefix="over-") as name:
+        work = Path(name)
+        parameters = write_endless_task(work / "task")
+        bench = Bench(work, args.steps, args.deadline)
+        for number in range(args.rounds):
+            is_reversed = number % 2 == 1
+            for row in reversed(rows) if is_reversed else rows:
+                case = KINDS[row["kind"]], row["limit"], row["groups"]
+                row["rounds"].append(one_round(bench, *case, is_reversed=is_reversed))
+    return {"parameters": parameters, "rows": rows}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table."""
-    here, task = result["machine"], result["task"]
-    yield f"{here['cpu']}, {here['cores']} cores; {result['parameters']:,} parameters"
-    yield (
-        f"{task['rounds']} rounds of {task['steps']} steps; mean over rounds (smallest to largest)"
-    )
+    """Lines of the tables."""
+    titles = {
+        "step_s": "step",
+        "generation_s": "generation alone",
+        "training_s": "training alone",
+        "bound_s": "the longer part, or the sum of the parts",
+        "overhead_s": "overhead",
+        "ratio": f"ratio (bar {BAR:.2f})",
+        "side_by_side_s": "longer part, side by side",
+        "ratio_to_side_by_side": "ratio to that",
+    }
     for row in result["rows"]:
-        rounds, is_overlapped = row["rounds"], row["kind"] == "overlapped"
-        yield ""
+        rounds = row["rounds"]
         yield f"{row['kind']}, {row['samples']} samples x {row['limit']} new tokens"
-        lines = {
-            "step": ("step_s", " s"),
-            "generation alone": ("generation_s", " s"),
-            "training alone": ("training_s", " s"),
-            "the longer part" if is_overlapped else "sum of the parts": ("bound_s", " s"),
-            "overhead": ("overhead_s", " s"),
-            f"ratio (bar {BAR:.2f})": ("ratio", ""),
-            "generation, plain": ("plain_s", " s"),
-            "ratio to plain": ("ratio_to_plain", ""),
-        }
-        if is_overlapped:
-            lines["longer, side by side"] = ("side_by_side_s", " s")
-            lines["ratio to that"] = ("ratio_to_side_by_side", "")
-        for title, (name, unit) in lines.items():
-            yield f"  {title:32} {over_rounds(rounds, name)}{unit}"
+        lines = {title: [one.get(key) for one in rounds] for key, title in titles.items()}
         for group in ("causes", "phases"):
-            for name in rounds[0][group]:
-                found = over_rounds([one[group] for one in rounds], name, ",.3f")
-                yield f"    {name:30} {found}"
-    yield from warn_if_not_quiet(result["others"])
+            lines |= {name: [one[group][name] for one in rounds] for name in rounds[0][group]}
+        found = [
+            {"what": k, "s": spread(values)} for k, values in lines.items() if None not in values
+        ]
+        yield from table(found, "what; s ,.3f")
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("overhead", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

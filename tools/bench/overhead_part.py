@@ -16,18 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
-
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 POLL_S = 0.01
 """Seconds between two looks at the other part."""
-
-
-def answer_path(task: Path) -> Path:
-    """Where a part writes its answer."""
-    return task.with_suffix(".answer")
 
 
 def prompts_of(batch: Any) -> list[list[list[int]]]:
@@ -80,9 +70,8 @@ class Calls:
 
 
 def generate(task: dict[str, Any]) -> dict[str, Any]:
-    """`vllm.LLM.generate` on the prompts of each step, with the engine options, threads and
-    environment that megarl gives its engines. `plain`: without a seed a request and without
-    log-probs, which megarl asks for.
+    """`vllm.LLM.generate` on the prompts of each step, with the engine options, threads,
+    environment and sampling that megarl gives its engines.
     """
     from megarl.cluster.process_env import engine_environment
     from megarl.config import RunConfig, longest_request, read
@@ -112,42 +101,32 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
         on_cpu=True,
     )
     llm = LLM(**arguments, generation_config="vllm", logprobs_mode="processed_logprobs")
-    limit, size = config.rollout.max_new_tokens, config.rollout.group_size
-    prompts = [prompts_of(batch_of(run, step, 0, 1)) for step in range(task["available"])]
-    common = {
-        "max_tokens": limit,
-        "temperature": config.rollout.temperature,
-        "detokenize": False,
-        "stop_token_ids": task["stops"],
-        "output_kind": RequestOutputKind.FINAL_ONLY,
-    }
+    limit = config.rollout.max_new_tokens
+    batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
+    prompts = [[ids for group in prompts_of(one) for ids in group] for one in batches]
 
-    def check(outputs: list[Any], samples: int) -> None:
-        lengths = [len(one.token_ids) for output in outputs for one in output.outputs]
-        if lengths != [limit] * samples:
-            raise RuntimeError(f"vLLM generated {sum(lengths)} tokens, of {limit * samples}")
-
-    def as_megarl(step: int) -> None:
-        flat = [tokens for group in prompts[step] for tokens in group]
+    def call(step: int) -> None:
         settings = [
-            SamplingParams(**common, seed=step * len(flat) + row, logprobs=0, flat_logprobs=True)
-            for row in range(len(flat))
+            SamplingParams(
+                max_tokens=limit,
+                temperature=config.rollout.temperature,
+                detokenize=False,
+                stop_token_ids=task["stops"],
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                seed=step * len(prompts[step]) + row,
+                logprobs=0,
+                flat_logprobs=True,
+            )
+            for row in range(len(prompts[step]))
         ]
-        given: Any = [{"prompt_token_ids": tokens} for tokens in flat]
-        check(llm.generate(given, settings, use_tqdm=False), len(flat))
+        given: Any = [{"prompt_token_ids": tokens} for tokens in prompts[step]]
+        outputs = llm.generate(given, settings, use_tqdm=False)
+        lengths = [len(one.token_ids) for output in outputs for one in output.outputs]
+        if lengths != [limit] * len(given):
+            raise RuntimeError(f"vLLM generated {sum(lengths)} tokens, of {limit * len(given)}")
         llm.reset_prefix_cache()  # as a publication does
 
-    def plain(step: int) -> None:
-        given: Any = [{"prompt_token_ids": group[0]} for group in prompts[step]]
-        settings = SamplingParams(**common, n=size)
-        check(llm.generate(given, settings, use_tqdm=False), size * len(given))
-        llm.reset_prefix_cache()
-
-    calls = Calls("generation", **task["calls"])
-    found: dict[str, Any] = {"calls": calls.run(as_megarl)}
-    if task["plain"]:
-        found["plain"] = Calls("plain", **task["calls"]).run(plain)
-    return found
+    return {"calls": Calls("generation", **task["calls"]).run(call)}
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +192,7 @@ def main(path: Path) -> None:
     if task["cores"]:
         os.sched_setaffinity(0, task["cores"])
     found = {"generation": generate, "training": train}[task["part"]](task)
-    answer_path(path).write_text(json.dumps(found))
+    path.with_suffix(".answer").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

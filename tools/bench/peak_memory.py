@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,29 @@ def _allocated(profiler: Any) -> int:
         owned += event.nbytes()
         most = max(most, owned)
     return most
+
+
+class Sampled:
+    """Context manager: `most` is the largest value of `look()` inside it, seen every 4 ms."""
+
+    def __init__(self, look: Callable[[], int]) -> None:
+        self._look, self._ended = look, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.begin = self.most = look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.004):
+            self.most = max(self.most, self._look())
+
+    def __enter__(self) -> Sampled:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.end = self._look()
+        self.most = max(self.most, self.end)
 
 
 def check() -> None:

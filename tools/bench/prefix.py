@@ -1,8 +1,7 @@
 """A training step with every prompt computed once for its group, against one that repeats it.
 
     python tools/bench/prefix.py [--cases 512:8x64,256:8x128,64:8x64] [--groups 8] [--rounds 3]
-        [--steps 3] [--threads 2] [--model FOLDER | --size tiny] [--device cpu]
-        [--profile] [--json]
+        [--steps 3] [--threads 2] [--size tiny] [--device cpu] [--profile] [--json]
 
 A case is `prompt tokens : samples of a group x response tokens`. A step is `--groups` groups of
 random tokens: advantages, packing, forward and backward passes and one AdamW step of the policy
@@ -20,8 +19,8 @@ samples, in turns, in one process; the first step of each is not counted.
 With `--profile` nothing is compared: the table says where the time of one step with shared prompts
 goes, on the CPU (step_profile.py).
 
-Without `--model` the weights are random. `--size tiny` is the model of e2e.py with 2.4 million
-parameters, whose steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
+The weights are random. `--size tiny` is the model of e2e.py with 2.4 million parameters, whose
+steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,14 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from common import (
-    Others,
-    command_line,
-    require_positive,
-    run_tool,
-    warn_if_not_quiet,
-    write_qwen2_config,
-)
+from common import group_shape, in_turns, ratios, run_tool, table, write_qwen2_config
 from e2e_task import MODEL
 
 SEED = 1
@@ -64,44 +55,21 @@ SIZES: dict[str, dict[str, Any]] = {
 """{size of the model: settings of its config.json}"""
 WAYS: dict[str, Literal["auto", "off"]] = {"repeated": "off", "shared": "auto"}
 """{way to pack: `training.share_prefix`}"""
-
-
-def case(text: str) -> tuple[int, int, int]:
-    """(prompt tokens, samples of a group, response tokens) of "512:8x64". Raises `ValueError`."""
-    prompt, _, rest = text.partition(":")
-    samples, _, response = rest.partition("x")
-    found = int(prompt), int(samples), int(response)
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--cases": {
-        "type": lambda text: [case(one) for one in text.split(",")],
-        "default": [(512, 8, 64), (256, 8, 128), (64, 8, 64)],
-        "help": "prompt tokens : samples of a group x response tokens, separated by commas",
-    },
-    "--groups": {"type": int, "default": 8, "help": "groups of a step"},
-    "--rounds": {"type": int, "default": 3, "help": "turns of each way"},
-    "--steps": {"type": int, "default": 3, "help": "counted steps of a turn"},
-    "--threads": {"type": int, "default": 2, "help": "torch threads, on the CPU"},
-    "--tokens": {"type": int, "default": 8192, "help": "most tokens of a micro-batch"},
-    "--model": {"default": "", "help": "folder of a Hugging Face model; weights are random"},
-    "--size": {"choices": tuple(SIZES), "default": "tiny", "help": "of the model without --model"},
-    "--profile": {"action": "store_true", "help": "the parts of a step with shared prompts"},
-    "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "where to train"},
+OPTIONS = {
+    "--cases": (
+        "512:8x64,256:8x128,64:8x64",
+        "prompt tokens : samples of a group x response tokens, separated by commas",
+        lambda text: [group_shape(one) for one in text.split(",")],
+    ),
+    "--groups": (8, "groups of a step"),
+    "--rounds": (3, "turns of each way"),
+    "--steps": (3, "counted steps of a turn"),
+    "--threads": (2, "torch threads, on the CPU"),
+    "--tokens": (8192, "most tokens of a micro-batch"),
+    "--size": ("tiny", "of the model", tuple(SIZES)),
+    "--profile": (False, "the parts of a step with shared prompts"),
+    "--device": ("cpu", "where to train", ("cpu", "cuda")),
 }
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    if args.profile and args.device != "cpu":
-        parser.error("--profile needs --device cpu")
-    require_positive(parser, args, ("groups", "rounds", "steps", "threads", "tokens"))
-    return args
 
 
 def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: int) -> list[Any]:
@@ -211,58 +179,78 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every case in turn, with both ways in turns."""
-    import peak_memory
     import torch
 
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
-    found = []
-    with ExitStack() as stack, Others(time.process_time) as others:
+    if args.profile and args.device != "cpu":
+        raise ValueError("--profile needs --device cpu")
+    with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         torch.set_num_threads(args.threads)
         device = mesh_module.initialise(timeout_s=600)
         stack.callback(mesh_module.finalise)
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
-        model = args.model or write_qwen2_config(folder, **SIZES[args.size])
+        model = write_qwen2_config(folder, **SIZES[args.size])
         ways = ["shared"] if args.profile else list(WAYS)
         trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
-        vocabulary = trainers["shared"].role.engine.module.model.config.vocab_size
-        for shape in args.cases:
-            made = [
-                groups_of(shape, args.groups, step, vocabulary) for step in range(args.steps + 1)
-            ]
-            metrics = {way: one.step(made[0]) for way, one in trainers.items()}
-            if args.profile:
-                parts = _profile(trainers["shared"], made[1])
-                found.append({"case": "{}:{}x{}".format(*shape), "profile": parts})
-                continue
-            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-            for turn in range(args.rounds):
-                for way in list(WAYS) if turn % 2 == 0 else reversed(list(WAYS)):
-                    trainers[way].step(made[0])
-                    for groups in made[1:]:
-                        _wait(device)
-                        began = time.perf_counter()
-                        trainers[way].step(groups)
-                        _wait(device)
-                        seconds[way].append(time.perf_counter() - began)
-            peaks = {
-                way: peak_memory.peak_of(partial(one.step, made[0]), device)[0].allocated
-                for way, one in trainers.items()
-            }
-            ratio = work_ratio(trainers["shared"].role.engine.module.model, shape)
-            found.append(_case(shape, args, metrics, seconds, peaks) | {"bound": ratio})
-    return {"cases": found, "others": others.share}
+        run_case = _profile if args.profile else _compare
+        cases = [
+            {"case": "{}:{}x{}".format(*shape), **run_case(shape, args, trainers, device)}
+            for shape in args.cases
+        ]
+    return {"cases": cases}
 
 
-def _profile(trainer: Trainer, groups: list[Any]) -> dict[str, Any]:
-    """The parts of a step of `trainer`; see `step_profile`."""
+def _compare(
+    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], device: Any
+) -> dict[str, Any]:
+    """The results of a case."""
+    import peak_memory
+    import torch
+
+    vocabulary = SIZES[args.size]["vocab_size"]
+    made = [groups_of(shape, args.groups, step, vocabulary) for step in range(args.steps + 1)]
+    metrics = {way: one.step(made[0]) for way, one in trainers.items()}
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def turn(trainer: Trainer) -> float:
+        """Seconds of a counted step, mean over the turn."""
+        trainer.step(made[0])
+        synchronize()
+        began = time.perf_counter()
+        for groups in made[1:]:
+            trainer.step(groups)
+        synchronize()
+        return (time.perf_counter() - began) / args.steps
+
+    seconds = in_turns(args.rounds, {way: partial(turn, one) for way, one in trainers.items()})
+    peaks = {
+        way: peak_memory.peak_of(partial(one.step, made[0]), device)[0].allocated
+        for way, one in trainers.items()
+    }
+    return {
+        "bound": work_ratio(trainers["shared"].role.engine.module.model, shape),
+        "speed_up": ratios(seconds["repeated"], seconds["shared"]),
+        "seconds": {way: statistics.mean(times) for way, times in seconds.items()},
+        "tokens": {way: metrics[way]["tokens/computed"] for way in WAYS},
+        "memory": peaks["shared"] / peaks["repeated"],
+        "difference": abs(metrics["shared"]["loss"] - metrics["repeated"]["loss"]),
+    }
+
+
+def _profile(
+    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], _: Any
+) -> dict[str, Any]:
+    """The parts of a step; see `step_profile`."""
     import step_profile
 
     from megarl.rollout import batch
 
+    trainer, vocabulary = trainers["shared"], SIZES[args.size]["vocab_size"]
+    first, groups = (groups_of(shape, args.groups, step, vocabulary) for step in range(2))
     functions = [
         (trainer.role.engine, "step", "optimizer, clipping"),
         (trainer.role, "pack_step", "packing"),
@@ -270,38 +258,9 @@ def _profile(trainer: Trainer, groups: list[Any]) -> dict[str, Any]:
         (trainer.learner, "prepare", "loss"),
         (trainer.learner, "_loss", "loss"),
     ]
+    trainer.step(first)
     model = trainer.role.engine.module
-    return step_profile.profile_of(lambda: trainer.step(groups), model, functions)
-
-
-def _wait(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _case(
-    shape: tuple[int, int, int],
-    args: argparse.Namespace,
-    metrics: dict[str, dict[str, float]],
-    seconds: dict[str, list[float]],
-    peaks: dict[str, int],
-) -> dict[str, Any]:
-    """The results of a case. Speed-ups are by turn."""
-    turns = [slice(n * args.steps, (n + 1) * args.steps) for n in range(args.rounds)]
-    ratios = [
-        statistics.mean(seconds["repeated"][turn]) / statistics.mean(seconds["shared"][turn])
-        for turn in turns
-    ]
-    return {
-        "case": "{}:{}x{}".format(*shape),
-        "speed_up": ratios,
-        "seconds": {way: statistics.mean(times) for way, times in seconds.items()},
-        "tokens": {way: metrics[way]["tokens/computed"] for way in WAYS},
-        "memory": peaks["shared"] / peaks["repeated"],
-        "difference": abs(metrics["shared"]["loss"] - metrics["repeated"]["loss"]),
-    }
+    return step_profile.profile_of(partial(trainer.step, groups), model, functions)
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -311,23 +270,15 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     if result["task"]["profile"]:
         for one in result["cases"]:
             yield f"{one['case']}:"
-            yield from step_profile.show(one["profile"])
-        yield from warn_if_not_quiet(result["others"])
+            yield from step_profile.show(one)
         return
-    names = ("repeated", "shared", "speed-up (lowest-highest)", "bound", "of it", "tokens")
-    yield f"{'case':12} {'  '.join(names)}  memory  difference"
-    for one in result["cases"]:
-        speed = statistics.mean(one["speed_up"])
-        tokens, seconds = one["tokens"], one["seconds"]
-        yield (
-            f"{one['case']:12} {seconds['repeated']:6.3f} s {seconds['shared']:6.3f} s"
-            f" {speed:5.2f} ({min(one['speed_up']):.2f}-{max(one['speed_up']):.2f})"
-            f" {one['bound']:6.2f} {speed / one['bound']:6.0%}"
-            f" {tokens['repeated']:7,.0f} -> {tokens['shared']:,.0f}"
-            f" {one['memory']:6.2f} {one['difference']:10.1e}"
-        )
-    yield from warn_if_not_quiet(result["others"])
+    columns = (
+        "case; repeated s=seconds.repeated .3f; shared s=seconds.shared .3f;"
+        " speed-up=speed_up .2f; bound .2f; tokens repeated=tokens.repeated ,.0f;"
+        " shared=tokens.shared ,.0f; memory .2f; difference .1e"
+    )
+    yield from table(result["cases"], columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("prefix", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

@@ -23,35 +23,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, command_line, require_positive, run_tool
+from common import command_line, run_tool
 
 OPTIONS = {
-    "--rate": {"type": int, "default": 200, "help": "responses a second"},
-    "--seconds": {"type": int, "default": 60, "help": "seconds of load"},
-    "--bytes": {"type": int, "default": 2048, "help": "bytes of a response"},
-    "--batch": {"type": int, "default": 1, "help": "most responses in a request"},
-    "--fail": {"type": float, "default": 0.05, "help": "share of samples that fail"},
-    "--late": {"type": float, "default": 0.02, "help": "share of requests answered too late"},
-    "--down": {"type": float, "default": 2.0, "help": "seconds without a server, half-way"},
-    "--port": {"type": int, "default": 0, "help": "of the server; 0 takes a free one"},
-    "--serve": {"default": "", "help": argparse.SUPPRESS},
+    "--rate": (200, "responses a second"),
+    "--seconds": (60, "seconds of load"),
+    "--bytes": (2048, "bytes of a response"),
+    "--batch": (1, "most responses in a request"),
+    "--fail": (0.05, "share of samples that fail"),
+    "--late": (0.02, "share of requests answered too late"),
+    "--down": (2.0, "seconds without a server, half-way"),
+    "--port": (0, "of the server; 0 takes a free one"),
+    "--serve": ("", "used by the tool itself: be the server, with this record"),
 }
 TOKEN = "MEGARL_BENCH_TOKEN"  # noqa: S105 - a name
 ATTEMPT_S, LIMIT_S = 1.0, 10.0
 """Limits of a request and of a response, in seconds."""
 READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ("rate", "seconds", "bytes", "batch"))
-    return args
 
 
 # ------------------------------------------------------------------------------------- the server
@@ -101,8 +93,7 @@ def start_server(args: argparse.Namespace, port: int, record: Path) -> subproces
     words = [sys.executable, __file__, "--serve", str(record), "--port", str(port)]
     for name in ("batch", "fail", "late"):
         words += [f"--{name}", str(getattr(args, name))]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
+    return subprocess.Popen(words, stdout=subprocess.PIPE)
 
 
 # ------------------------------------------------------------------------------------- the client
@@ -198,6 +189,7 @@ def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any
     fails = {line["n"] for line in lines if line["failed"]}
     seen = {line["n"] for line in lines}
     ours = {n for n, one in outcomes.items() if one.failure == "error" and one.detail == "injected"}
+    scored = {n for n, one in outcomes.items() if not one.failure}
     ended = {n for n, one in outcomes.items() if one.failure and n not in ours}
     return {
         "asked": found["asked"],
@@ -210,9 +202,7 @@ def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any
         "injected_failures_counted": len(ours),
         "injected_uncounted": len(fails - ours - ended),
         "counted_but_not_injected": len(ours - fails),
-        "scored_but_not_in_record": len(
-            {n for n, one in outcomes.items() if not one.failure} - seen
-        ),
+        "scored_but_not_in_record": len(scored - seen),
         "other_failures": len(ended),
         "late_samples_in_record": sum(line["late"] for line in lines),
         "requests": counters.requests,
@@ -228,14 +218,14 @@ def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def show(result: dict[str, Any]) -> Iterable[str]:
-    return [
-        f"{name:36}{value}" for name, value in result.items() if name not in ("machine", "task")
-    ]
+def show(result: dict[str, Any]) -> Iterator[str]:
+    for name, value in result.items():
+        if name not in ("machine", "task", "others"):
+            yield f"{name:36}{value}"
 
 
 if __name__ == "__main__":
     if "--serve" in sys.argv:
-        asyncio.run(serve(arguments(sys.argv[1:])))
-        sys.exit(0)
-    sys.exit(run_tool("reward_service", arguments=arguments, measure=measure, show=show))
+        asyncio.run(serve(command_line(__doc__, OPTIONS).parse_args()))
+    else:
+        run_tool(__doc__, OPTIONS, measure, show)

@@ -5,6 +5,8 @@ service that works with them.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from service import SimulatedPrompts, heartbeat
 
 from megarl.cluster.inbox import Inbox
 from megarl.cluster.mailbox import Mailbox, Pace
@@ -25,13 +26,15 @@ from megarl.ledger.recorder import Recorder
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.service import RolloutService
-from megarl.types import Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 SILENCE_S = 1800.0
 """Seconds without progress after which a simulated rank would end the run."""
 
 STEPS = 2
 """Steps that are simulated; the last one is measured."""
+PROMPT_TOKENS = 256
+HEARTBEAT_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class Scale:
     seconds: float
     """The longest that an engine takes to answer."""
     engines_per_relay: int
+
+
+class SimulatedPrompts:
+    """Prompts of random tokens."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def at(self, ordinal: int) -> Prompt:
+        token_ids = np.random.default_rng(ordinal).integers(3, 32_000, PROMPT_TOKENS).tolist()
+        return Prompt(ordinal, "text " * PROMPT_TOKENS, token_ids, "an answer", {"row": ordinal})
 
 
 class SimulatedEngine(Inbox):
@@ -176,6 +190,24 @@ class Ranks:
         return taken.result()
 
 
+async def heartbeat(file: Path) -> None:
+    """Keep in `file` the longest times in milliseconds that the event loop was blocked: by the
+    clock, which counts what other processes of the machine take, and in CPU time of its thread.
+    """
+    blocked, busy, beats = 0.0, 0.0, 0
+    file.write_text(json.dumps({"pid": os.getpid()}))
+    while True:
+        started_at, cpu_before = time.monotonic(), time.thread_time()
+        await asyncio.sleep(HEARTBEAT_S)
+        late, cpu = time.monotonic() - started_at - HEARTBEAT_S, time.thread_time() - cpu_before
+        blocked, busy, beats = max(blocked, late), max(busy, cpu), beats + 1
+        if beats % 25 == 0:
+            if not file.exists():  # whoever removes it wants to begin anew
+                blocked, busy = 0.0, 0.0
+            found = {"pid": os.getpid(), "blocked_ms": blocked * 1000, "busy_ms": busy * 1000}
+            file.write_text(json.dumps(found))
+
+
 def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
     pace = Pace()
@@ -190,7 +222,7 @@ def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> An
     service = RolloutService(
         config=config,
         seed=0,
-        prompts=SimulatedPrompts(256),
+        prompts=SimulatedPrompts(),
         engines=remote_engines(members, pace, config),
         environment=FleetEnvironment(environment, pace),
         num_data_ranks=scale.ranks,

@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -41,9 +40,9 @@ from typing import Any
 
 import psutil
 import ray
-from common import command_line, run_tool
+from common import run_tool, table
+from peak_memory import Sampled
 from scale_actors import STEPS, Fleet, Member, Ranks, Scale, build
-from service import PeakMemory, cpu_s
 
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
@@ -69,6 +68,18 @@ MODEL = {  # 70.6 billion parameters
 }
 
 
+OPTIONS = {
+    "--engines": (512, "simulated engines"),
+    "--ranks": (256, "simulated data ranks"),
+    "--samples": (8192, "samples of a step"),
+    "--group-size": (16, "samples of a group"),
+    "--tokens": (65536, "longest response"),
+    "--seconds": (60.0, "an engine answers within"),
+    "--engines-per-relay": (128, "0: engines are asked directly", int),
+    "--grow": (0, "doublings that are simulated as well"),
+}
+
+
 def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
@@ -86,30 +97,27 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
         service = psutil.Process(json.loads(beat.read_text())["pid"])
         time.sleep(1.0)
         found: dict[str, Any] = {}
-        memory = PeakMemory(service)
-        memory.start()
-        ray.get(handle.start.remote())
-        for step in range(STEPS):  # the last one counts: requests travel as they do in a long run
-            beat.unlink()
-            before, threads = _calls(fleets, environment), _threads(service)
-            passed = {one: cpu_s(one) for one in _relays()}
-            found = ray.get(
-                ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
-            )
-            assert found.pop("samples") == scale.samples, "a sample is lost"
-            time.sleep(1.0)
-            spent = {
-                name: seconds - threads.get(name, 0.0)
-                for name, seconds in _threads(service).items()
-            }
-            found |= {"threads": spent, "cpu_s": sum(spent.values())}
-            found["relays_cpu_s"] = [cpu_s(one) - passed.get(one, 0.0) for one in _relays()]
-            found["calls"] = _calls(fleets, environment) - before | {
-                "ranks to service": 2 * scale.ranks + found.pop("asked")
-            }
+        with Sampled(lambda: service.memory_info().rss) as memory:
+            ray.get(handle.start.remote())
+            for step in range(STEPS):  # the last counts: requests travel as they do in a long run
+                beat.unlink()
+                before, threads = _calls(fleets, environment), _threads(service)
+                passed = _relays()
+                found = ray.get(
+                    ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
+                )
+                assert found.pop("samples") == scale.samples, "a sample is lost"
+                time.sleep(1.0)
+                spent = _threads(service) - threads
+                found |= {"threads": dict(spent), "cpu_s": spent.total()}
+                relays = _relays().items()
+                found["relays_cpu_s"] = [at - passed.get(pid, 0.0) for pid, at in relays]
+                asked = 2 * scale.ranks + found.pop("asked")
+                found["calls"] = dict(_calls(fleets, environment) - before)
+                found["calls"]["ranks to service"] = asked
         blocked = json.loads(beat.read_text())
         found |= {
-            "memory_mib": memory.stop(),
+            "memory_mib": (memory.most - memory.begin) / 2**20,
             "blocked_ms": blocked["blocked_ms"],
             "busy_ms": blocked["busy_ms"],
             "ledger_mib": (folder / "ledger.jsonl").stat().st_size / 2**20 / STEPS,
@@ -119,13 +127,13 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _relays() -> list[psutil.Process]:
-    """The processes of the relays."""
-    return [
-        one
+def _relays() -> dict[int, float]:
+    """{process id of a relay: its CPU seconds so far}"""
+    return {
+        one.pid: sum(one.cpu_times()[:2])
         for one in psutil.Process().children(recursive=True)
         if "ray::RelayActor" in " ".join(one.cmdline()[:1])
-    ]
+    }
 
 
 def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
@@ -137,13 +145,13 @@ def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
     return made
 
 
-def _threads(process: psutil.Process) -> dict[str, float]:
+def _threads(process: psutil.Process) -> Counter[str]:
     """CPU seconds of a process's threads so far, by name."""
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for thread in process.threads():
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip()
-            found[name] = found.get(name, 0.0) + thread.user_time + thread.system_time
+            found[name] += thread.user_time + thread.system_time  # type: ignore[assignment]
     return found
 
 
@@ -235,6 +243,8 @@ def plans(engines: int) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The scale that was asked for, and larger ones."""
+    if args.samples % args.group_size:
+        raise ValueError("--group-size must divide --samples")
     made = []
     for doubling in range(args.grow + 1):
         times = 2**doubling
@@ -255,61 +265,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines."""
+    columns = (
+        "engines d; ranks d; samples d; CPU s=cpu_s .2f; memory MiB=memory_mib .1f;"
+        " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; ledger MiB=ledger_mib .2f;"
+        " step s=step_s .1f; supervisor: a look s=supervisor_look_s .3f;"
+        " its CPU=supervisor_thread_cpu_s .3f; rank 0's CPU=supervisor_process_cpu_s .3f"
+    )
+    yield from table(result["scales"], columns)
     for one in result["scales"]:
-        yield (
-            f"{one['engines']} engines, {one['ranks']} ranks, {one['samples']} samples of up to"
-            f" {one['tokens']} tokens: a step of {one['step_s']:.1f} s"
-        )
-        yield (
-            f"  service      cpu {one['cpu_s']:.2f} s  memory {one['memory_mib']:.1f} MiB  loop"
-            f" blocked {one['blocked_ms']:.0f} ms ({one['busy_ms']:.0f} ms of CPU)  ledger"
-            f" {one['ledger_mib']:.2f} MiB"
-        )
+        yield f"{one['engines']} engines:"
         most = sorted(one["threads"].items(), key=lambda pair: -pair[1])[:6]
-        threads = ", ".join(f"{name} {seconds:.2f}" for name, seconds in most)
-        yield f"  threads      CPU s: {threads}"
-        relays = ", ".join(f"{seconds:.2f}" for seconds in one["relays_cpu_s"])
-        yield f"  relays       CPU s: {relays or 'none'}"
-        yield "  calls        " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
-        yield (
-            f"  supervisor   a look {one['supervisor_look_s']:.3f} s, cpu of its thread"
-            f" {one['supervisor_thread_cpu_s']:.3f} s, of rank 0"
-            f" {one['supervisor_process_cpu_s']:.3f} s"
-        )
-        for name, plan in one["plan"].items():
-            yield (
-                f"  plan         {name}: cpu {plan['cpu_s']:.2f} s, memory"
-                f" {plan['memory_mib']:.1f} MiB, {plan['copies']} copies"
-            )
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--engines": {"type": int, "default": 512, "help": "simulated engines"},
-    "--ranks": {"type": int, "default": 256, "help": "simulated data ranks"},
-    "--samples": {"type": int, "default": 8192, "help": "samples of a step"},
-    "--group-size": {"type": int, "default": 16, "help": "samples of a group"},
-    "--tokens": {"type": int, "default": 65536, "help": "longest response"},
-    "--seconds": {"type": float, "default": 60.0, "help": "an engine answers within"},
-    "--engines-per-relay": {"type": int, "default": 128, "help": "0: engines are asked directly"},
-    "--grow": {"type": int, "default": 0, "help": "doublings that are simulated as well"},
-}
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, OPTIONS)
-    args = parser.parse_args(argv)
-    if min(args.engines, args.ranks, args.samples, args.group_size, args.tokens) < 1:
-        parser.error("--engines, --ranks, --samples, --group-size and --tokens must be 1 or more")
-    if args.samples % args.group_size:
-        parser.error("--group-size must divide --samples")
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return run_tool("simulate_scale", arguments=arguments, measure=measure, show=show, argv=argv)
+        yield "  CPU s of threads: " + ", ".join(f"{name} {s:.2f}" for name, s in most)
+        yield "  CPU s of relays: " + ", ".join(f"{s:.2f}" for s in one["relays_cpu_s"])
+        yield "  calls: " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
+        plan = ({"of": name, **found} for name, found in one["plan"].items())
+        yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(__doc__, OPTIONS, measure, show)

@@ -8,103 +8,72 @@ the range of the forward operator that made it, which has the same sequence numb
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
+from common import table
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 PREFIX = "part of a step: "
 OTHERS, OUTSIDE = "others in the model", "outside of operators"
-PARTS = (
-    *("linear layers", "attention", "rotary embeddings, heads", "norms", "gated activations"),
-    *("embedding", OTHERS, "loss head", "loss", "optimizer, clipping", "packing", OUTSIDE),
-)
-"""The rows of the table."""
+MODULES = {
+    "LogProbHead": "loss head",
+    "Linear": "linear layers",
+    "Norm": "norms",
+    "Attention": "rotary embeddings, heads",
+    "MLP": "gated activations",
+    "Embedding": "embedding",
+}
+"""{end of a module's class: the part that its forward pass is}"""
+BACKWARD, ATTENTION = "autograd::engine::evaluate_function", "_OverTokens"
+"""Names of the profiler's events: a node of the backward pass, and the ring's function."""
 
 
-def _part_of(module: nn.Module) -> str | None:
-    """The part of a step that a module's forward pass is, if it has a row of its own."""
-    name = type(module).__name__
-    if name == "LogProbHead":
-        return "loss head"
-    if isinstance(module, nn.Linear):
-        return "linear layers"
-    if name.endswith("Norm"):
-        return "norms"
-    if name.endswith("Attention"):
-        return "rotary embeddings, heads"
-    if name.endswith("MLP"):
-        return "gated activations"
-    return "embedding" if isinstance(module, nn.Embedding) else None
-
-
-@contextmanager
-def _as_part(owner: Any, name: str, part: str) -> Iterator[None]:
-    """While open, the function `owner.name` is the part `part` of a step."""
+def _as_part(owner: Any, name: str, part: str) -> Any:
+    """Context manager, inside which the function `owner.name` is the part `part` of a step."""
     whole = getattr(owner, name)
 
     def inside(*arguments: Any, **named: Any) -> Any:
         with record_function(PREFIX + part):
             return whole(*arguments, **named)
 
-    setattr(owner, name, inside)
-    try:
-        yield
-    finally:
-        setattr(owner, name, whole)
+    return patch.object(owner, name, inside)
 
 
-@contextmanager
-def _modules_as_parts(model: nn.Module) -> Iterator[None]:
-    """While open, the forward pass of each module is a part of a step."""
-    with ExitStack() as stack:
-        stack.enter_context(_as_part(model, "forward", OTHERS))
-        for module in model.modules():
-            if module is not model and (part := _part_of(module)):
-                stack.enter_context(_as_part(module, "forward", part))
-        yield
+def _around(event: Any) -> Iterator[Any]:
+    """An event and those around it, the innermost first."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
 
 
-def _named(event: Any, attention: tuple[str, ...]) -> str | None:
-    """The part that an event itself names."""
-    if event.name.startswith(PREFIX):
-        return event.name.removeprefix(PREFIX)
-    return "attention" if event.name in attention else None
-
-
-def _times(events: list[Any], attention: tuple[str, ...]) -> dict[str, float]:
+def _times(events: Iterable[Any]) -> Counter[str]:
     """{part: seconds} of the operators among `events`."""
     nodes = [one for one in events if one.device_type == DeviceType.CPU]
     forward: dict[int, str] = {}  # {sequence number: part} of operators of the forward pass
-    backward = "autograd::engine::evaluate_function"
 
     def part_of(event: Any) -> str:
-        around = event
-        while around is not None:
-            if around.name.startswith(backward):
-                return forward.get(around.sequence_nr, "loss")
-            if part := _named(around, attention):
-                return part
-            around = around.cpu_parent
+        for one in _around(event):
+            if one.name.startswith(BACKWARD):
+                return forward.get(one.sequence_nr, "loss")
+            if one.name.startswith(PREFIX) or one.name == ATTENTION:
+                return "attention" if one.name == ATTENTION else one.name.removeprefix(PREFIX)
         return OTHERS
 
-    def is_backward(event: Any) -> bool:
-        while event is not None and not event.name.startswith(backward):
-            event = event.cpu_parent
-        return event is not None
-
     for event in nodes:
-        if event.sequence_nr >= 0 and not is_backward(event):
+        is_backward = any(one.name.startswith(BACKWARD) for one in _around(event))
+        if event.sequence_nr >= 0 and not is_backward:
             # A number is that of the last operator that asks for it: the innermost one.
             forward[event.sequence_nr] = part_of(event)
-    found: dict[str, float] = defaultdict(float)
+    found: Counter[str] = Counter()
     for event in nodes:
-        found[part_of(event)] += event.self_cpu_time_total / 1e6
-    return dict(found)
+        found[part_of(event)] += event.self_cpu_time_total / 1e6  # type: ignore[assignment]
+    return found
 
 
 def profile_of(
@@ -113,28 +82,33 @@ def profile_of(
     """{"parts": {part: seconds}, "profiled": seconds of the profiled step, "plain": of the same
     step before it}. `functions`: owner, name and part of functions that are parts of a step.
     """
-    began = time.perf_counter()
-    step()
-    plain = time.perf_counter() - began
+
+    def timed() -> float:
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+    plain = timed()
     with ExitStack() as stack:
-        stack.enter_context(_modules_as_parts(model))
-        for owner, name, part in functions:
-            stack.enter_context(_as_part(owner, name, part))
+        for module in model.modules():
+            ends = (part for end, part in MODULES.items() if type(module).__name__.endswith(end))
+            part = OTHERS if module is model else next(ends, None)
+            if part:
+                stack.enter_context(_as_part(module, "forward", part))
+        for one in functions:
+            stack.enter_context(_as_part(*one))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            began = time.perf_counter()
-            step()
-            profiled = time.perf_counter() - began
-    events = list(recorded.events() or ())
-    parts = _times(events, ("_OverTokens",))
-    parts[OUTSIDE] = parts.get(OUTSIDE, 0.0) + max(0.0, profiled - sum(parts.values()))
-    assert set(parts) <= set(PARTS), sorted(set(parts) - set(PARTS))
-    return {"parts": parts, "profiled": profiled, "plain": plain}
+            profiled = timed()
+    parts = _times(recorded.events() or ())
+    parts[OUTSIDE] += max(0.0, profiled - parts.total())  # type: ignore[assignment]
+    return {"parts": dict(parts), "profiled": profiled, "plain": plain}
 
 
 def show(found: dict[str, Any]) -> Iterator[str]:
     """Lines of a table, the largest part first."""
     total = found["profiled"]
-    yield f"{'part of a step with shared prompts':36} {'s':>7} {'share':>6}"
-    for part, seconds in sorted(found["parts"].items(), key=lambda one: -one[1]):
-        yield f"{part:36} {seconds:7.3f} {seconds / total:6.1%}"
-    yield f"{'all':36} {total:7.3f}; without the profiler {found['plain']:.3f} s"
+    parts = sorted(found["parts"].items(), key=lambda one: -one[1])
+    rows = [{"part": part, "s": seconds, "share": seconds / total} for part, seconds in parts]
+    columns = "part of a step with shared prompts=part; s .3f; share .1%"
+    yield from table(rows, columns)
+    yield f"all {total:.3f} s; without the profiler {found['plain']:.3f} s"

@@ -22,36 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import command_line, require_positive, run_tool
-from e2e_processes import child_environment, run
-from e2e_trl import make_trl_environment
+from against_trl import TRL_ENV, make_trl_environment
+from common import run_tool, table
+from processes import child_environment, run
 
 from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
 from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
 
 SIDES = ("chosen", "rejected", "others")
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """Options of the command line."""
-    parser = command_line(
-        __doc__,
-        {
-            "--batches": {"type": int, "default": 200},
-            "--seed": {"type": int, "default": 1},
-            "--trl-env": {"type": Path, "default": Path.home() / ".cache" / "megarl" / "trl"},
-        },
-    )
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["batches"])
-    return args
+OPTIONS = {
+    "--batches": (200, "random batches"),
+    "--seed": (1, "of the batches"),
+    "--trl-env": (TRL_ENV, "folder of TRL's environment"),
+}
 
 
 def make_batch(draw: random.Random) -> dict[str, Any]:
@@ -122,29 +111,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="trl-losses-") as work:
         path = Path(work) / "batches.json"
         path.write_text(json.dumps(batches))
-        peer = Path(__file__).with_name("trl_losses_peer.py").resolve()
-        command = [python, str(peer), str(path)]
-        run(command, child_environment(Path(work), 1), Path(work) / "log", 600.0)
+        command = [python, str(Path(__file__).with_name("trl_losses_peer.py")), str(path)]
+        run(command, Path(work) / "log", 600.0, child_environment(Path(work), 1))
         theirs = json.loads(path.with_suffix(".result").read_text())
     ours = [own_losses(batch) for batch in batches]
-    found = {}
+    rows = []
     for name, values in theirs["losses"].items():
-        gaps = [
-            abs(mine[name] - value) / max(1.0, abs(value))
-            for mine, value in zip(ours, values, strict=True)
-        ]
-        found[name] = {"largest": max(gaps), "mean_loss": sum(values) / len(values)}
-    return {"trl": theirs["trl"], "losses": found}
+        pairs = zip((one[name] for one in ours), values, strict=True)
+        gaps = [abs(mine - value) / max(1.0, abs(value)) for mine, value in pairs]
+        rows.append({"loss": name, "largest": max(gaps), "mean_loss": sum(values) / len(values)})
+    return {"trl": theirs["trl"], "losses": rows}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The table: largest difference of a batch's loss, relative above 1 and absolute below."""
-    yield f"TRL {result['trl']}, {result['task']['batches']} batches"
-    yield "| loss | largest difference | mean loss |"
-    yield "|---|---|---|"
-    for name, found in result["losses"].items():
-        yield f"| {name} | {found['largest']:.1e} | {found['mean_loss']:.4g} |"
+    yield f"TRL {result['trl']}"
+    columns = "loss; largest difference=largest .1e; mean loss=mean_loss .4g"
+    yield from table(result["losses"], columns)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("trl_losses", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

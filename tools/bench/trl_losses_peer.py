@@ -22,6 +22,11 @@ def padded(rows: list[list[float]], value: float = 0.0) -> torch.Tensor:
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows], dtype=torch.float64)
 
 
+def sums(rows: list[list[float]], *, mean: bool = False) -> torch.Tensor:
+    """[P] float64: sum, or mean, of each row."""
+    return torch.tensor([sum(row) / (len(row) if mean else 1) for row in rows], dtype=torch.float64)
+
+
 class Model:
     """Stands for the policy: answers TRL's trainers with given log-probs instead of computing them
     from tokens; TRL's code from there on is its own.
@@ -41,14 +46,24 @@ class Model:
 
 def bare(kind: Any, **settings: Any) -> Any:
     """A trainer of TRL with the attributes that its loss reads, without data and model."""
-    same = lambda values: values  # noqa: E731 - one process gathers nothing
+
+    def same(values: Any) -> Any:  # one process gathers nothing
+        return values
+
     trainer = kind.__new__(kind)
-    trainer.accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=same, gather_for_metrics=same
-    )
-    trainer._metrics = {"train": collections.defaultdict(list)}
-    trainer._total_train_tokens, trainer._tp_size = 0, 1
-    for name, value in settings.items():
+    attributes = {
+        "accelerator": SimpleNamespace(
+            device=torch.device("cpu"), gather=same, gather_for_metrics=same
+        ),
+        "model": SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "_metrics": {"train": collections.defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+        **settings,
+    }
+    for name, value in attributes.items():
         setattr(trainer, name, value)
     return trainer
 
@@ -62,28 +77,22 @@ def inputs(batch: dict[str, Any], order: list[tuple[str, str]]) -> dict[str, tor
         "attention_mask": torch.ones_like(mask),
         "completion_mask": mask,
     }
-    for side, name in order:
-        sums = [sum(row) for row in batch[f"reference_{side}"]]
-        found[name] = torch.tensor(sums, dtype=torch.float64)
-    return found
+    return found | {name: sums(batch[f"reference_{side}"]) for side, name in order}
 
 
-def dpo_family(batch: dict[str, Any], loss_type: str, **settings: Any) -> float:
+def dpo_family(batch: dict[str, Any], loss_type: str) -> float:
     """`DPOTrainer._compute_loss`."""
     from trl import DPOTrainer
 
-    defaults = dict(beta=batch["beta"], label_smoothing=batch["smoothing"])
     trainer = bare(
         DPOTrainer,
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
         ld_alpha=None,
-        precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
         loss_types=[loss_type],
         loss_weights=[1.0],
         use_weighting=False,
-        **defaults | settings,
+        beta=batch["beta"],
+        label_smoothing=batch["smoothing"],
     )
     order = [("chosen", "ref_chosen_logps"), ("rejected", "ref_rejected_logps")]
     given = inputs(batch, order)
@@ -96,31 +105,21 @@ def kto(batch: dict[str, Any]) -> float:
     from trl import KTOTrainer
 
     count = len(batch["chosen"])
-    own = torch.tensor([sum(row) for row in batch["others"]], dtype=torch.float64)
     trainer = bare(
         KTOTrainer,
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
         calculate_KL=True,
         beta=batch["beta"],
         loss_type="kto",
         desirable_weight=batch["weights"][0],
         undesirable_weight=batch["weights"][1],
     )
-    trainer._compute_kl_logps = lambda *_: own
+    trainer._compute_kl_logps = lambda *_: sums(batch["others"])
     given = inputs(batch, [("chosen", "chosen"), ("rejected", "rejected")])
     given["ref_logps"] = torch.cat([given.pop("chosen"), given.pop("rejected")])
-    sums = [sum(row) for row in batch["reference_others"]]
-    given["ref_KL_logps"] = torch.tensor(sums, dtype=torch.float64)
+    given["ref_KL_logps"] = sums(batch["reference_others"])
     given["label"] = torch.tensor([True] * count + [False] * count)
     model = Model(padded(batch["chosen"] + batch["rejected"]))
     return float(trainer._compute_loss(model, given, return_outputs=False))
-
-
-def sums(rows: list[list[float]], *, mean: bool = False) -> torch.Tensor:
-    """[P] float64: sum, or mean, of each row."""
-    return torch.tensor([sum(row) / (len(row) if mean else 1) for row in rows], dtype=torch.float64)
 
 
 def cpo_family(batch: dict[str, Any], loss_type: str, *, mean: bool) -> float:
@@ -161,7 +160,6 @@ def reward_model(batch: dict[str, Any]) -> float:
     scores = torch.tensor(batch["scores"], dtype=torch.float64).T.reshape(-1, 1)
     trainer = bare(
         RewardTrainer,
-        model=SimpleNamespace(training=True),
         args=SimpleNamespace(center_rewards_coefficient=batch["centering"]),
     )
     given = {
@@ -183,16 +181,14 @@ LOSSES = {
 }
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
+def main(path: Path) -> None:
+    """The losses of the batches in `path`."""
     batches = json.loads(path.read_text())
     import trl
 
-    found: dict[str, Any] = {
-        name: [loss(batch) for batch in batches] for name, loss in LOSSES.items()
-    }
+    found = {name: [loss(batch) for batch in batches] for name, loss in LOSSES.items()}
     path.with_suffix(".result").write_text(json.dumps({"trl": trl.__version__, "losses": found}))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

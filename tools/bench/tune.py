@@ -21,16 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import cell, command_line, require_positive, run_tool, spread, warn_if_not_quiet
-from e2e_megarl import weight_change
-from e2e_processes import child_environment, launcher, run
+from against_trl import TRL_ENV, make_trl_environment, run_megarl, run_trl
+from common import in_turns, progress, ratios, run_tool, spread, table
+from e2e import weight_change
 from e2e_task import (
     LEARNING_RATE,
     LETTERS,
@@ -40,28 +39,21 @@ from e2e_task import (
     Setting,
     write_task,
 )
-from e2e_trl import make_trl_environment
 
 ROWS = {"preference": 32, "sft": 64}
 """Rows of one optimizer step."""
+BLOCK_TOKENS = 2048
+"""Tokens of a row of TRL's packing."""
+ROWS_AT_ONCE = 8
+"""Padded pairs of one forward pass of TRL's DPO."""
 SPREADS = (Setting(2, 1), Setting(1, 2))
 DEADLINE_S = 900.0
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """Options of the command line."""
-    parser = command_line(
-        __doc__,
-        {
-            "--kinds": {"type": lambda text: text.split(","), "default": list(ROWS)},
-            "--rounds": {"type": int, "default": 3},
-            "--steps": {"type": int, "default": 8},
-            "--trl-env": {"type": Path, "default": Path.home() / ".cache" / "megarl" / "trl"},
-        },
-    )
-    args = parser.parse_args(argv)
-    require_positive(parser, args, ["rounds", "steps"])
-    return args
+OPTIONS = {
+    "--kinds": (list(ROWS), "what is trained", tuple(ROWS)),
+    "--rounds": (3, "runs of each system in each way"),
+    "--steps": (8, "timed steps of a run"),
+    "--trl-env": (TRL_ENV, "folder of TRL's environment"),
+}
 
 
 def write_data(folder: Path, steps: int) -> dict[str, float]:
@@ -85,19 +77,17 @@ def write_data(folder: Path, steps: int) -> dict[str, float]:
     return tokens
 
 
-def megarl_recipe(kind: str, task: Path, folder: Path, setting: Setting, steps: int) -> Any:
-    """The run as megarl's configuration. JSON is YAML."""
-    source = str(task / f"{kind}.jsonl")
-    data = {"source": source, "max_tokens": 4096, "shuffle": False}
-    section = {"preferences": data, "reference": {"cache": str(folder.parent / "reference")}}
+def megarl_recipe(kind: str, work: Path, setting: Setting, steps: int) -> dict[str, Any]:
+    """The run as megarl's configuration."""
+    data = {"source": str(work / "task" / f"{kind}.jsonl"), "max_tokens": 4096, "shuffle": False}
+    section = {"preferences": data, "reference": {"cache": str(work / "reference")}}
     if kind == "sft":
         section = {"demonstrations": data | {"response_column": "completion"}}
     return {
-        "folder": str(folder),
         "steps": steps,
         "seed": SEED,
         "samples_per_step": ROWS[kind],
-        "model": {"path": str(task / "model")},
+        "model": {"path": str(work / "task" / "model")},
         **section,
         "training": {
             "num_threads": setting.threads,
@@ -108,114 +98,90 @@ def megarl_recipe(kind: str, task: Path, folder: Path, setting: Setting, steps: 
     }
 
 
-class Bench:
-    """Runs both systems on one task."""
-
-    def __init__(self, args: argparse.Namespace, work: Path) -> None:
-        self.args, self.work, self.task = args, work, work / "task"
-        self.task.mkdir()
-        self.python = make_trl_environment(args.trl_env)
-        self.parameters = write_task(self.task, 512)
-        self.tokens = write_data(self.task, 1 + args.steps)
-        self.others: list[float] = []
-
-    def megarl(self, kind: str, setting: Setting) -> float:
-        """Tokens a second of one run of megarl."""
-        folder, steps = self.work / "megarl", 1 + self.args.steps
-        recipe = self.work / "megarl.json"
-        recipe.write_text(json.dumps(megarl_recipe(kind, self.task, folder, setting, steps)))
-        module = ["-m", "megarl", kind, str(recipe)]
-        command = [*launcher(sys.executable, setting.processes), *module]
-        try:
-            self._run(command, setting)
-            rows = (folder / "metrics.jsonl").read_text().splitlines()[1:]
-            saved = next((folder / "checkpoints").glob("step_*")) / "model"
-            self._refuse_idle(kind, weight_change(self.task / "model", saved))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        found = [json.loads(row) for row in rows]
-        tokens = sum(one["tokens/trained_per_s"] * one["time/step_s"] for one in found)
-        return tokens / sum(one["time/step_s"] for one in found)
-
-    def trl(self, kind: str, setting: Setting) -> float:
-        """Tokens a second of one run of TRL."""
-        path = self.work / "trl.json"
-        given = {
-            "kind": kind,
-            "task": str(self.task),
-            "steps": 1 + self.args.steps,
-            "rows": ROWS[kind],
-            "tokens": self.tokens[kind],
-            "processes": setting.processes,
-            "threads": setting.threads,
+def trl_given(kind: str, work: Path, setting: Setting, steps: int, tokens: float) -> dict[str, Any]:
+    """The run as trl_side.py takes it. `tokens`: of a step."""
+    rows = ROWS[kind] // setting.processes
+    arguments: dict[str, Any] = {"max_steps": steps, "learning_rate": LEARNING_RATE, "seed": SEED}
+    if kind == "preference":
+        arguments |= {
+            "beta": 0.1,
+            "max_length": 4096,
+            "per_device_train_batch_size": min(ROWS_AT_ONCE, rows),
+            "gradient_accumulation_steps": max(1, rows // ROWS_AT_ONCE),
+            "precompute_ref_log_probs": True,
         }
-        path.write_text(json.dumps(given))
-        script = str(Path(__file__).with_name("tune_trl.py").resolve())
-        try:
-            self._run([*launcher(self.python, setting.processes), script, str(path)], setting)
-            found = json.loads(path.with_suffix(".result").read_text())
-        finally:
-            path.with_suffix(".result").unlink(missing_ok=True)
-            shutil.rmtree(self.work / "trl", ignore_errors=True)
-        self._refuse_idle(kind, found["weight_change"])
-        first, *rest = found["steps"]
-        tokens = rest[-1]["tokens_so_far"] - first["tokens_so_far"]
-        return tokens / sum(step["step_s"] for step in rest)
-
-    def _run(self, command: list[str], setting: Setting) -> None:
-        environment = child_environment(self.work, setting.threads)
-        share, _ = run(command, environment, self.work / "log", DEADLINE_S)
-        self.others.append(share)
-
-    def _refuse_idle(self, kind: str, change: float) -> None:
-        if not change > 0:
-            raise RuntimeError(f"{kind}: the weights did not change")
+    else:
+        blocks = max(1, round(tokens / BLOCK_TOKENS / setting.processes))
+        arguments |= {
+            "packing": True,
+            "max_length": BLOCK_TOKENS,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": blocks,
+        }
+    return {
+        "trainer": "DPO" if kind == "preference" else "SFT",
+        "model": str(work / "task" / "model"),
+        "rows": str(work / "task" / f"{kind}.jsonl"),
+        "arguments": arguments,
+    }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both systems in turns, each with both ways to use the cores."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tune-") as work:
-        bench = Bench(args, Path(work))
+    python, steps, rows = make_trl_environment(args.trl_env), 1 + args.steps, []
+    with tempfile.TemporaryDirectory(prefix="tune-") as name:
+        work = Path(name)
+        parameters = write_task(work / "task")
+        tokens = write_data(work / "task", steps)
+
+        def one_run(kind: str, system: str, setting: Setting) -> float:
+            """Tokens a second."""
+            if system == "megarl":
+                recipe = megarl_recipe(kind, work, setting, steps)
+                found = run_megarl(kind, recipe, work, setting, DEADLINE_S)[0][1:]
+                saved = next((work / "run" / "checkpoints").glob("step_*")) / "model"
+                change = weight_change(work / "task" / "model", saved)
+                seconds = [one["time/step_s"] for one in found]
+                per_s = (one["tokens/trained_per_s"] for one in found)
+                trained = sum(rate * s for rate, s in zip(per_s, seconds, strict=True))
+            else:
+                given = trl_given(kind, work, setting, steps, tokens[kind])
+                answer = run_trl(python, work, setting, given, DEADLINE_S)
+                first, *rest = answer["steps"]
+                change, seconds = answer["weight_change"], [step["step_s"] for step in rest]
+                trained = rest[-1]["num_tokens"] - first["num_tokens"]
+            if not change > 0:
+                raise RuntimeError(f"{kind}: the weights did not change")
+            progress(f"{kind}, {system}, {setting}: {trained / sum(seconds):,.0f} tokens/s")
+            return trained / sum(seconds)
+
         for kind in args.kinds:
-            rates: dict[str, dict[str, list[float]]] = {"megarl": {}, "TRL": {}}
-            for number in range(args.rounds):
-                for setting in SPREADS:
-                    for system, call in (("TRL", bench.trl), ("megarl", bench.megarl)):
-                        rate = call(kind, setting)
-                        rates[system].setdefault(str(setting), []).append(rate)
-                        shown = f"round {number + 1}: {kind}, {system}, {setting}"
-                        print(f"{shown}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
-            found[kind] = {
-                system: {name: spread(values) for name, values in by_setting.items()}
-                for system, by_setting in rates.items()
+            ways = {
+                (system, str(setting)): partial(one_run, kind, system, setting)
+                for setting in SPREADS
+                for system in ("TRL", "megarl")
             }
-        return {
-            "parameters": bench.parameters,
-            "tokens_a_step": bench.tokens,
-            "others": max(bench.others),
-            "rates": found,
-        }
+            rates = in_turns(args.rounds, ways)  # type: ignore[arg-type]
+            rows += [
+                {"kind": kind, "system": system, "cores": cores, "rate": spread(values)}
+                for (system, cores), values in rates.items()
+            ]
+    return {"parameters": parameters, "tokens_a_step": tokens, "rows": rows}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """The table, and for each kind the ratio of the faster settings."""
-    yield f"{result['parameters']:,} parameters"
-    yield from warn_if_not_quiet(result["others"])
-    yield "| what | system | cores as | tokens/s, median (smallest to largest) |"
-    yield "|---|---|---|---|"
-    ratios = []
-    for kind, systems in result["rates"].items():
+    columns = "what=kind; system; cores as=cores; tokens/s=rate ,.0f"
+    rows = result["rows"]
+    yield from table(rows, columns)
+    for kind in dict.fromkeys(row["kind"] for row in rows):
         best = {}
-        for system, settings in systems.items():
-            for name, found in settings.items():
-                yield f"| {kind} | {system} | {name} | {cell(found, ',.0f')} |"
-            best[system] = max(settings.values(), key=lambda found: found["median"])
-        pairs = zip(best["megarl"]["all"], best["TRL"]["all"], strict=True)
-        each = spread([mine / theirs for mine, theirs in pairs])
-        ratios.append(f"{kind}: {cell(each, '.2f')} times TRL, round by round")
-    yield from ratios
+        for row in sorted(rows, key=lambda row: row["rate"]["median"]):
+            if row["kind"] == kind:
+                best[row["system"]] = row["rate"]["all"]
+        times = ratios(best["megarl"], best["TRL"])
+        yield "{}: {median:.2f} ({min:.2f} to {max:.2f}) times TRL".format(kind, **times)
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool("tune", arguments=arguments, measure=measure, show=show))
+    run_tool(__doc__, OPTIONS, measure, show)

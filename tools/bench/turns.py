@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from common import run_tool, table
 
 from megarl.apps.runs.command_checks import check_rollout
 from megarl.cluster.process_env import engine_environment, prepare_environment
@@ -59,6 +59,18 @@ class Waits:
 """
 
 
+OPTIONS = {
+    "kind": (str, "what is measured", ("exact", "load")),
+    "source": (str, "a recipe for exact, a model's folder for load"),
+    "--rollouts": (500, "exact: rollouts"),
+    "--sessions": (2000, "load: sessions at once"),
+    "--turns": (8, "load: turns of a session"),
+    "--wait-ms": (50.0, "load: what a tool waits in every turn"),
+    "--tokens": (16, "load: tokens of a turn"),
+    "--minutes": (0.0, "load: for so long again and again"),
+}
+
+
 class RecordedEngine(EngineActor):
     """An engine that keeps vLLM's own account of each request: (prompt tokens, generated tokens,
     their log-probs).
@@ -77,11 +89,23 @@ class RecordedEngine(EngineActor):
         return final
 
 
-class Here:
-    """An engine of this process, as the rollout service sees it."""
+def start_engine(recorded: bool, **arguments: Any) -> RecordedEngine:
+    """An engine of one thread in this process; `start()` loads it."""
+    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
+    engine = RecordedEngine(
+        number=0, trust_remote_code=False, environment=environment, load=True, **arguments
+    )
+    engine.keeps = recorded
+    return engine
 
-    def __init__(self, engine: RecordedEngine) -> None:
-        self._engine = engine
+
+class Here:
+    """An engine of this process, as the rollout service sees it. `tokens`: of each turn, whatever
+    the rollout has left; 0 for as many as it is asked for.
+    """
+
+    def __init__(self, engine: RecordedEngine, tokens: int = 0) -> None:
+        self._engine, self._tokens = engine, tokens
 
     async def generate(
         self,
@@ -92,8 +116,9 @@ class Here:
         max_tokens: int,
         temperature: float,
     ) -> Segment:
-        request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
-        return await self._engine.serve(request, [part.arrays for part in segments])
+        request = GenerateRequest(prompt_ids, seed, self._tokens or max_tokens, temperature)
+        made = await self._engine.serve(request, [part.arrays for part in segments])
+        return replace(made, finish="stop") if self._tokens else made
 
     async def paused_s(self, last_s: float) -> float:
         return await self._engine.paused_s(last_s)
@@ -104,16 +129,13 @@ class Here:
 
 async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
     """Generate `count` rollouts and compare them with the engine's record."""
-    engine = RecordedEngine(
-        number=0,
+    engine = start_engine(
+        True,
         model=config.model.path,
         config=config.rollout.engine,
         max_tokens=longest_request(config),
         stop_token_ids=inputs.stop_token_ids,
-        trust_remote_code=False,
         seed=config.seed,
-        environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
-        load=True,
         sampling=config.rollout.sampling,
     )
     codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
@@ -121,13 +143,8 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
     await asyncio.gather(engine.start(), environment.start())
     try:
         pool = EnginePool([Here(engine)], config.rollout)
-        attempts = Attempts(
-            pool,
-            environment,
-            config.seed,
-            config.rollout.max_new_tokens,
-            config.environment.max_turns,
-        )
+        limits = config.rollout.max_new_tokens, config.environment.max_turns
+        attempts = Attempts(pool, environment, config.seed, *limits)
         prompts = [inputs.prompts.at(ordinal) for ordinal in range(count)]
         found = await asyncio.gather(
             *(attempts.attempt(one, n, 0, temperature=1.0) for n, one in enumerate(prompts))
@@ -173,30 +190,23 @@ def wrong_rows(rows: Samples, record: list[tuple[list[int], list[int], list[floa
     there must be one request, whose prompt is the row up to there and whose tokens and log-probs
     are the stretch. A request is used once, and all are used.
     """
-    asked: dict[tuple[int, ...], list[tuple[list[int], list[float]]]] = {}
-    for given, made, logprobs in record:
-        asked.setdefault(tuple(given), []).append((made, logprobs))
+    asked = Counter(
+        (tuple(given), tuple(made), np.float32(logprobs).tobytes())
+        for given, made, logprobs in record
+    )
     wrong = 0
     for n in range(len(rows)):
         part = slice(rows.offsets[n], rows.offsets[n + 1])
         tokens, mask = rows.token_ids[part].tolist(), rows.mask[part]
-        logprobs = rows.engine_logprobs[part]
+        logprobs = np.float32(rows.engine_logprobs[part])
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
         right = bool((logprobs[~mask] == 0).all())
         for start, end in edges.reshape(-1, 2).tolist():
-            candidates = asked.get(tuple(tokens[:start]), [])
-            expected = (tokens[start:end], logprobs[start:end].tolist())
-            same = [
-                one
-                for one in candidates
-                if one[0] == expected[0]
-                and np.array_equal(np.float32(one[1]), np.float32(expected[1]))
-            ]
-            right = right and bool(same)
-            if same:
-                candidates.remove(same[0])
+            key = tuple(tokens[:start]), tuple(tokens[start:end]), logprobs[start:end].tobytes()
+            right = right and asked[key] > 0
+            asked[key] -= asked[key] > 0
         wrong += not right
-    return wrong + sum(len(left) for left in asked.values())
+    return wrong + asked.total()
 
 
 def differences(model: str, rows: Samples) -> list[float]:
@@ -224,20 +234,16 @@ def differences(model: str, rows: Samples) -> list[float]:
 async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Many sessions at once."""
     (folder / "own.py").write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.source)
     longest = 8 + args.turns * (args.tokens + 1)
-    engine = RecordedEngine(
-        number=0,
-        model=args.model,
+    engine = start_engine(
+        False,
+        model=args.source,
         config=EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1),
         max_tokens=longest,
         stop_token_ids=[],
-        trust_remote_code=False,
         seed=1,
-        environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
-        load=True,
     )
-    engine.keeps = False
     config = EnvironmentConfig(
         session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
     )
@@ -246,20 +252,19 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     await environment.start()
     own = psutil.Process().pid
     of_engine = [psutil.Process(pid) for _, pid, _ in started["processes"] if pid != own]
-    pool = EnginePool([TurnLimit(engine, args.tokens)], RolloutConfig(request_timeout_s=600.0))
+    pool = EnginePool([Here(engine, args.tokens)], RolloutConfig(request_timeout_s=600.0))
     attempts = Attempts(pool, environment, 1, longest)
-    memory, rounds = [], []
+    rounds = []
     until = time.monotonic() + 60 * args.minutes
     try:
         while not rounds or time.monotonic() < until:
             begun, before = time.monotonic(), [sum(one.cpu_times()[:2]) for one in of_engine]
             prompts = [Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions)]
-            done = await asyncio.gather(
-                *(
-                    attempts.attempt(one, len(rounds), n, temperature=1.0)
-                    for n, one in enumerate(prompts)
-                )
+            jobs = (
+                attempts.attempt(one, len(rounds), n, temperature=1.0)
+                for n, one in enumerate(prompts)
             )
+            done = await asyncio.gather(*jobs)
             seconds = time.monotonic() - begun
             after = [sum(one.cpu_times()[:2]) for one in of_engine]
             computed = max(late - early for early, late in zip(before, after, strict=True))
@@ -269,70 +274,36 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     "seconds": seconds,
                     "engine_busy": computed / seconds,
                     "turns_per_s": args.sessions * args.turns / seconds,
+                    "memory_mib": psutil.Process().memory_info().rss / 2**20,
                 }
             )
-            memory.append(psutil.Process().memory_info().rss / 2**20)
             del done
     finally:
         await environment.close()
         await engine.stop()
-    return {"rounds": rounds, "memory_mib": memory}
+    return {"rounds": rounds}
 
 
-class TurnLimit(Here):
-    """An engine whose turns have so many tokens, whatever the rollout has left."""
-
-    def __init__(self, engine: RecordedEngine, tokens: int) -> None:
-        super().__init__(engine)
-        self._tokens = tokens
-
-    async def generate(
-        self,
-        prompt_ids: np.ndarray,
-        segments: Sequence[Segment],
-        *,
-        seed: int,
-        max_tokens: int,
-        temperature: float,
-    ) -> Segment:
-        made = await super().generate(
-            prompt_ids,
-            segments,
-            seed=seed,
-            max_tokens=self._tokens,
-            temperature=temperature,
-        )
-        return replace(made, finish="stop")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    one = kinds.add_parser("exact")
-    one.add_argument("recipe")
-    one.add_argument("--rollouts", type=int, default=500)
-    one = kinds.add_parser("load")
-    one.add_argument("model")
-    one.add_argument("--sessions", type=int, default=2000)
-    one.add_argument("--turns", type=int, default=8)
-    one.add_argument("--wait-ms", type=float, default=50)
-    one.add_argument("--tokens", type=int, default=16)
-    one.add_argument("--minutes", type=float, default=0)
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for."""
     prepare_environment(1)
     if args.kind == "exact":
-        config = read(RunConfig, args.recipe, [])
-        inputs = check_rollout(config)
-        found = asyncio.run(exact(config, inputs, args.rollouts))
+        config = load(RunConfig, args.source, [])
+        return asyncio.run(exact(config, check_rollout(config).run, args.rollouts))
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(under_load(args, Path(folder)))
+
+
+def show(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines."""
+    if "rounds" in result:
+        columns = "seconds .1f; turns/s=turns_per_s ,.0f"
+        columns += "; engine computes=engine_busy .2f; memory MiB=memory_mib .1f"
+        yield from table(result["rounds"], columns)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(under_load(args, Path(folder)))
-    print(json.dumps(found, indent=1))
-    return 0
+        names = (name for name in result if name not in ("machine", "task", "others"))
+        yield from (f"{name:30} {result[name]}" for name in names)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(__doc__, OPTIONS, measure, show)

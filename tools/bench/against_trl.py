@@ -1,0 +1,166 @@
+"""What the comparisons with TRL share: TRL's environment, a run of TRL and one of megarl, and the
+columns of their steps.
+
+TRL lives in an environment of its own (`--trl-env`), made at first use and kept for the next; torch
+is the first package installed, so have pip prefer a CPU build of it (PIP_EXTRA_INDEX_URL) where the
+default index offers none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import progress
+from e2e_task import Setting
+from processes import child_environment, launcher, megarl, run
+
+TRL_PINS = (
+    "trl==1.16.0",
+    "transformers==5.23.0",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "tokenizers==0.23.3",
+)
+TORCH_PIN = "torch==2.13.0"
+INSTALL_WITHIN_S = 1800.0
+TRL_ENV = Path(tempfile.gettempdir()) / "megarl-bench-trl"
+
+
+def make_trl_environment(folder: Path) -> str:
+    """The interpreter of an environment with TRL, made where it is missing."""
+    folder = folder.absolute()
+    pins = hashlib.sha256(repr((TORCH_PIN, TRL_PINS)).encode()).hexdigest()[:12]
+    stamp, python = folder / f".bench-{pins}", str(folder / "bin" / "python")
+    if stamp.exists():
+        return python
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+        raise ValueError(
+            f"--trl-env {folder} holds something that is not a virtual environment; name another"
+            " folder"
+        )
+    progress(f"making TRL's environment in {folder}")
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTHON")}
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    with tempfile.TemporaryDirectory(prefix="e2e-") as work:
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            [*pip, TORCH_PIN],
+            [*pip, TORCH_PIN, *TRL_PINS],
+        ):
+            run(command, Path(work) / "log", INSTALL_WITHIN_S, environment)
+    stamp.touch()
+    return python
+
+
+def run_trl(
+    python: str, work: Path, setting: Setting, given: dict[str, Any], deadline_s: float
+) -> dict[str, Any]:
+    """One run of TRL, as trl_side.py returns it, with the share of the CPU that others took."""
+    path, folder = work / "trl.json", work / "trl"
+    given["arguments"]["output_dir"] = str(folder)
+    spread_over = {"processes": setting.processes, "threads": setting.threads}
+    path.write_text(json.dumps(given | spread_over))
+    command = [*launcher(python, setting.processes), str(Path(__file__).with_name("trl_side.py"))]
+    try:
+        environment = child_environment(work, setting.threads)
+        others = run([*command, str(path)], work / "log", deadline_s, environment)
+        return json.loads(path.with_suffix(".result").read_text()) | {"others": others}
+    finally:
+        path.with_suffix(".result").unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def grpo_arguments(
+    *, batch: int, samples: int, rows: int, processes: int, limit: int, **more: Any
+) -> dict[str, Any]:
+    """GRPOConfig: megarl's recipe in TRL's words. `rows`: padded rows of a micro-batch."""
+    times = batch // processes // rows
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": times,
+        "steps_per_generation": times,
+        "num_generations": samples,
+        "max_completion_length": limit,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "shuffle_dataset": False,
+        **more,
+    }
+
+
+def run_megarl(
+    command: str,
+    recipe: Path | dict[str, Any],
+    work: Path,
+    setting: Setting,
+    deadline_s: float,
+    settings: Mapping[str, object] | None = None,
+) -> tuple[list[dict[str, Any]], float]:
+    """(metrics of each step, share of the CPU that others took) of one run of megarl, whose folder
+    is `work`/run. `recipe`: a file, or what is written to one.
+    """
+    folder = work / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(recipe, dict):
+        (work / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+        recipe = work / "recipe.yaml"
+    others = megarl(
+        command,
+        recipe,
+        {"folder": folder, **(settings or {})},
+        work / "log",
+        deadline_s,
+        environment=child_environment(work, setting.threads),
+        processes=setting.processes,
+    )
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], others
+
+
+def step_of_megarl(row: Mapping[str, Any], samples: int) -> dict[str, float]:
+    """What is compared of a step, from its metrics. `samples`: of a group."""
+    return {
+        "step_s": row["time/step_s"],
+        "accuracy": row["accuracy"],
+        "tokens": row["tokens/generated"],
+        "samples": (row["groups/drawn"] - row["groups/rejected"]) * samples,
+    }
+
+
+def step_of_trl(row: Mapping[str, Any]) -> dict[str, float]:
+    """What is compared of a step, from what trl_side.py returns."""
+    tokens = row["completions/mean_length"] * row["samples"]
+    return {
+        "step_s": row["step_s"],
+        "accuracy": row["reward"],
+        "tokens": tokens,
+        "samples": row["samples"],
+    }
+
+
+def refuse_incomplete(system: str, steps: list[dict[str, float]], wanted: list[int]) -> None:
+    """Raise `RuntimeError` unless the steps have as many samples as `wanted`."""
+    if [row["samples"] for row in steps] != wanted:
+        raise RuntimeError(f"{system} did not train {len(wanted)} whole steps: {steps}")
+
+
+def speeds(runs: Iterable[list[dict[str, float]]]) -> dict[str, list[float]]:
+    """{column: its value of each run} over the timed steps of each run."""
+    found: dict[str, list[float]] = {"step_s": [], "samples_per_s": [], "tokens_per_s": []}
+    for steps in runs:
+        seconds = sum(row["step_s"] for row in steps)
+        found["step_s"].append(statistics.median(row["step_s"] for row in steps))
+        found["samples_per_s"].append(sum(row["samples"] for row in steps) / seconds)
+        found["tokens_per_s"].append(sum(row["tokens"] for row in steps) / seconds)
+    return found
