@@ -39,17 +39,33 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 from chaos_faults import KINDS, Fault, every, wait, write_verifier
 from chaos_reference import differences
 from chaos_run import PHASES, ROOT, Run, outside
+from common import command_line
 
 from megarl.observe.sinks import read_records
 
+OPTIONS = {
+    "recipe": (Path, "with enough steps to last"),
+    "--faults": (20, "faults in all"),
+    "--seed": (1, "of faults and moments"),
+    "--kinds": (list(KINDS), "of faults", KINDS),
+    "--only": ("", "such as SIGKILL: no other way to do harm"),
+    "--ranks": ([1], "training ranks of each start in turn, such as 1,2"),
+    "--pause": (5.0, "longest pause after a step [s]"),
+    "--hang": (240.0, "a run or a start without a step hangs [s]"),
+    "--disk": (0, "MiB of a disk for the run folder"),
+    "--then": (0, "steps to finish in after all faults"),
+    "--reference": (False, "compare with a run without faults"),
+}
+T = TypeVar("T")
 PHASE_S = 8.0
 """Seconds to wait for the phase in which a fault is to fall."""
 COUNTED = ("verifier", "judgement")
@@ -107,17 +123,9 @@ class Report:
     problem: str = ""
 
 
-def plan(draw: random.Random, kinds: list[str], only: str) -> Iterator[Fault]:
-    """Every fault once in random order, and again."""
-    found = [one for one in every(kinds) if not only or one.how == only]
-    while True:
-        draw.shuffle(found)
-        yield from found
-
-
-def phases(draw: random.Random) -> Iterator[str]:
-    """Every phase once in random order, and again."""
-    found = list(PHASES)
+def again_and_again(draw: random.Random, items: Iterable[T]) -> Iterator[T]:
+    """Every item once in random order, and again."""
+    found = list(items)
     while True:
         draw.shuffle(found)
         yield from found
@@ -143,7 +151,9 @@ class Torment:
 
     def suffer(self) -> Report:
         """All of it."""
-        todo, when = plan(self.draw, self.args.kinds, self.args.only), phases(self.draw)
+        only, when = self.args.only, again_and_again(self.draw, PHASES)
+        faults = [one for one in every(self.args.kinds) if not only or one.how == only]
+        todo = again_and_again(self.draw, faults)
         self.start()
         misses, vain, fault = 0, 0, next(todo)
         while len(self.report.struck) < self.args.faults and misses < 20 * len(self.args.kinds):
@@ -203,8 +213,7 @@ class Torment:
             flush=True,
         )
         if one.outcome == "HANGS":
-            status = [sys.executable, "-m", "megarl", "status", str(run.folder)]
-            print(subprocess.run(status, capture_output=True, text=True, cwd=ROOT).stdout)
+            subprocess.run(megarl("status", run.folder), cwd=ROOT)
             run.end()
             self.start()
         return True
@@ -230,40 +239,10 @@ class Torment:
         return self.report
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--only", default="", help="such as SIGKILL: no other way to do harm")
-    parser.add_argument("--ranks", default="1", help="of each start in turn, such as 1,2")
-    parser.add_argument("--pause", type=float, default=5.0, help="longest pause after a step [s]")
-    parser.add_argument(
-        "--hang", type=float, default=240.0, help="a run or a start without a step hangs [s]"
-    )
-    parser.add_argument("--disk", type=int, default=0, help="MiB of a disk for the run folder")
-    parser.add_argument("--then", type=int, default=0, help="steps to finish in after all faults")
-    parser.add_argument("--reference", action="store_true")
-    args = parser.parse_args()
-    args.kinds = args.kinds.split(",")
-    unknown = set(args.kinds) - set(KINDS)
-    if unknown:
-        parser.error(f"--kinds has {', '.join(sorted(unknown))}; choose of {', '.join(KINDS)}")
-    if args.disk and os.geteuid() != 0:
-        print("--disk needs root to mount a file system: the disk will never be full")
-        args.disk = 0
-    args.ranks = [int(one) for one in args.ranks.split(",")]
-    return args
-
-
 def command(recipe: Path, ranks: int, *further: str) -> list[str]:
     """The command line of the run with a number of training ranks."""
-    launcher = [sys.executable, "-m", "megarl"]
-    if ranks > 1:
-        torchrun = ["-m", "megarl.parallel.torchrun", "--standalone", "--nproc-per-node"]
-        launcher = [sys.executable, *torchrun, str(ranks), "-m", "megarl"]
-    return [*launcher, "train", str(recipe), *further]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    return megarl(*torchrun, "train", recipe, *further)
 
 
 def table(report: Report, run: Run) -> list[str]:
@@ -276,22 +255,25 @@ def table(report: Report, run: Run) -> list[str]:
         found = [one.told(run) for one in ones]
         noticed = [at for at, _ in filter(None, found) if at == at]
         within = f"told after {min(noticed):.1f} to {max(noticed):.1f} s" if noticed else ""
-        outcomes = ", ".join(
-            f"{outcome} {count}"
-            for outcome, count in collections.Counter(one.outcome for one in ones).items()
-        )
+        outcomes = collections.Counter(one.outcome for one in ones)
+        shown = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.items())
         where = ", ".join(sorted({one.phase for one in ones}))
-        print(f"{name:22} {outcomes:24} {within:28} in {where}")
-        untold += [
-            f"{name} {one.what}"
-            for one, told in zip(ones, found, strict=True)
-            if one.fault.says and told is None
-        ]
+        print(f"{name:22} {shown:24} {within:28} in {where}")
+        pairs = zip(ones, found, strict=True)
+        untold += [f"{name} {o.what}" for o, told in pairs if o.fault.says and told is None]
     return untold
 
 
+def megarl(*words: object) -> list[str]:
+    """A command of megarl."""
+    return [sys.executable, "-m", "megarl", *map(str, words)]
+
+
 def main() -> int:
-    args = options()
+    args = command_line(__doc__, OPTIONS).parse_args()
+    if args.disk and os.geteuid() != 0:
+        print("--disk needs root to mount a file system: the disk will never be full")
+        args.disk = 0
     recipe = yaml.safe_load(args.recipe.read_text())
     folder = Path(recipe["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -304,23 +286,16 @@ def main() -> int:
     if "judgement" in args.kinds and ".py:" in verifier:
         further += ["--environment.verifier", write_verifier(run, verifier)]
     torment = Torment(run, args, [command(args.recipe, n, *further) for n in args.ranks])
-    began, before = time.monotonic(), outside()
+    began, before, report = time.monotonic(), outside(), torment.report
     try:
-        report = torment.suffer()
+        torment.suffer()
     finally:
         if run.process is not None:
-            torment.report.left += [*run.end(), *run.lingered()]
-            torment.report.left += sorted(outside() - before)
-    audit = subprocess.run(
-        [sys.executable, "-m", "megarl", "ledger", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    untold = table(report, run)
+            report.left += [*run.end(), *run.lingered(), *sorted(outside() - before)]
+    audit = subprocess.run(megarl("ledger", folder), cwd=ROOT, capture_output=True, text=True)
+    untold, differing = table(report, run), list[str]()
     print(audit.stdout.strip() or audit.stderr.strip())
     print(*(f"not told: {one}" for one in untold), report.problem, sep="\n")
-    differing: list[str] = []
     if args.reference and report.finished:
         whole = Path(f"{folder}_reference")
         shutil.rmtree(whole, ignore_errors=True)
@@ -334,10 +309,9 @@ def main() -> int:
         shutil.copytree(folder, kept, symlinks=True)
         subprocess.run(["umount", str(folder)], check=True)
         print(f"the run folder was on a disk of its own; a copy is {kept}")
-    hangs = sum(one.outcome == "HANGS" for one in report.struck)
-    result = {
+    result: dict[str, Any] = {
         "faults": len(report.struck),
-        "hangs": hangs,
+        "hangs": sum(one.outcome == "HANGS" for one in report.struck),
         "starts": run.starts,
         "finished": report.finished,
         "ledger is exact": audit.returncode == 0,
@@ -347,8 +321,8 @@ def main() -> int:
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    is_well = report.finished and not (hangs or audit.returncode or differing or report.left)
-    return int(not is_well or bool(untold))
+    bad = result["hangs"] or audit.returncode or differing or report.left or untold
+    return int(not report.finished or bool(bad))
 
 
 if __name__ == "__main__":

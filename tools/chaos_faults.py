@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from chaos_run import Run, is_running
+from chaos_run import Run
+from processes import is_running
 
 from megarl.ledger.journal import FILE as LEDGER
 
@@ -101,10 +102,7 @@ PROCESSES: dict[str, tuple[Callable[[psutil.Process], bool], str]] = {
     "raylet": (titled("raylet"), r"raylet|Ray"),
     "gcs": (titled("gcs_server"), r"GCS|Ray"),
     "rank": (is_rank, r"taken over|rank|collective"),
-    "torchrun": (
-        lambda process: "megarl.parallel.torchrun" in " ".join(process.cmdline()),
-        r"taken over",
-    ),
+    "torchrun": (lambda process: "torchrun" in " ".join(process.cmdline()), r"taken over"),
 }
 """{kind of process: (whether a process below the run is one, how the run tells of its loss)}."""
 SUSPENDED = ("rank", "torchrun")
@@ -126,7 +124,12 @@ def on_process(kind: str, number: signal.Signals) -> Fault:
             return ""
         victim = draw.choice(sorted(found, key=lambda one: one.pid))
         with contextlib.suppress(psutil.Error):
-            name = next(filter(None, map(run.name_of, [victim.pid, *above(victim)])), "")
+            name = next(
+                filter(
+                    None, map(run.name_of, [one.pid for one in (victim, *victim.parents()[:2])])
+                ),
+                "",
+            )
             victim.send_signal(number)
             stopped.append(victim)
             return f"pid {victim.pid} ({name})" if name else f"pid {victim.pid}"
@@ -144,11 +147,6 @@ def on_process(kind: str, number: signal.Signals) -> Fault:
     return Fault(kind, number.name, strike, says)
 
 
-def above(process: psutil.Process) -> list[int]:
-    """Process ids of the two processes above, nearest first."""
-    return [one.pid for one in process.parents()[:2]]
-
-
 # ------------------------------------------------------------------------------------------- files
 
 
@@ -158,34 +156,33 @@ def newest(run: Run) -> Path | None:
     return found[-1] if len(found) > 1 else None
 
 
-def some_file(folder: Path, draw: random.Random) -> Path:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    return draw.choice(files)
+def damage(how: Callable[[Path, random.Random], None]) -> Callable[[Run, random.Random], str]:
+    """Damage a file of the newest checkpoint."""
+
+    def strike(run: Run, draw: random.Random) -> str:
+        folder = newest(run)
+        if folder is None:
+            return ""
+        files = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+        path = draw.choice(sorted(files))
+        how(path, draw)
+        return str(path.relative_to(run.folder))
+
+    return strike
 
 
-def tear_checkpoint(run: Run, draw: random.Random) -> str:
-    """Cut a file of the newest checkpoint off."""
-    folder = newest(run)
-    if folder is None:
-        return ""
-    path = some_file(folder, draw)
+def cut_off(path: Path, draw: random.Random) -> None:
     os.truncate(path, draw.randrange(path.stat().st_size))
-    return str(path.relative_to(run.folder))
 
 
-def flip_bit(run: Run, draw: random.Random) -> str:
-    """Flip a bit in a file of the newest checkpoint."""
-    folder = newest(run)
-    if folder is None:
-        return ""
-    path = some_file(folder, draw)
-    at = draw.randrange(path.stat().st_size)
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ (1 << draw.randrange(8))]))
-    return f"{path.relative_to(run.folder)}, byte {at}"
+def flip(path: Path, draw: random.Random) -> None:
+    """Flip a bit."""
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+tear_checkpoint, flip_bit = damage(cut_off), damage(flip)
 
 
 def tear(name: str) -> Callable[[Run, random.Random], str]:
@@ -211,14 +208,12 @@ def fill(run: Run, draw: random.Random) -> str:
     """Fill the file system of the run folder, which must be one of its own."""
     if not os.path.ismount(run.folder):
         return ""
-    free = 0
-    with contextlib.suppress(OSError), (run.folder / ".filler").open("wb", buffering=0) as file:
-        while True:
-            free += file.write(bytes(2**18))
-    with contextlib.suppress(OSError), (run.folder / ".filler").open("ab", buffering=0) as file:
-        while True:
-            free += file.write(bytes(2**9))
-    return f"{free} bytes"
+    filled = 0
+    for size in (2**18, 2**9):
+        with contextlib.suppress(OSError), (run.folder / ".filler").open("ab", buffering=0) as file:
+            while True:
+                filled += file.write(bytes(size))
+    return f"{filled} bytes"
 
 
 def empty(run: Run) -> None:
@@ -261,14 +256,9 @@ def write_verifier(run: Run, reference: str) -> str:
     reference.
     """
     path, _, function = reference.rpartition(":")
-    own = run.log.with_name("chaos_verifier.py")
-    text = VERIFIER.format(
-        path=str(Path(path).resolve()),
-        function=function,
-        control=str(control(run)),
-        share=BAD_SHARE,
-    )
-    own.write_text(text)
+    own, says = run.log.with_name("chaos_verifier.py"), str(control(run))
+    names = {"path": str(Path(path).resolve()), "function": function, "control": says}
+    own.write_text(VERIFIER.format(share=BAD_SHARE, **names))
     control(run).unlink(missing_ok=True)
     return f"{own}:score"
 
@@ -312,13 +302,8 @@ KINDS = (*PROCESSES, *FILES)
 
 def every(kinds: list[str]) -> list[Fault]:
     """All faults of the kinds."""
-    found = []
-    for kind in kinds:
-        if kind in PROCESSES:
-            found += [on_process(kind, number) for number in SIGNALS]
-        else:
-            found += FILES[kind]
-    return found
+    signals = {kind: [on_process(kind, number) for number in SIGNALS] for kind in PROCESSES}
+    return [fault for kind in kinds for fault in (signals | FILES)[kind]]
 
 
 def wait(fault: Fault, run: Run) -> None:

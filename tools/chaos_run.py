@@ -6,35 +6,43 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from megarl.activity.files import FOLDER, content_of, events, read
-from megarl.activity.spans import Event
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-ROOT = Path(__file__).resolve().parents[1]
-MARK = "MEGARL_CHAOS"
-"""Name of an environment variable of every process of the run, by which it is found again."""
+from common import ROOT
+from processes import MARK, is_running, marked
+
+from megarl.activity.files import FOLDER, Life, read
+
 PHASES = (
-    "start",
-    "generate",
-    "score",
-    "take",
-    "train",
-    "publish",
-    "probe",
-    "checkpoint",
-    "evaluate",
+    *("evaluate", "checkpoint", "probe", "publish", "train", "start"),
+    *("generate", "score", "take"),
 )
-"""What a run can be doing. `take`: rank 0 asks for a batch, and nothing is generated or scored."""
-TAIL_BYTES = 4096
+"""What a run can be doing; of several, the first counts. `take`: rank 0 asks for a batch."""
+SPANS = {
+    "train": "train",
+    "logprobs": "train",
+    "optimizer": "train",
+    "publish probe": "probe",
+    "publish": "publish",
+    "wait rollouts": "take",
+    "wait start": "start",
+    "load": "start",
+    "checkpoint": "checkpoint",
+    "evaluate": "evaluate",
+}
+"""{beginning of kind and name of a span of rank 0: the phase that it means}; the first counts."""
+TAIL_BYTES = 4096  # of a file, for what a process does now
 SLOW = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 SLOW_S = 100.0
 """Ray's processes that try for a minute to tell Ray's head, which is gone too, that their raylet
@@ -98,14 +106,14 @@ class Run:
         """(process id of rank 0, step that it is in, from 1); zeros before the first step of this
         start.
         """
-        for event in reversed(tail(self.folder / FOLDER / "rank0.json")):
-            if event["ph"] == "M":
-                break
-            if "step" in event["args"]:
-                pid = int(event["pid"])
-                here = any(one.pid == pid for one in self.below())
-                return (pid, int(event["args"]["step"])) if here else (0, 0)
+        below = {one.pid for one in self.below()}
+        for life in self._newest_lives():
+            if life.process == "rank0" and life.steps and life.pid in below:
+                return life.pid, life.steps[-1][1]
         return 0, 0
+
+    def _newest_lives(self) -> list[Life]:
+        return read(self.folder / FOLDER, only_last=True, tail_bytes=TAIL_BYTES)
 
     def below(self) -> list[psutil.Process]:
         """The living processes of the run, itself included."""
@@ -135,142 +143,93 @@ class Run:
         """Kill what is left, by process id; returns the command lines that were left although the
         run had ended. Ray's agents are left for `lingered` to look at.
         """
+        assert self.process is not None
+
+        def mine(found: Iterable[psutil.Process]) -> list[psutil.Process]:
+            slow = [
+                one for one in found if is_over and title(one).split(" ", 1)[1].startswith(SLOW)
+            ]
+            return [one for one in found if one not in slow]
+
         is_over = self.code is not None
         if is_over:
-            own = [one for one in self.below() if not title(one).partition(" ")[2].startswith(SLOW)]
-            psutil.wait_procs(own, timeout=20)
+            psutil.wait_procs(mine(self.below()), timeout=20)
         time.sleep(1.0)  # some are just ending
-        left = [*self.below(), *self._marked()]
-        if is_over:
-            left = [one for one in left if not title(one).partition(" ")[2].startswith(SLOW)]
-        titles = sorted({title(one) for one in left if is_running(one)})
-        for one in left:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(left, timeout=10)
-        assert self.process is not None
+        titles = _kill(mine([*self.below(), *marked(self.mark)]))
         self.process.wait(10)
         return titles if is_over else []
 
     def lingered(self) -> list[str]:
         """The command lines of Ray's agents that are still there `SLOW_S` seconds after the run."""
-        _, left = psutil.wait_procs(self.below(), timeout=SLOW_S)
-        titles = [title(one) for one in left if is_running(one)]
-        for one in left:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        return titles
+        return _kill(psutil.wait_procs(self.below(), timeout=SLOW_S)[1])
 
     def marked(self) -> list[str]:
         """The command lines of the run's processes, whoever is above them."""
-        return sorted(map(title, self._marked()))
-
-    def _marked(self) -> Iterator[psutil.Process]:
-        """Processes that have the run's mark, though nobody of the run is above them any more."""
-        for one in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if one.environ().get(MARK) == self.mark and is_running(one):
-                    yield one
+        return sorted(map(title, marked(self.mark)))
 
     # --------------------------------------------------------------------------------------- phases
 
     def wait_for_phase(self, phase: str, timeout_s: float) -> bool:
-        """Wait until the run is in `phase`; False if it is not within `timeout_s` seconds."""
+        """Wait until the run is in `phase`, as the newest lines of its files say: right almost
+        always. False if it is not within `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.code is None:
-            if self._is_in(phase):
+            if phase in phases_of(self._newest_lives(), time.time()):
                 return True
             time.sleep(0.002)
         return False
-
-    def _is_in(self, phase: str) -> bool:
-        """Whether the newest lines of the files say so: quick, and right almost always."""
-        folder = self.folder / FOLDER
-        if phase in ("generate", "score"):
-            paths = [folder / "environment.json"]
-            if phase == "generate":
-                paths = [path for path in folder.glob("engine*.json") if "-" not in path.stem]
-            return any(one["cat"] == phase for path in paths for one in open_of(tail(path)))
-        found = open_of(tail(folder / "rank0.json"))
-        return phase in {phase_of_rank(one["cat"], one["name"]) for one in found}
 
     def phase_at(self, wall: float) -> str:
         """The phase in which the run was at a time, in seconds since the epoch, from what its
         processes have recorded.
         """
-        now: dict[str, list[Event]] = {}
-        stepped, micros = False, 1e6 * wall
-        for life in read(self.folder / FOLDER):
-            if life.begin > wall or (life.last < wall and life.is_alive is False):
-                continue
-            name = life.process.rstrip("0123456789")
-            spans = life.spans.values()
-            now.setdefault(name, []).extend(
-                one for one in spans if one["ts"] <= micros < one.get("end", micros + 1)
-            )
-            stepped |= life.process == "rank0" and any(one["ts"] <= micros for one in life.steps)
-        phases = {phase_of_rank(one["cat"], one["name"]) for one in now.get("rank", [])} - {""}
-        for phase in ("evaluate", "checkpoint", "probe", "publish", "train", "start"):
-            if phase in phases:
-                return phase
-        if any(one["cat"] == "generate" for one in now.get("engine", [])):
-            return "generate"
-        if any(one["cat"] == "score" for one in now.get("environment", [])):
-            return "score"
-        return "take" if "take" in phases else "between" if stepped else "start"
+        lives = read(self.folder / FOLDER)
+        found = phases_of(lives, wall)
+        ranks = (life for life in lives if life.process == "rank0")
+        stepped = any(at <= wall for life in ranks for at, *_ in life.steps)
+        return next((one for one in PHASES if one in found), "between" if stepped else "start")
 
     def name_of(self, pid: int) -> str:
         """Name of the process in the run's records, such as "engine 0"; "" for one without any."""
-        for path in (self.folder / FOLDER).glob("*.json"):
-            if any(event["pid"] == pid for event in events(content_of(path))):
-                return re.sub(r"(\d+)$", r" \1", path.stem.partition("-")[0])
+        for life in read(self.folder / FOLDER):
+            if life.pid == pid:
+                return re.sub(r"(\d+)$", r" \1", life.process.partition("-")[0])
         return ""
 
 
-def phase_of_rank(kind: str, what: str) -> str:
-    """The phase that a span of rank 0 means; "" for none."""
-    if kind in ("train", "logprobs", "optimizer"):
-        return "train"
-    if kind == "publish":
-        return "probe" if what.startswith("probe") else "publish"
-    if kind == "wait":
-        starts = {"rollouts": "take", "start": "start"}
-        return starts.get(what.partition(" ")[0], "")
-    return {"load": "start", "checkpoint": "checkpoint", "evaluate": "evaluate"}.get(kind, "")
+def _kill(processes: list[psutil.Process]) -> list[str]:
+    """End processes; returns the command lines of those that were alive."""
+    titles = sorted({title(one) for one in processes if is_running(one)})
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(processes, timeout=10)
+    return titles
 
 
-def tail(path: Path) -> list[Event]:
-    """The last events in a file of `megarl.activity`."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        return list(events(file.read()))
-    return []
-
-
-def open_of(found: list[Event]) -> list[Event]:
-    """The spans among the events `found` that have not ended."""
-    spans: dict[int, Event] = {}
-    for event in found:
-        if event["ph"] == "M" or event.get("name") == "closed":
-            spans.clear()
-        elif event["ph"] == "B":
-            spans[event["span"]] = event
-        elif event["ph"] == "E":
-            spans.pop(event["span"], None)
-    return list(spans.values())
+def phases_of(lives: Iterable[Life], wall: float) -> set[str]:
+    """The phases in which a run's processes were at a time, in seconds since the epoch."""
+    found = set[str]()
+    for life in lives:
+        name = life.process.rstrip("0123456789")
+        if life.begin > wall or (life.last < wall and life.is_alive is False):
+            continue
+        for span in life.spans.values():
+            if span.begin > wall or (span.end is not None and span.end <= wall):
+                continue
+            if name == "rank":
+                text = f"{span.kind} {span.what}"
+                found |= {next((SPANS[one] for one in SPANS if text.startswith(one)), "")}
+            elif (name, span.kind) in (("engine", "generate"), ("environment", "score")):
+                found.add(span.kind)
+    return found
 
 
 def outside() -> set[str]:
     """What is in the folders of temporary files and of shared memory."""
     places = {"/tmp", "/dev/shm", tempfile.gettempdir()}
     return {os.path.join(place, name) for place in places for name in os.listdir(place)}
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def title(process: psutil.Process) -> str:

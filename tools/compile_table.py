@@ -13,7 +13,6 @@ tile of a program, which a loop over hundreds of tiles does not feel.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,11 +26,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+from common import command_line
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """{compute capability: KiB of shared memory that one block may have} (CUDA C++ Programming Guide,
@@ -42,27 +44,6 @@ TARGETS = (80, 90, 100)
 NO_SPILLS = (64, 80, 96, 128)
 """Head widths at which inner loops may not spill."""
 TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
-
-
-class Target:
-    """Stands for Triton's driver of a GPU with this compute capability: enough to compile."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        """Number of the device; Triton keeps compiled kernels by it."""
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        """Nothing is launched, so any number serves."""
-        return 0
-
-    def get_current_target(self) -> Any:
-        """What Triton compiles for."""
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
 
 
 @dataclass(frozen=True)
@@ -109,9 +90,17 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
     kernel is compiled anew, since a kept one has no log.
     """
     from triton import knobs
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    # In the place of Triton's driver of a GPU: enough to compile. Triton keeps compiled kernels by
+    # the number of the device.
+    target = SimpleNamespace(
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
     found: dict[str, Any] = {}
 
     def only_compile(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -126,7 +115,7 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
     # Triton reads this default before it sees the option of a launch.
     with (
         patch.dict(os.environ, {"TRITON_DEFAULT_FP_FUSION": "1"}),
-        patch.object(driver, "_active", Target(capability)),
+        patch.object(driver, "_active", target),
         patch.object(JITFunction, "__getitem__", only_compile),
         knobs.nvidia.scope(),
         knobs.compilation.scope(),
@@ -192,14 +181,12 @@ def loop_spills(sass: str) -> int:
     A loop is what lies between a branch backwards and its target; an innermost one has no other.
     """
     code = [
-        (int(found[1], 16), found[2])
-        for found in re.finditer(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)
+        (int(address, 16), text)
+        for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)
     ]
-    loops = []
-    for address, text in code:
-        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
-        if target is not None and int(target[1], 16) < address:
-            loops.append((int(target[1], 16), address))
+    branches = ((re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text), at) for at, text in code)
+    loops = [(int(found[1], 16), at) for found, at in branches if found]
+    loops = [(first, last) for first, last in loops if first < last]
     inner = [
         one
         for one in loops
@@ -285,43 +272,27 @@ def table(rows: Iterable[Compiled]) -> list[str]:
     return lines
 
 
-def split(text: str) -> list[str]:
-    """The words of a list with commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+OPTIONS = {
+    "--targets": (list(TARGETS), "compute capabilities", tuple(SHARED_KIB)),
+    "--widths": (list(WIDTHS), "head widths"),
+    "--dtypes": (list(DTYPES), "types", DTYPES),
+    "--descriptors": (False, "load tiles by TMA (sm_90 on)"),
+    "--json": (False, "print a JSON list, not a table"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 where the bar is not met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
-    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)))
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--descriptors", action="store_true", help="load tiles by TMA (sm_90 on)")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, not a table")
-    args = parser.parse_args(argv)
-    targets = [int(word) for word in split(args.targets)]
-    if unknown := set(targets) - set(SHARED_KIB):
-        parser.error(f"targets {sorted(unknown)} are not known; known: {sorted(SHARED_KIB)}")
-    if unknown := set(split(args.dtypes)) - set(DTYPES):
-        parser.error(f"types {sorted(unknown)} are not known; known: {', '.join(DTYPES)}")
-    began = time.monotonic()
-    widths = [int(word) for word in split(args.widths)]
-    rows = []
-    for row in compile_all(targets, widths, split(args.dtypes), args.descriptors):
+    args, began, rows = command_line(__doc__, OPTIONS).parse_args(argv), time.monotonic(), []
+    for row in compile_all(args.targets, args.widths, args.dtypes, args.descriptors):
         rows.append(row)
         print(f"sm_{row.target} {row.dtype} {row.width or ''} {row.kernel}", file=sys.stderr)
-    if args.json:
-        print(json.dumps([asdict(row) | {"limit": row.limit} for row in rows]))
-    else:
-        print("\n".join(table(rows)))
+    found = [asdict(row) | {"limit": row.limit} for row in rows]
+    print(json.dumps(found) if args.json else "\n".join(table(rows)))
     bad = [row for row in rows if row.problem]
     for row in bad:
-        print(
-            f"sm_{row.target} {row.kernel} {row.dtype} {row.width or ''}: {row.problem}",
-            file=sys.stderr,
-        )
+        where = f"sm_{row.target} {row.kernel} {row.dtype} {row.width or ''}"
+        print(f"{where}: {row.problem}", file=sys.stderr)
     print(f"{len(rows)} kernels in {time.monotonic() - began:.0f} s", file=sys.stderr)
     return 1 if bad else 0
 

@@ -11,7 +11,6 @@ of the machine") does not list. Needs root, to become nobody and to know what th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ipaddress
 import json
@@ -33,9 +32,14 @@ import psutil
 import torch.distributed as dist
 import yaml
 from chaos_run import Run
+from common import command_line
 
 from megarl.private_folder import MARK
 
+OPTIONS = {
+    "recipe": (Path, "of the run"),
+    "--ranks": (1, "trainer ranks, under megarl torchrun"),
+}
 NOBODY = 65534
 START_S, ANSWER_S, POLL_S = 600.0, 2.0, 1.0
 KINDS = ("files and sockets", "processes", "ports")
@@ -242,9 +246,7 @@ def look(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks, under megarl torchrun")
+    parser = command_line(__doc__, OPTIONS)
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("needs root, to become the user nobody")

@@ -10,7 +10,6 @@ may hang or take the process with it.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import multiprocessing
@@ -23,8 +22,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from common import command_line
+
+OPTIONS = {
+    "--cases": (500, "how many"),
+    "--seed": (1, "of the cases"),
+    "--only": (int, "number of the one case to run"),
+    "--json": (False, "every case as a line of JSON"),
+}
 HANG_S = 25.0
 """A child that has not answered a case after this many seconds is killed."""
 MEMORY_BYTES = 8 * 2**30
@@ -32,7 +40,9 @@ MEMORY_BYTES = 8 * 2**30
 
 
 def child(seed: int, numbers: Any, answers: Any, model: str) -> None:
-    """Run the cases of queue `numbers`; puts (number, kind of case, what, outcome) on `answers`."""
+    """Run the cases of queue `numbers`; puts (number, None) and (number, its record) on `answers`
+    when a case begins and ends.
+    """
     from support import fuzz
 
     from megarl.cluster.process_env import prepare_environment
@@ -50,7 +60,8 @@ def child(seed: int, numbers: Any, answers: Any, model: str) -> None:
         kind, case = fuzz.make(seed, number, Path(model))
         with tempfile.TemporaryDirectory() as folder:
             found = fuzz.run(case, Path(folder), Path(model))
-        answers.put((number, (kind, case.what, found.kind, found.said, found.seconds)))
+        told = {"case": kind, "what": case.what, "outcome": found.kind}
+        answers.put((number, told | {"said": found.said, "seconds": found.seconds}))
 
 
 def run_all(seed: int, numbers: list[int], model: Path) -> list[dict[str, Any]]:
@@ -86,17 +97,7 @@ def run_all(seed: int, numbers: list[int], model: Path) -> list[dict[str, Any]]:
         if answer is None:
             continue
         left.remove(number)
-        kind, what, outcome, said, seconds = answer
-        found.append(
-            {
-                "number": number,
-                "case": kind,
-                "what": what,
-                "outcome": outcome,
-                "said": said,
-                "seconds": seconds,
-            }
-        )
+        found.append({"number": number, **answer})
     if worker is not None:
         worker.join(10)
     return found
@@ -124,14 +125,7 @@ def row(seed: int, number: int, model: Path, outcome: str) -> dict[str, Any]:
 
 def main() -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="number of the one case to run")
-    parser.add_argument("--json", action="store_true", help="every case as a line of JSON")
-    args = parser.parse_args()
+    args = command_line(__doc__, OPTIONS).parse_args()
     from support.tiny import write_model
 
     numbers = list(range(args.cases)) if args.only is None else [args.only]

@@ -1,4 +1,4 @@
-"""What became of the steps of tools/gpu_steps.py: results.json, results.md and results.tar.gz of a
+"""What became of the steps of gpu_steps.toml: results.json, results.md and results.tar.gz of a
 folder, which several runs fill. Starts nothing.
 """
 
@@ -50,18 +50,13 @@ class Report:
 
     def add(self, result: Result) -> None:
         """Take a result in the place of an earlier one of the same step; what has not run does not
-        replace what has."""
-        names = [one.step for one in self.results]
-        if result.step not in names:
-            self.results.append(result)
-        elif (place := names.index(result.step)) >= 0 and (
-            result.status in BEGUN or self.results[place].status not in BEGUN
-        ):
-            self.results[place] = result
-
-    def begun(self) -> set[str]:
-        """Names of the steps that have run."""
-        return {one.step for one in self.results if one.status in BEGUN}
+        replace what has.
+        """
+        known = {one.step: one for one in self.results}
+        old = known.get(result.step, result)
+        if result.status in BEGUN or old.status not in BEGUN:
+            known[result.step] = result
+        self.results = list(known.values())
 
     def made_with(self) -> str:
         """One line: GPU or CPU, commit, and versions."""
@@ -100,13 +95,12 @@ def archive(folder: Path) -> bytes:
     """A tar.gz of the results and of what each step printed; long files are cut to their end."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as tar:
-        for path in [folder / "results.json", folder / "results.md", *sorted(folder.glob("*/*"))]:
-            if path.is_file() and (path.parent == folder or path.name in KEPT):
-                content = path.read_bytes()
-                content = content if path.parent == folder else content[-KEPT_BYTES:]
-                about = tarfile.TarInfo(f"results/{path.relative_to(folder)}")
-                about.size = len(content)
-                tar.addfile(about, io.BytesIO(content))
+        steps = [path for path in sorted(folder.glob("*/*")) if path.name in KEPT]
+        for path in (folder / "results.json", folder / "results.md", *steps):
+            content = path.read_bytes()[-KEPT_BYTES if path.parent != folder else 0 :]
+            about = tarfile.TarInfo(f"results/{path.relative_to(folder)}")
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
     return made.getvalue()
 
 

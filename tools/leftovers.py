@@ -18,7 +18,6 @@ Exit code 1 if something is left.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -34,10 +33,17 @@ import psutil
 import yaml
 from chaos_faults import PROCESSES
 from chaos_run import Run, outside
+from common import command_line
 
 KILLED = ("engine", "core", "service", "environment", "verifier", "raylet", "gcs", "rank")
 """Kinds of processes, as tools/chaos.py names them, that a run with one engine has."""
 ENDINGS = ("finishes", "fails", "SIGTERM", "SIGHUP", *KILLED)
+OPTIONS = {
+    "recipe": (Path, "of a short run with one engine"),
+    "--runs": (30, "runs in all"),
+    "--seed": (1, "of the moments"),
+    "--kinds": (list(ENDINGS), "of endings, in turn", ENDINGS),
+}
 LONGEST_S, ENDS_WITHIN_S = 300.0, 120.0
 """Seconds until a run makes steps or is over, and until it is over once it is struck. A run that
 goes on without the killed process gets SIGTERM then."""
@@ -114,22 +120,15 @@ def one(run: Run, ending: str, draw: random.Random) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join(ENDINGS), help=f"of {', '.join(ENDINGS)}")
-    args = parser.parse_args()
-    kinds, draw = args.kinds.split(","), random.Random(args.seed)
-    if unknown := set(kinds) - set(ENDINGS):
-        parser.error(f"--kinds has {', '.join(sorted(unknown))}; choose of {', '.join(ENDINGS)}")
+    args = command_line(__doc__, OPTIONS).parse_args()
+    draw = random.Random(args.seed)
     recipe = yaml.safe_load(args.recipe.read_text())
     ended: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="leftovers-") as name:
         place, before = Path(name), outside()
         run = Run([], place, place / "log")
         for number in range(args.runs):
-            ending = kinds[number % len(kinds)]
+            ending = args.kinds[number % len(args.kinds)]
             run.command = command(recipe, place, number, ending)
             run.folder = place / f"run{number}"
             said = one(run, ending, draw)

@@ -11,14 +11,13 @@ whole or not at all; the same command again does nothing.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from make_addition import write_folder, write_rows
+from make_addition import task_main, write_rows
 
 FORMS = {
     1: ("What is {} plus {}?", "Add {} and {}.", "What is the sum of {} and {}?"),
@@ -40,28 +39,12 @@ def problems(count: int, is_held_out: bool) -> Iterator[dict[str, str]]:
         count -= 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=4096)
-    parser.add_argument("--held-out", type=int, default=256)
-    args = parser.parse_args(argv)
-
-    def write(unfinished: Path) -> None:
-        write_rows(unfinished / "train.jsonl", problems(args.prompts, False))
-        write_rows(unfinished / "held_out.jsonl", problems(args.held_out, True))
-
-    counts = {"prompts": args.prompts, "held_out": args.held_out}
-    try:
-        write_folder(args.folder, counts, write, "arithmetic.json")
-    except (ValueError, OSError) as error:
-        print(f"make_arithmetic: {error}", file=sys.stderr)
-        return 2
-    return 0
+def write_task(folder: Path, args: dict[str, int]) -> None:
+    """Both files of the task."""
+    write_rows(folder / "train.jsonl", problems(args["prompts"], False))
+    write_rows(folder / "held_out.jsonl", problems(args["held_out"], True))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    COUNTS = {"prompts": (4096, 10**6), "held_out": (256, 10**6)}
+    sys.exit(task_main(__doc__, COUNTS, write_task, name="arithmetic.json"))

@@ -18,7 +18,6 @@ folder appears whole or not at all; the same command again does nothing.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import zlib
@@ -26,11 +25,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from make_addition import CONFIG, write_folder, write_json, write_rows
+import make_addition
+from make_addition import task_main, write_rows
 
 LOW, HIGH = 11, 99  # every operand, both included
-PAD, EOS = "<pad>", "<|im_end|>"
-SPECIAL = [PAD, EOS, "<|im_start|>"]
+SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 # One token each, so that a call is short. What a model of any size writes is the same text.
 WORDS = [
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
@@ -116,28 +115,9 @@ def problems(count: int, seed: int, *, held_out: bool) -> Iterable[dict[str, str
 
 def write_model(folder: Path) -> None:
     """The model's configuration, its tokenizer and its chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models
-
-    folder.mkdir()
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))  # without merges, characters stay apart
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
-    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in WORDS])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": None,
-        "chat_template": TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
-        "padding_side": "left",
-    }
-    write_json(folder / "tokenizer_config.json", described)
-    write_json(folder / "config.json", CONFIG)
-    write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 0})
+    make_addition.write_model(
+        folder, CHARACTERS, special=SPECIAL, words=WORDS, chat_template=TEMPLATE
+    )
 
 
 def write_task(folder: Path, args: dict[str, int]) -> None:
@@ -149,29 +129,11 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     write_rows(folder / "held_out.jsonl", problems(args["held_out"], seed, held_out=True))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--demonstrations", type=int, default=51200)
-    parser.add_argument("--prompts", type=int, default=8000)
-    parser.add_argument("--held-out", type=int, default=500)
-    args = vars(parser.parse_args(argv))
-    folder = args.pop("folder")
-    for name in ("demonstrations", "prompts", "held_out"):
-        if not 1 <= args[name] <= 10**6 // 2:
-            parser.error(f"--{name.replace('_', '-')} is {args[name]}; set it to 1 to 500000")
-    try:
-        made = write_folder(folder, {"task": "calculator", **args}, lambda at: write_task(at, args))
-    except ValueError as error:
-        print(f"make_calculator: {error}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {'written' if made else 'there already'}", file=sys.stderr)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    COUNTS = {
+        "seed": (1, 0),
+        "demonstrations": (51200, 500_000),
+        "prompts": (8000, 500_000),
+        "held_out": (500, 500_000),
+    }
+    sys.exit(task_main(__doc__, COUNTS, write_task, task="calculator"))

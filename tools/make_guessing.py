@@ -16,17 +16,15 @@ The folder appears whole or not at all; the same command again does nothing.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from make_addition import CONFIG, write_folder, write_json, write_rows
+from make_addition import task_main, write_model, write_rows
 
 LAST, GUESSES = 16, 5  # as in launch/environments/guessing.py
-PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789?<>"
 TEMPLATE = (
     "{% for turn in messages %}{{ turn.content }}{% if turn.role == 'assistant' %}<eos>{% endif %}"
@@ -69,62 +67,15 @@ def numbers(count: int, seed: int) -> Iterable[dict[str, str]]:
         yield {"prompt": "?", "answer": str(draw.randint(1, LAST))}
 
 
-def write_model(folder: Path) -> None:
-    """The model's configuration, its tokenizer and its chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models
-
-    folder.mkdir()
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))  # without merges, characters stay apart
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in (PAD, EOS)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": None,
-        "chat_template": TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
-        "padding_side": "left",
-    }
-    write_json(folder / "tokenizer_config.json", described)
-    write_json(folder / "config.json", CONFIG)
-    write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 0})
-
-
 def write_task(folder: Path, args: dict[str, int]) -> None:
     """All files of the task."""
-    write_model(folder / "model")
+    write_model(folder / "model", CHARACTERS, chat_template=TEMPLATE)
     write_rows(folder / "sft.jsonl", demonstrations(args["demonstrations"], args["seed"]))
     write_rows(folder / "train.jsonl", numbers(args["games"], args["seed"]))
     every = [{"prompt": "?", "answer": str(number)} for number in range(1, LAST + 1)] * 8
     write_rows(folder / "held_out.jsonl", every)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--demonstrations", type=int, default=25600)
-    parser.add_argument("--games", type=int, default=4000)
-    args = vars(parser.parse_args(argv))
-    folder = args.pop("folder")
-    for name in ("demonstrations", "games"):
-        if not 1 <= args[name] <= 10**6:
-            parser.error(f"--{name} is {args[name]}; set it to 1 to 1000000")
-    try:
-        made = write_folder(folder, {"task": "guessing", **args}, lambda at: write_task(at, args))
-    except ValueError as error:
-        print(f"make_guessing: {error}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {'written' if made else 'there already'}", file=sys.stderr)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    COUNTS = {"seed": (1, 0), "demonstrations": (25600, 10**6), "games": (4000, 10**6)}
+    sys.exit(task_main(__doc__, COUNTS, write_task, task="guessing"))

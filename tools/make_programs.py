@@ -21,7 +21,6 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import zlib
@@ -30,7 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from make_addition import write_folder, write_model, write_rows
+from make_addition import task_main, write_model, write_rows
 
 OPERANDS = (3, 4)  # how many operands an expression may have
 DIGITS = "23456789"  # by 1, `x+x*1` would be the same from left to right
@@ -151,27 +150,13 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--demonstrations", type=int, default=25600)
-    parser.add_argument("--prompts", type=int, default=4000)
-    parser.add_argument("--held-out", type=int, default=80)
-    args = vars(parser.parse_args(argv))
-    folder = args.pop("folder")
-    for name, most in (("demonstrations", 10**6), ("prompts", 20000), ("held_out", 2000)):
-        if not 1 <= args[name] <= most:
-            given = f"--{name.replace('_', '-')}"
-            parser.error(f"{given} is {args[name]}; set it to a number from 1 to {most}")
-    try:
-        made = write_folder(folder, {"task": "programs", **args}, lambda at: write_task(at, args))
-    except ValueError as error:
-        print(f"make_programs: {error}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {'written' if made else 'there already'}", file=sys.stderr)
-    return 0
+    counts = {
+        "seed": (1, 0),
+        "demonstrations": (25600, 10**6),
+        "prompts": (4000, 20000),
+        "held_out": (80, 2000),
+    }
+    return task_main(__doc__, counts, write_task, argv, task="programs")
 
 
 if __name__ == "__main__":

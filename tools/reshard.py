@@ -132,12 +132,8 @@ def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
 
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
     """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
-    started = time.perf_counter()
-    with checkpoint_files.written_aside(out, finish=seal) as aside:
-        written, copied = (
-            fill(aside),
-            checkpoint_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
-        )
+    with files.written_aside(out, finish=seal) as aside:
+        written, copied = fill(aside), files.copy_along(source.folder, aside, leave=(DIGESTS,))
     return {
         "out": str(out),
         "parameters": source.model.parameters,
@@ -147,13 +143,11 @@ def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, An
         "bytes": written,
         "copied": copied,
         "left_out": source.left_out,
-        "seconds": time.perf_counter() - started,
     }
 
 
 def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]:
     """A run's checkpoint, optimizer and all."""
-    started = time.perf_counter()
     model = load_model(folder / "model")
     model.owned(degrees)
     refuse_damaged(folder)
@@ -164,13 +158,13 @@ def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]
         reshard_checkpoint(folder, aside, model.table, degrees.layout, stage)
         size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
     progress = read_progress(out)
-    made = {
+    return {
         "out": str(out),
         "layout": progress.layout,
         "step": progress.step,
         "parameters": model.parameters,
+        "bytes": size,
     }
-    return {**made, "bytes": size, "seconds": time.perf_counter() - started}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,20 +175,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{args.out} is there already; name a folder that is not")
     if args.command == "checkpoint":
         return move_checkpoint(args.folder, args.out, args.layout)
-    if args.command != "join":
-        load_model(args.folder).owned(args.layout)
-    source = (
-        open_hugging_face(args.folder) if args.command == "split" else open_sharded(args.folder)
-    )
     if args.command == "join":
-        given, limit = (source.model.shapes, source.dtypes), int(args.file_gb * 1e9)
-        return move(
-            source,
-            args.out,
-            lambda folder: checkpoint_files.write_whole(
-                source.owned, source.stores, folder, *given, limit
-            ),
-        )
+        source = open_sharded(args.folder)
+        given = source.owned, source.stores
+        settings = source.model.shapes, source.dtypes, int(args.file_gb * 1e9)
+        return move(source, args.out, lambda into: files.write_whole(*given, into, *settings))
+    load_model(args.folder).owned(args.layout)
+    source = (open_hugging_face if args.command == "split" else open_sharded)(args.folder)
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
 
 
@@ -204,13 +191,7 @@ def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, list):
             value = ", ".join(value) or "none"
         elif not isinstance(value, str):
-            value = (
-                gb(value)
-                if name == "bytes"
-                else f"{value:,.1f}"
-                if name == "seconds"
-                else f"{value:,}"
-            )
+            value = {"bytes": gb, "seconds": "{:,.1f}".format}.get(name, "{:,}".format)(value)
         yield name.replace("_", " "), value
 
 
@@ -226,6 +207,15 @@ def parse_degrees(text: str) -> Degrees:
     return Degrees(Layout(**found), stage)
 
 
+FOLDERS = {
+    "split": ("a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
+    "convert": ("a sharded checkpoint", "sharded checkpoint to one of another layout"),
+    "join": ("a sharded checkpoint", "sharded checkpoint to Hugging Face folder"),
+    "checkpoint": ("RUN/checkpoints/step_...", "a run's checkpoint to one of another layout"),
+}
+"""{command: (what it reads, what it does)}"""
+
+
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -233,49 +223,29 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="dry run from a config.json")
-    plan.add_argument("model", type=Path, help="a config.json, or its folder")
-    plan.add_argument(
-        "--source",
-        type=parse_degrees,
-        required=True,
-        help='training layout, as "data 8 tensor 8 zero 3"',
-    )
+    add = plan.add_argument
+    add("model", type=Path, help="a config.json, or its folder")
+    layout = {"type": parse_degrees, "help": 'training layout, as "data 8 tensor 8 zero 3"'}
+    add("--source", required=True, **layout)
     target = plan.add_mutually_exclusive_group(required=True)
-    target.add_argument("--target", type=parse_degrees, help="another training layout")
+    target.add_argument("--target", **layout)
     target.add_argument("--engines", type=int, help="number of engines")
-    plan.add_argument("--engine-tensor", type=int, default=1, help="tensor ranks of each engine")
-    plan.add_argument(
-        "--colocated", action="store_true", help="source rank n and target rank n share a memory"
-    )
-    plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    plan.add_argument(
-        "--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way"
-    )
-    plan.add_argument("--bucket-mib", type=float, default=8.0, help="size of what is sent together")
-    for name, folder, what in (
-        ("split", "a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
-        ("convert", "a sharded checkpoint", "sharded checkpoint to one of another layout"),
-        ("join", "a sharded checkpoint", "sharded checkpoint to Hugging Face folder"),
-        ("checkpoint", "RUN/checkpoints/step_...", "a run's checkpoint to one of another layout"),
-    ):
+    add("--engine-tensor", type=int, default=1, help="tensor ranks of each engine")
+    add("--colocated", action="store_true", help="source rank n and target rank n share a memory")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--link-gb-s", type=float, default=45.0, help="GB (1e9 bytes) a second of a rank, each way")
+    add("--bucket-mib", type=float, default=8.0, help="size of what is sent together")
+    for name, (folder, what) in FOLDERS.items():
         one = commands.add_parser(name, help=what)
         one.add_argument("folder", type=Path, help=folder)
         one.add_argument("out", type=Path, help="folder to be made")
         if name == "join":
-            one.add_argument(
-                "--file-gb",
-                type=float,
-                default=5.0,
-                help="largest file, in GB, if no tensor is larger",
-            )
+            largest = "largest file, in GB, if no tensor is larger"
+            one.add_argument("--file-gb", type=float, default=5.0, help=largest)
         else:
-            one.add_argument(
-                "--layout", type=parse_degrees, required=True, help='as "data 2 tensor 2 zero 3"'
-            )
+            one.add_argument("--layout", required=True, **layout)
     for one in commands.choices.values():
-        one.add_argument(
-            "--json", action="store_true", help="print one JSON object instead of the table"
-        )
+        one.add_argument("--json", action="store_true", help="print one JSON object")
     close = difflib.get_close_matches(argv[0] if argv else "", commands.choices, n=1)
     if close and close[0] != argv[0]:
         parser.error(f"there is no command {argv[0]!r}; did you mean {close[0]!r}?")
@@ -289,18 +259,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    args = arguments(sys.argv[1:] if argv is None else argv)
+    args, started_at = arguments(sys.argv[1:] if argv is None else argv), time.perf_counter()
     try:
         found = run(args)
     except ValueError as error:
         print(f"reshard: {error}", file=sys.stderr)
         return 1
+    found["seconds"] = time.perf_counter() - started_at
     show = show_plan if args.command == "plan" else show_moved
-    print(
-        json.dumps(found)
-        if args.json
-        else "\n".join(f"{name:10} {text}" for name, text in show(found))
-    )
+    lines = (f"{name:10} {text}" for name, text in show(found))
+    print(json.dumps(found) if args.json else "\n".join(lines))
     return 0
 
 

@@ -106,20 +106,13 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
     else:
         destinations = model.engine(args.engine_tensor) * args.engines
         target = f"{args.engines} engines x tensor {args.engine_tensor}"
-    local = (
-        {rank: rank for rank in range(min(len(sources), len(destinations)))}
-        if args.colocated
-        else {}
-    )
+    count = min(len(sources), len(destinations)) if args.colocated else 0
     started, whole = time.perf_counter(), model.parameters
-    plan = make_plan(sources, destinations, local)
+    plan = make_plan(sources, destinations, {rank: rank for rank in range(count)})
     planned_s = time.perf_counter() - started
     return {
-        "model": {
-            "type": model.config["model_type"],
-            "tensors": len(model.table),
-            "parameters": whole,
-        },
+        "model": {"type": model.config["model_type"], "tensors": len(model.table)}
+        | {"parameters": whole},
         "dtype": args.dtype,
         "source": {"layout": "{}, ZeRO {}".format(*args.source), **owned_bytes(sources, itemsize)},
         "target": {"layout": target, **owned_bytes(destinations, itemsize)},
@@ -150,17 +143,16 @@ def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
         sent[source] += count
         received[destination] += count
     busiest = max(links, key=links.__getitem__, default=None)
+    largest = {}
+    if busiest:
+        largest = {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
     return {
         "copies": len(plan.copies),
         "local_copies": sum(plan.is_local(copy) for copy in plan.copies),
         "moved_bytes": links.total(),
         "minimum_bytes": plan.minimum(itemsize),
         "links": len(links),
-        "largest_link": (
-            {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
-            if busiest
-            else None
-        ),
+        "largest_link": largest or None,
         "most_sent_bytes": max(sent.values(), default=0),
         "most_received_bytes": max(received.values(), default=0),
         "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
@@ -202,53 +194,25 @@ def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> di
 def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A dry run as rows of a table."""
     model, cover, link = found["model"], found["coverage"], found["largest_link"]
-    yield (
-        "model",
-        (
-            f"{model['type']}, {model['parameters']:,} parameters in {model['tensors']:,} tensors,"
-            f" {found['dtype']}"
-        ),
-    )
+    sizes = f"{model['parameters']:,} parameters in {model['tensors']:,} tensors"
+    yield "model", f"{model['type']}, {sizes}, {found['dtype']}"
     for name in ("source", "target"):
         side = found[name]
         each = f"{gb(side['smallest_rank_bytes'])} to {gb(side['largest_rank_bytes'])} each"
         yield name, f"{side['layout']}: {side['ranks']} ranks, {each}, {gb(side['bytes'])} in all"
-    yield (
-        "copies",
-        (
-            f"{found['copies']:,}, {found['local_copies']:,} within a memory; planned in"
-            f" {found['planned_s']:.1f} s"
-        ),
-    )
+    local = f"{found['local_copies']:,} within a memory; planned in {found['planned_s']:.1f} s"
+    yield "copies", f"{found['copies']:,}, {local}"
     written = f"{cover['written_elements']:,} of {cover['wanted_elements']:,} elements, each once"
     yield "coverage", f"{written}; {cover['padding_elements']:,} of padding"
     yield "moved", f"{gb(found['moved_bytes'])}; the minimum is {gb(found['minimum_bytes'])}"
-    yield (
-        "naive",
-        f"{gb(found['naive_bytes'])}: gathered on one rank, sent whole to every target rank",
-    )
-    yield (
-        "a rank",
-        (
-            f"sends {gb(found['most_sent_bytes'])} at most, receives"
-            f" {gb(found['most_received_bytes'])}"
-        ),
-    )
+    naive = gb(found["naive_bytes"])
+    yield "naive", f"{naive}: gathered on one rank, sent whole to every target rank"
+    most = gb(found["most_sent_bytes"]), gb(found["most_received_bytes"])
+    yield "a rank", "sends {} at most, receives {}".format(*most)
     if link is not None:
-        ends = (
-            f"{gb(link['bytes'])}, source rank {link['source']} to target rank"
-            f" {link['destination']}"
-        )
-        yield "links", f"{found['links']:,}, the largest {ends}"
-    yield (
-        "predicted",
-        f"{found['predicted_s']:.3f} s at {found['link_gb_s']:g} GB/s a rank, each way",
-    )
-    buckets = found["buckets"]
-    yield (
-        "buckets",
-        (
-            f"{buckets['rank_buckets']} a rank, the largest"
-            f" {buckets['largest_bytes'] / 2**20:,.1f} MiB"
-        ),
-    )
+        ends = f"source rank {link['source']} to target rank {link['destination']}"
+        yield "links", f"{found['links']:,}, the largest {gb(link['bytes'])}, {ends}"
+    speed = f"{found['link_gb_s']:g} GB/s a rank, each way"
+    yield "predicted", f"{found['predicted_s']:.3f} s at {speed}"
+    largest = f"{found['buckets']['largest_bytes'] / 2**20:,.1f} MiB"
+    yield "buckets", f"{found['buckets']['rank_buckets']} a rank, the largest {largest}"

@@ -1,4 +1,4 @@
-"""Runs the steps of tools/gpu_steps.py on one GPU; `bash tests/run_gpu.sh` starts it.
+"""Runs the steps of tools/gpu_steps.toml on one GPU; `bash tests/run_gpu.sh` starts it.
 
     python tools/run_gpu.py [--minutes 30] [--only kernels,zero] [--out runs/gpu/DATE]
     python tools/run_gpu.py --rehearse            the same on the CPU, where a step can be
@@ -15,7 +15,6 @@ without a GPU.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -24,25 +23,33 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cluster_steps
 from gpu_results import BEGUN, Report, Result, earlier
-from gpu_steps import EVERY, STEPS, Step, fits, missing, plan, words
+from gpu_steps import CLUSTER, EVERY, STEPS, Step, fits, listed, missing, plan, words
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+OPTIONS = {
+    "--minutes": (30.0, "what is not expected to end in them does not begin"),
+    "--rehearse": (False, "on the CPU, where a step can be"),
+    "--only": ("", "words of names of steps, with commas between"),
+    "--out": (Path, "folder of the results; default runs/gpu/DATE"),
+    "--list": (False, "say which steps fit, and run none"),
+    "--cluster": (False, "list commands for several GPUs"),
+}
 ROOT = Path(__file__).resolve().parents[1]
-ENDED_WITHIN_S = 10.0
-"""Seconds that a step's processes have between SIGTERM and SIGKILL."""
-MARK = "MEGARL_GPU_STEP"
-"""Environment variable by which all processes of a step are found, also those of other sessions."""
 
 
 def machine() -> dict[str, Any]:
     """What runs the steps; asked in a process of its own, since CUDA holds memory where it is
-    initialised."""
+    initialised.
+    """
     code = (
         "import json, sys; sys.path.insert(0, 'tools/bench'); import common, torch;"
         "print(json.dumps(common.machine() | {'cuda': torch.version.cuda or 'none'}))"
@@ -55,24 +62,18 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """Short hash of the checkout, with + where files differ from it; ? without git."""
-    told = [
-        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
-    ]
-    if told[0].returncode:
-        return "?"
-    return told[0].stdout.strip() + ("+" if told[1].stdout.strip() else "")
+    git = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    told = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() or "?"
 
 
-def counts(path: Path) -> dict[str, int]:
-    """{passed, failed, skipped} of a junit file of pytest."""
-    found = {"passed": 0, "failed": 0, "skipped": 0}
-    if not path.exists():
-        return found
-    for case in ElementTree.parse(path).iter("testcase"):  # noqa: S314 - our own pytest wrote it
+def counts(path: Path) -> Counter[str]:
+    """How many tests passed, failed and skipped, of a junit file of pytest."""
+    found: Counter[str] = Counter()
+    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():  # noqa: S314 - our own pytest wrote it
         kinds = {child.tag for child in case}
-        name = "failed" if kinds & {"failure", "error"} else "skipped" if kinds else "passed"
-        found[name] += 1
+        failed = kinds & {"failure", "error"}
+        found["failed" if failed else "skipped" if kinds else "passed"] += 1
     return found
 
 
@@ -89,7 +90,8 @@ def judged(step: Step, result: Result, out: str, folder: Path) -> None:
     """Fill status, note and found of a step that ended by itself."""
     if step.reads == "tests":
         found = counts(folder / "junit.xml")
-        told = ", ".join(f"{number} {name}" for name, number in found.items() if number)
+        names = ("passed", "failed", "skipped")
+        told = ", ".join(f"{found[name]} {name}" for name in names if found[name])
         result.note = (told or "no test was run") + result.note.replace("exit code 1", "")
         # A run in which every test skips itself ends with 0 and has shown nothing.
         if found["failed"] or not found["passed"]:
@@ -101,47 +103,15 @@ def judged(step: Step, result: Result, out: str, folder: Path) -> None:
             result.status, result.note = "failed", "standard output is no JSON object"
 
 
-def of_step(mark: str) -> list[Any]:
-    """Living processes of a step."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def end_all(mark: str) -> int:
-    """End every process of a step, by its id; returns how many there were."""
-    import psutil
-
-    left = of_step(mark)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in of_step(mark):
-            try:
-                process.send_signal(number)
-            except psutil.Error:
-                continue
-        psutil.wait_procs(of_step(mark), timeout=ENDED_WITHIN_S)
-    return len(left)
-
-
 def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     """Run one step; whatever it left behind is ended."""
+    from processes import MARK, end_all
+
     folder.mkdir(parents=True)
-    values = {
-        "python": sys.executable,
-        "out": str(folder),
-        "device": "cpu" if rehearsal else "cuda",
-    }
-    command = words(step.rehearsal if rehearsal else step.command, **values)
+    command = words(step.rehearsal if rehearsal else step.command, python=sys.executable)
     if step.reads == "tests":
         command.append(f"--junit-xml={folder / 'junit.xml'}")
-    mark = f"{os.getpid()}-{folder.name}"
+    mark = uuid.uuid4().hex
     settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "MEGARL_PYTHON": sys.executable}
     # A Python without megarl finds it here, also from tools/bench.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -163,7 +133,7 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
             result.status, result.note = "timed out", f"ended after {limit_s:.0f} s"
         finally:  # also after Ctrl-C and SIGTERM, which do not reach the step's session
             result.seconds = round(time.monotonic() - began, 1)
-            left = end_all(mark)
+            left = end_all(mark, process.pid)
             process.wait()
         out.seek(0)
         if result.status != "timed out":
@@ -232,18 +202,12 @@ def chosen(text: str) -> list[Step]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, where a step can be")
-    parser.add_argument("--only", default="", help="words of names of steps, with commas between")
-    parser.add_argument("--out", type=Path, help="folder of the results; default runs/gpu/DATE")
-    parser.add_argument("--list", action="store_true", help="say which steps fit, and run none")
-    parser.add_argument("--cluster", action="store_true", help="list commands for several GPUs")
+    from common import command_line
+
+    parser = command_line(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     if args.cluster:
-        print("\n".join(cluster_steps.listed(cluster_steps.STEPS)))
+        print("\n".join(listed(CLUSTER)))
         return 0
     folder = args.out or ROOT / "runs" / "gpu" / time.strftime("%Y%m%d-%H%M%S")
     try:
@@ -253,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if args.list:
-        listed(steps, args.minutes)
+        fitting(steps, args.minutes)
         return 0
     if absent := [name for name in EVERY if importlib.util.find_spec(name) is None]:
         print(f"run_gpu: {sys.executable} has no {', '.join(absent)}, which every step needs")
@@ -271,12 +235,12 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def listed(steps: Sequence[Step], minutes: float) -> None:
+def fitting(steps: Sequence[Step], minutes: float) -> None:
     """Print the steps in their order: seconds, what each tells, and why one will not run."""
-    fitting, _ = plan([step for step in steps if not missing(step)], minutes)
+    chosen, _ = plan([step for step in steps if not missing(step)], minutes)
     for step in steps:
         absent = missing(step)
-        note = "" if step in fitting else "  does not fit"
+        note = "" if step in chosen else "  does not fit"
         note = f"  not installed here: {', '.join(absent)}" if absent else note
         print(f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{note}")
 
