@@ -33,12 +33,12 @@ from common import ROOT, run_tool, spread, table, weights_of
 from studies import grouped, lines_of, newest_model, run_missing, train
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
-RECIPE = {
-    "model": {"path": ""},
-    "demonstrations": {"source": "", "template": "chat", "max_tokens": 128},
-    "samples_per_step": 16,
-    "training": {"micro_batch_tokens": 2048, "optimizer": {"learning_rate": 1e-5}},
-}
+RECIPE = """\
+model: {path: ""}
+demonstrations: {source: "", template: chat, max_tokens: 128}
+samples_per_step: 16
+training: {micro_batch_tokens: 2048, optimizer: {learning_rate: 1.0e-5}}
+"""
 OPTIONS = {
     "folder": (Path, "folder of the study"),
     "--precisions": (list(PRECISIONS), "training.precision", PRECISIONS),

@@ -293,32 +293,11 @@ def test_bench_attention() -> None:
     assert "must not exceed" in refused("attention", "--tokens", "64", "--group", "64:3x32")
 
 
-def test_bench_group_engine() -> None:
-    """Of prompts of eight blocks, the cache gives seven to a group's later requests on an engine."""
-    # About 5,000 tokens: a model that may end its responses ends some of them.
-    small = ["--cases", "256:4x80", "--groups", "4", "--rounds", "1", "--steps", "1"]
-    ways = run("group_engine", *small)["cases"]["256:4x80"]
-    assert ways["group"]["prompts"]["max"] == (256 + 3 * 32) / 256
-    assert ways["load"]["prompts"]["max"] == 2 * (256 + 32) / 256
-
-
 def test_bench_code_verdicts() -> None:
     found = run("code_verdicts", "--verdicts", "4", "--rounds", "1", "--tests", "2")
     rates = found["verdicts_per_s"]
     assert list(rates) == ["stdin", "calls", "asserts", "check"]
     assert all(row["min"] > 0 for row in rates.values())
-
-
-def test_bench_kv_waste() -> None:
-    """The engine's allocator gives away the blocks that arithmetic says, shared prompts once."""
-    small = ["--lengths", "60,120", "--requests", "8", "--sequences", "4"]
-    found = run("kv_waste", "--block-sizes", "32", *small)
-    assert [(row["block_size"], row["length"]) for row in found["rows"]] == [(32, 60), (32, 120)]
-    for row in found["rows"]:
-        assert row["samples"] > 4 and 1 < row["running"] <= 4 and row["off"] == 0
-        assert 0 < row["computed"] < row["paged"]["mean"] < row["paged"]["max"] < 1
-        assert 0 < row["oracle"] < row["contiguous"] < 1
-    assert "multiple of 32" in refused("kv_waste", "--block-sizes", "16")
 
 
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The arithmetic of benchmarks whose measurements are too long for a test: key-value memory of
-blocks, and a line through the values of a metric.
+"""The arithmetic of benchmarks: key-value memory of blocks, and a line through the values of a
+metric.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("kv_slots")
+    return importlib.import_module("kv_waste")
 
 
 def allocation(running: list[Any], block_size: int) -> list[tuple[list[int], int]]:
@@ -67,7 +67,6 @@ def test_blocks_are_counted_as_a_table_of_blocks_has_them(
         for token in range(tokens)
     }
     blocks = {block for table, _ in tables for block in table}
-    assert slots.occupied(tables, block_size) == (len(blocks), len(places))
     assert slots.blocks_needed(running, block_size) == (len(blocks), len(places))
 
 
@@ -76,15 +75,18 @@ def test_shares_of_waste(slots: Any) -> None:
     response has 140. Of blocks of 64 tokens, one is shared, and three are of one sequence.
     """
     running = [slots.Running(7, 100, 110, 60), slots.Running(7, 100, 150, 60)]
-    sample = slots.Sample(allocated=4, listed=4, filled=64 + 46 + 64 + 22, running=running)
-    found = slots.waste(sample, 64, 140, [32])
-    assert math.isclose(found.paged, 1 - 196 / 256)
-    assert math.isclose(found.empty, (18 + 42) / 64 / 2)
-    assert math.isclose(found.contiguous, 1 - 260 / 480)
-    assert math.isclose(found.oracle, 1 - 260 / 320)
-    assert math.isclose(found.computed[32], 1 - (96 + 14 + 54) / (3 * 32 + 32 + 2 * 32))
-    assert found.off == 0
-    assert slots.waste(sample._replace(allocated=6), 64, 140, []).off == 2
+    found = slots.waste(running, 64, 140)
+    assert math.isclose(found["paged"], 1 - 196 / 256)
+    assert math.isclose(found["empty"], (18 + 42) / 64 / 2)
+    assert math.isclose(found["contiguous"], 1 - 260 / 480)
+    assert math.isclose(found["oracle"], 1 - 260 / 320)
+    # Six blocks of 16 are of the prompt; 14 and 54 tokens need one and four more.
+    assert math.isclose(found["computed"], 1 - (96 + 14 + 54) / (6 + 1 + 4) / 16)
+
+
+def test_the_next_sequence_begins_when_one_has_ended(slots: Any) -> None:
+    tokens = [[one.tokens - 100 for one in running] for running in slots.steps([2, 1, 3], 2)]
+    assert tokens == [[0, 0], [1, 0], [1], [2]]
 
 
 def test_half_a_block_a_sequence_is_empty(slots: Any) -> None:

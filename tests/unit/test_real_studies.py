@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def arguments(tool: Any, *words: str) -> Any:
 
 
 def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
-    (tmp_path / "sft.yaml").write_text(json.dumps(study.RECIPE))
+    (tmp_path / "sft.yaml").write_text(study.RECIPE)
     args = arguments(study, "f", "--seeds", "3")
     found = study.cases(args)
     assert [(one["precision"], one["seed"]) for one in found] == [

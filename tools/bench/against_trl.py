@@ -8,6 +8,7 @@ default index offers none.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -101,24 +102,24 @@ def grpo_arguments(
 
 def run_megarl(
     command: str,
-    recipe: Path | dict[str, Any],
+    recipe: Path | str,
     work: Path,
     setting: Setting,
     deadline_s: float,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, object],
 ) -> tuple[list[dict[str, Any]], float]:
     """(metrics of each step, share of the CPU that others took) of one run of megarl, whose folder
-    is `work`/run. `recipe`: a file, or what is written to one.
+    is `work`/run. `recipe`: a file, or a recipe's text.
     """
     folder = work / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(recipe, dict):
-        (work / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    if isinstance(recipe, str):
+        (work / "recipe.yaml").write_text(recipe)
         recipe = work / "recipe.yaml"
     others = megarl(
         command,
         recipe,
-        {"folder": folder, **(settings or {})},
+        {"folder": folder, **settings},
         work / "log",
         deadline_s,
         environment=child_environment(work, setting.threads),
@@ -128,31 +129,49 @@ def run_megarl(
     return [json.loads(line) for line in lines], others
 
 
-def step_of_megarl(row: Mapping[str, Any], samples: int) -> dict[str, float]:
-    """What is compared of a step, from its metrics. `samples`: of a group."""
-    return {
-        "step_s": row["time/step_s"],
-        "accuracy": row["accuracy"],
-        "tokens": row["tokens/generated"],
-        "samples": (row["groups/drawn"] - row["groups/rejected"]) * samples,
-    }
-
-
-def step_of_trl(row: Mapping[str, Any]) -> dict[str, float]:
-    """What is compared of a step, from what trl_side.py returns."""
-    tokens = row["completions/mean_length"] * row["samples"]
-    return {
-        "step_s": row["step_s"],
-        "accuracy": row["reward"],
-        "tokens": tokens,
-        "samples": row["samples"],
-    }
-
-
-def refuse_incomplete(system: str, steps: list[dict[str, float]], wanted: list[int]) -> None:
-    """Raise `RuntimeError` unless the steps have as many samples as `wanted`."""
+def one_run(
+    system: str,
+    setting: Setting,
+    args: argparse.Namespace,
+    work: Path,
+    *,
+    given: dict[str, Any],
+    recipe: Path | str,
+    settings: Mapping[str, object],
+    samples: int,
+    wanted: list[int],
+) -> dict[str, Any]:
+    """{"steps": what is compared of each step, "others", "weight_change" of TRL} of a run of TRL,
+    which is `given` to it, or of megarl. `samples`: of a group. Raises `RuntimeError` unless the
+    steps have as many samples as `wanted`.
+    """
+    change = None
+    if system.startswith("TRL"):
+        found = run_trl(args.python, work, setting, given, args.deadline)
+        others, change = found["others"], found["weight_change"]
+        steps = [
+            {
+                "step_s": row["step_s"],
+                "accuracy": row["reward"],
+                "tokens": row["completions/mean_length"] * row["samples"],
+                "samples": row["samples"],
+            }
+            for row in found["steps"]
+        ]
+    else:
+        rows, others = run_megarl("train", recipe, work, setting, args.deadline, settings)
+        steps = [
+            {
+                "step_s": row["time/step_s"],
+                "accuracy": row["accuracy"],
+                "tokens": row["tokens/generated"],
+                "samples": (row["groups/drawn"] - row["groups/rejected"]) * samples,
+            }
+            for row in rows
+        ]
     if [row["samples"] for row in steps] != wanted:
         raise RuntimeError(f"{system} did not train {len(wanted)} whole steps: {steps}")
+    return {"steps": steps, "others": others, "weight_change": change}
 
 
 def speeds(runs: Iterable[list[dict[str, float]]]) -> dict[str, list[float]]:

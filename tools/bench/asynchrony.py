@@ -41,12 +41,27 @@ MAX_TOKENS = 512
 SKIPPED = 3
 """Steps at the start of a run that are not timed."""
 KINDS: dict[str, dict[str, Any]] = {
-    "sync": {"max_staleness": 0},
-    "ordered1": {"max_staleness": 1},
-    "ordered2": {"max_staleness": 2},
-    "windowed1": {"max_staleness": 1, "dispatch": "windowed"},
-    "windowed2": {"max_staleness": 2, "dispatch": "windowed"},
+    "sync": {"rollout.max_staleness": 0},
+    "ordered1": {"rollout.max_staleness": 1},
+    "ordered2": {"rollout.max_staleness": 2},
+    "windowed1": {"rollout.max_staleness": 1, "rollout.dispatch": "windowed"},
+    "windowed2": {"rollout.max_staleness": 2, "rollout.dispatch": "windowed"},
 }
+SFT = f"""
+samples_per_step: 64
+demonstrations: {{source: "", max_tokens: {MAX_TOKENS + 8}}}
+training: {{micro_batch_tokens: 8192, num_threads: 2, schedule: {{warmup_steps: 10}},
+  optimizer: {{learning_rate: 3.0e-3, beta2: 0.98, clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
+"""
+RECIPE = f"""
+prompts: {{source: "", answer_column: "", max_prompt_tokens: 8}}
+environment: {{verifier: "", require_stop: false}}
+rollout: {{groups_per_step: 16, group_size: 8, max_new_tokens: {MAX_TOKENS},
+  engine: {{num_threads: 1}}, dynamic_sampling: {{enabled: false}}}}
+algorithm: {{correction: {{kind: tis}}, kl: {{coefficient: 0.1}}}}
+training: {{num_mini_batches: 1, micro_batch_tokens: 8192, num_threads: 1,
+  optimizer: {{learning_rate: 5.0e-4, clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
+"""
 OPTIONS = {
     "--rounds": (3, "runs of each kind"),
     "--steps": (40, "steps of a run"),
@@ -101,58 +116,29 @@ def fine_tune(folder: Path, seed: int) -> Path:
     """
     model = folder / "model"
     for data, steps in (("digits", 300), ("whole", 200)):
-        tree = {
+        settings = {
             "steps": steps,
             "seed": seed,
-            "samples_per_step": 64,
-            "model": {"path": str(model), "from_scratch": data == "digits"},
-            "demonstrations": {
-                "source": str(folder / f"{data}.jsonl"),
-                "max_tokens": MAX_TOKENS + 8,
-            },
-            "training": {
-                "micro_batch_tokens": 8192,
-                "num_threads": 2,
-                "optimizer": {"learning_rate": 3e-3, "beta2": 0.98, "clip_norm": 1.0},
-                "schedule": {"warmup_steps": 10},
-                "checkpoint": {"keep": 1},
-            },
+            "model.path": model,
+            "model.from_scratch": data == "digits",
+            "demonstrations.source": folder / f"{data}.jsonl",
         }
-        train("sft", tree, folder / data)
+        train("sft", SFT, folder / data, settings)
         model = newest_model(folder / data)
     return model
 
 
 def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str, float]:
     """One run; returns its throughput, its times and its accuracy."""
-    tree = {
+    settings = {
         "steps": steps,
         "seed": seed,
-        "model": {"path": str(model)},
-        "prompts": {
-            "source": str(folder / "train.jsonl"),
-            "answer_column": "",
-            "max_prompt_tokens": 8,
-        },
-        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
-        "rollout": {
-            "groups_per_step": 16,
-            "group_size": 8,
-            "max_new_tokens": MAX_TOKENS,
-            "engine": {"num_threads": 1},
-            "dynamic_sampling": {"enabled": False},
-            **KINDS[kind],
-        },
-        "algorithm": {"correction": {"kind": "tis"}, "kl": {"coefficient": 0.1}},
-        "training": {
-            "num_mini_batches": 1,
-            "micro_batch_tokens": 8192,
-            "num_threads": 1,
-            "optimizer": {"learning_rate": 5e-4, "clip_norm": 1.0},
-            "checkpoint": {"keep": 1},
-        },
+        "model.path": model,
+        "prompts.source": folder / "train.jsonl",
+        "environment.verifier": f"{folder}/reward.py:score",
+        **KINDS[kind],
     }
-    rows = train("train", tree, folder / kind)
+    rows = train("train", RECIPE, folder / kind, settings)
     timed = rows[SKIPPED:]
 
     def mean(name: str) -> float:

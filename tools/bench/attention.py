@@ -27,6 +27,7 @@ divided by the number of ranks; what counts is the slowest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 from common import group_shape, in_turns, ratios, run_tool, spread, table
-from launch_ranks import launch
+from launch_ranks import launch, ready
 
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
 from megarl.parallel.sequence import cut
@@ -163,15 +164,25 @@ def alone_runs(
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One gloo rank: every schedule in turn, `rounds` times."""
-    from megarl.parallel.collectives import barrier
-    from megarl.parallel.exchange import RingExchange
     from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh, finalise, initialise
+    from megarl.parallel.mesh import ProcessMesh
 
     args = argparse.Namespace(**task)
-    torch.set_num_threads(1)
-    device = initialise(timeout_s=args.deadline)
-    meshes = [ProcessMesh(Layout(sequence=args.ranks), ulysses=u) for u in (1, args.ranks)]
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(ready(args.deadline))
+        layout = Layout(sequence=args.ranks)
+        each = (ProcessMesh(layout, ulysses=size) for size in (1, args.ranks))
+        meshes = [stack.enter_context(mesh) for mesh in each]
+        return measure_schedules(args, device, meshes)
+
+
+def measure_schedules(
+    args: argparse.Namespace, device: torch.device, meshes: list[Any]
+) -> dict[str, Any]:
+    """Seconds of each schedule by rounds, on a mesh without and a mesh with a Ulysses group."""
+    from megarl.parallel.collectives import barrier
+    from megarl.parallel.exchange import RingExchange
+
     everybody = meshes[0].sequence
     alone = {name: found for name, *found in alone_runs(args, device)}
     runs: dict[str, Callable[[], Any]] = {
@@ -210,9 +221,6 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         return time.perf_counter() - started_at
 
     seconds = in_turns(args.rounds, {name: partial(timed, name) for name in runs})
-    for mesh in meshes:
-        mesh.destroy()
-    finalise()
     return {
         "seconds": seconds,
         "pairs": {name: _pairs(plan) for name, (plan, _) in alone.items()},

@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import in_turns, ratios, run_tool, spread, table, write_qwen2_config
-from launch_ranks import launch
+from common import in_turns, qwen2, ratios, run_tool, spread, table, write_config
+from launch_ranks import launch, make_role, ready
 from layouts import make_samples
 from make_addition import write_model
 
@@ -44,32 +44,23 @@ KINDS = ("none", "before", "background")
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: steps of each kind in turn; returns their seconds and the bytes of a checkpoint."""
-    import torch
     from transformers import PreTrainedTokenizerFast
 
     from megarl.apps.tune.sft import train
     from megarl.checkpoints.checkpoint import Checkpoints
-    from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task["size"]))
-    device = mesh_module.initialise(timeout_s=DEADLINE_S)
     samples, done, path = make_samples(task["tokens"], 8, VOCAB), 0, Path()
-    with ProcessMesh(Layout(data=task["size"]), timeout_s=DEADLINE_S) as mesh:
-        role = Role(
-            "policy",
-            model=ModelConfig(path=task["model"], from_scratch=True),
-            training=TrainingConfig(zero_stage=1, micro_batch_tokens=task["tokens"]),
-            mesh=mesh,
-            device=device,
-            seed=1,
-            optimizer_steps=3 * (task["rounds"] + 1),
-        )
+    threads, layout = max(1, len(os.sched_getaffinity(0)) // task["size"]), Layout(task["size"])
+    with (
+        ready(DEADLINE_S, threads=threads) as device,
+        ProcessMesh(layout, timeout_s=DEADLINE_S) as mesh,
+    ):
+        settings = {"zero_stage": 1, "micro_batch_tokens": task["tokens"]}
+        role = make_role(task["model"], mesh, device, **settings)
         checkpoints = Checkpoints(
             Path(task["folder"]) / f"run-{task['size']}",
             keep=1,
@@ -103,7 +94,6 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         parameters = sum(weight.numel() for weight in role.engine.module.parameters())
         role.destroy()
-    mesh_module.finalise()
     return {"found": found, "bytes": size, "parameters": parameters}
 
 
@@ -113,15 +103,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = Path(folder) / "model"
         write_model(model, "0123456789+=")
-        write_qwen2_config(
-            model,
-            vocab_size=VOCAB,
-            hidden_size=args.hidden,
-            intermediate_size=4 * args.hidden,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 64,
-            num_key_value_heads=args.hidden // 64,
-        )
+        heads = args.hidden // 64
+        sizes = VOCAB, args.hidden, 4 * args.hidden, args.layers, heads, heads
+        write_config(model, qwen2(*sizes))
         for size in args.ranks:
             task = vars(args) | {"size": size, "model": str(model), "folder": folder}
             rank = launch(__file__, task, num_ranks=size, deadline_s=DEADLINE_S)[0]

@@ -292,13 +292,37 @@ def weights_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def write_qwen2_config(folder: Path, **sizes: Any) -> str:
-    """Write a Qwen2 config.json with `sizes` into `folder`; returns the folder's path."""
-    config = {
+def qwen2(
+    vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    """The config.json of a Qwen2."""
+    return {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
+        **more,
     }
-    (folder / "config.json").write_text(json.dumps(config | sizes))
+
+
+def write_config(folder: str | Path, config: dict[str, Any]) -> str:
+    """Write a config.json into `folder`; returns the folder's path."""
+    Path(folder, "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def engine_arguments(**more: Any) -> dict[str, Any]:
+    """Arguments of an engine of megarl of one thread on the CPU, which ends a response at no token.
+    `more`: others, or in their place.
+    """
+    from megarl.cluster.process_env import engine_environment
+
+    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
+    plain = {"number": 0, "stop_token_ids": [], "trust_remote_code": False, "seed": 0}
+    return {**plain, **more, "environment": environment | more.get("environment", {})}

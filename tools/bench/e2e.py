@@ -43,17 +43,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from against_trl import (
-    TRL_ENV,
-    grpo_arguments,
-    make_trl_environment,
-    refuse_incomplete,
-    run_megarl,
-    run_trl,
-    speeds,
-    step_of_megarl,
-    step_of_trl,
-)
+import against_trl as trl
 from common import in_turns, progress, ratios, run_tool, spread, table, weights_of
 from e2e_task import (
     BATCH,
@@ -76,56 +66,42 @@ SETTINGS = {
     OVERLAPPED: Setting(2, 1, 1, 1),
     "TRL, 1 process": Setting(1, 2),
 }
+RECIPE = f"""
+seed: {SEED}
+prompts: {{source: "", max_prompt_tokens: {MAX_PROMPT_TOKENS}, shuffle: false}}
+environment: {{verifier: "", require_stop: false}}
+rollout: {{group_size: {SAMPLES}, dynamic_sampling: {{enabled: false}}}}
+algorithm: {{advantage: grpo, loss: ppo_clip, aggregation: token, clip_low: 0.2, clip_high: 0.28}}
+training: {{micro_batch_tokens: {MICRO_BATCH_TOKENS},
+  optimizer: {{learning_rate: {LEARNING_RATE}, clip_norm: 1.0}}}}
+observe: {{tensorboard: false, transcripts_per_step: 0, progress: false}}
+"""
 OPTIONS = {
     "--rounds": (3, "runs of each system"),
     "--steps": (4, "steady steps measured in a run"),
     "--limits": ([64, 480], "most new tokens"),
     "--systems": (["megarl", "TRL", OVERLAPPED], "what is compared", tuple(SETTINGS)),
     "--deadline": (3600.0, "seconds a single run may take"),
-    "--trl-env": (TRL_ENV, "folder of TRL's environment"),
+    "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
 
-def recipe(
+def settings_of(
     task: Path, setting: Setting, *, steps: int, limit: int, staleness: int, groups: int = PROMPTS
-) -> dict[str, Any]:
-    """The run as megarl's configuration."""
+) -> dict[str, object]:
+    """{setting: value} of a run of megarl, on top of `RECIPE`."""
     return {
         "steps": steps,
-        "seed": SEED,
-        "model": {"path": str(task / "model")},
-        "prompts": {
-            "source": str(task / "prompts.jsonl"),
-            "max_prompt_tokens": MAX_PROMPT_TOKENS,
-            "shuffle": False,
-        },
-        "environment": {
-            "verifier": f"{Path(__file__).with_name('e2e_task.py')}:checksum",
-            "require_stop": False,
-        },
-        "rollout": {
-            "num_engines": setting.engines,
-            "engine": {"num_threads": setting.engine_threads},
-            "groups_per_step": groups,
-            "group_size": SAMPLES,
-            "max_new_tokens": limit,
-            "max_staleness": staleness,
-            "dynamic_sampling": {"enabled": False},
-        },
-        "algorithm": {
-            "advantage": "grpo",
-            "loss": "ppo_clip",
-            "aggregation": "token",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "correction": {"kind": "tis" if staleness else "none"},
-        },
-        "training": {
-            "num_threads": setting.threads,
-            "micro_batch_tokens": MICRO_BATCH_TOKENS,
-            "optimizer": {"learning_rate": LEARNING_RATE, "clip_norm": 1.0},
-        },
-        "observe": {"tensorboard": False, "transcripts_per_step": 0, "progress": False},
+        "model.path": task / "model",
+        "prompts.source": task / "prompts.jsonl",
+        "environment.verifier": f"{Path(__file__).with_name('e2e_task.py')}:checksum",
+        "rollout.num_engines": setting.engines,
+        "rollout.engine.num_threads": setting.engine_threads,
+        "rollout.groups_per_step": groups,
+        "rollout.max_new_tokens": limit,
+        "rollout.max_staleness": staleness,
+        "algorithm.correction.kind": "tis" if staleness else "none",
+        "training.num_threads": setting.threads,
     }
 
 
@@ -140,44 +116,42 @@ def one_run(system: str, limit: int, args: argparse.Namespace, work: Path) -> di
     setting, model = SETTINGS[system], work / "task" / "model"
     staleness = int(system == OVERLAPPED)
     total = 1 + staleness + args.steps + staleness
-    if system.startswith("TRL"):
-        share = BATCH // setting.processes
-        fits = MICRO_BATCH_TOKENS // (MAX_PROMPT_TOKENS + limit)
-        given = {
-            "trainer": "GRPO",
-            "reward": "checksum",
-            "model": str(model),
-            "rows": str(work / "task" / "prompts.jsonl"),
-            "arguments": grpo_arguments(
-                batch=BATCH,
-                samples=SAMPLES,
-                rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
-                processes=setting.processes,
-                limit=limit,
-                epsilon_high=0.28,
-                max_steps=total,
-                learning_rate=LEARNING_RATE,
-                seed=SEED,
-            ),
-        }
-        found = run_trl(args.python, work, setting, given, args.deadline)
-        steps, others = list(map(step_of_trl, found["steps"])), found["others"]
-        change = found["weight_change"]
-    else:
-        tree = recipe(work / "task", setting, steps=total, limit=limit, staleness=staleness)
-        rows, others = run_megarl("train", tree, work, setting, args.deadline)
-        if any(row["tokens/trained"] != row["tokens/generated"] for row in rows):
-            raise RuntimeError("megarl did not train on all tokens of a step")
-        steps = [step_of_megarl(row, SAMPLES) for row in rows]
+    share, fits = BATCH // setting.processes, MICRO_BATCH_TOKENS // (MAX_PROMPT_TOKENS + limit)
+    arguments = trl.grpo_arguments(
+        batch=BATCH,
+        samples=SAMPLES,
+        rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
+        processes=setting.processes,
+        limit=limit,
+        epsilon_high=0.28,
+        max_steps=total,
+        learning_rate=LEARNING_RATE,
+        seed=SEED,
+    )
+    rows = str(work / "task" / "prompts.jsonl")
+    given = {"trainer": "GRPO", "reward": "checksum", "model": str(model), "rows": rows}
+    sizes = {"steps": total, "limit": limit, "staleness": staleness}
+    found = trl.one_run(
+        system,
+        setting,
+        args,
+        work,
+        given=given | {"arguments": arguments},
+        recipe=RECIPE,
+        settings=settings_of(work / "task", setting, **sizes),
+        samples=SAMPLES,
+        wanted=[BATCH] * total,
+    )
+    change = found["weight_change"]
+    if change is None:
         saved = work / "run" / "checkpoints" / f"step_{total:06d}" / "model"
         change = weight_change(model, saved)
-    refuse_incomplete(system, steps, [BATCH] * total)
     if not 0 < change < 1:
         raise RuntimeError(f"{system} did not train: its weights changed by {change}")
-    kept = steps[1 + staleness :][: args.steps]
+    kept = found["steps"][1 + staleness :][: args.steps]
     step_s = statistics.median(row["step_s"] for row in kept)
-    progress(f"limit {limit}  {system:20} {step_s:7.2f} s a step  others {others:.0%}")
-    return {"steps": kept, "others": others, "weight_change": change}
+    progress(f"limit {limit}  {system:20} {step_s:7.2f} s a step  others {found['others']:.0%}")
+    return found | {"steps": kept, "weight_change": change}
 
 
 def compare(limit: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -185,7 +159,7 @@ def compare(limit: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ways = {system: partial(one_run, system, limit, args, work) for system in args.systems}
     rows = {}
     for system, runs in in_turns(args.rounds, ways).items():
-        columns = speeds(one["steps"] for one in runs)
+        columns = trl.speeds(one["steps"] for one in runs)
         tokens = [row["tokens"] for one in runs for row in one["steps"]]
         rows[system] = {
             "limit": limit,
@@ -211,7 +185,7 @@ def compare(limit: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All systems at all limits."""
     uses_trl = any(system.startswith("TRL") for system in args.systems)
-    args.python = make_trl_environment(args.trl_env) if uses_trl else ""
+    args.python = trl.make_trl_environment(args.trl_env) if uses_trl else ""
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
         work = Path(name)
         parameters = write_task(work / "task")

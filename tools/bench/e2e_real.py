@@ -43,17 +43,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from against_trl import (
-    TRL_ENV,
-    grpo_arguments,
-    make_trl_environment,
-    refuse_incomplete,
-    run_megarl,
-    run_trl,
-    speeds,
-    step_of_megarl,
-    step_of_trl,
-)
+import against_trl as trl
 from common import ROOT, progress, run_tool, spread, table
 from e2e_task import Setting
 from processes import child_environment, run
@@ -88,7 +78,7 @@ OPTIONS = {
         "folder of the model, made by tools/real_model.py where it is missing",
     ),
     "--deadline": (7200.0, "seconds a single run may take"),
-    "--trl-env": (TRL_ENV, "folder of TRL's environment"),
+    "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
 
@@ -125,38 +115,36 @@ def settings_of(work: Path, args: argparse.Namespace, seed: int, system: str) ->
 def one_run(system: str, seed: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One run, checked: {steps: a record of each, others}."""
     setting = SETTINGS[system]
-    if system.startswith("TRL"):
-        given = {
-            "trainer": "GRPO",
-            "reward": "right",
-            "is_chat": True,
-            "model": str(args.model.absolute()),
-            "rows": str(work / "task" / "train.jsonl"),
-            "arguments": grpo_arguments(
-                batch=GROUPS * SAMPLES,
-                samples=SAMPLES,
-                rows=ROWS,
-                processes=setting.processes,
-                limit=LIMIT,
-                max_steps=args.steps,
-                learning_rate=LEARNING_RATE,
-                seed=seed,
-                bf16=args.precision == "bfloat16",
-            ),
-        }
-        found = run_trl(args.python, work, setting, given, args.deadline)
-        steps, others = list(map(step_of_trl, found["steps"])), found["others"]
-    else:
-        settings = settings_of(work, args, seed, system)
-        rows, others = run_megarl("train", RECIPE, work, setting, args.deadline, settings)
-        steps = [step_of_megarl(row, SAMPLES) for row in rows]
-    refuse_incomplete(system, steps, [GROUPS * SAMPLES] * args.steps)
-    step_s = statistics.median(row["step_s"] for row in steady(steps, system))
-    progress(
-        f"seed {seed}  {system:20} {step_s:7.2f} s a step  accuracy {last_quarter(steps):.3f}"
-        f"  others {others:.0%}"
+    arguments = trl.grpo_arguments(
+        batch=GROUPS * SAMPLES,
+        samples=SAMPLES,
+        rows=ROWS,
+        processes=setting.processes,
+        limit=LIMIT,
+        max_steps=args.steps,
+        learning_rate=LEARNING_RATE,
+        seed=seed,
+        bf16=args.precision == "bfloat16",
     )
-    return {"steps": steps, "others": others}
+    given = {"trainer": "GRPO", "reward": "right", "is_chat": True}
+    given |= {"model": str(args.model.absolute()), "rows": str(work / "task" / "train.jsonl")}
+    found = trl.one_run(
+        system,
+        setting,
+        args,
+        work,
+        given=given | {"arguments": arguments},
+        recipe=RECIPE,
+        settings=settings_of(work, args, seed, system),
+        samples=SAMPLES,
+        wanted=[GROUPS * SAMPLES] * args.steps,
+    )
+    step_s = statistics.median(row["step_s"] for row in steady(found["steps"], system))
+    progress(
+        f"seed {seed}  {system:20} {step_s:7.2f} s a step  accuracy"
+        f" {last_quarter(found['steps']):.3f}  others {found['others']:.0%}"
+    )
+    return found
 
 
 def steady(steps: list[dict[str, float]], system: str) -> list[dict[str, float]]:
@@ -182,7 +170,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     systems = [
         one for one in SETTINGS if not args.only or one.startswith("TRL") == (args.only == "trl")
     ]
-    args.python = make_trl_environment(args.trl_env) if args.only != "megarl" else ""
+    args.python = trl.make_trl_environment(args.trl_env) if args.only != "megarl" else ""
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
         work, tools = Path(name), ROOT / "tools"
         for command in (
@@ -209,7 +197,7 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     ]
     rows = {}
     for system, found in runs.items():
-        columns = speeds(steady(one["steps"], system) for one in found)
+        columns = trl.speeds(steady(one["steps"], system) for one in found)
         columns["accuracy"] = [last_quarter(one["steps"]) for one in found]
         columns["accuracy_at_time"] = [
             last_quarter(within(one["steps"], limit_s))

@@ -1,26 +1,16 @@
-"""The share of an engine's key-value memory that is allocated but holds no token.
+"""The share of an engine's key-value memory that is allocated but holds no token, by arithmetic.
 
     python tools/bench/kv_waste.py [--lengths 256,1024,4096,16384] [--block-sizes 128,32] [--json]
 
-A real engine of megarl generates `--requests` responses of each length, `--sequences` at a time, in
-groups of four of one prompt, with prefix caching. The model is tiny and has no end-of-sequence
-token, so that each response has exactly the length that it is given: quantiles of a log-normal
-distribution, cut off at twice the mean.
+`--requests` responses of each length are generated, `--sequences` at a time, in groups of four of
+one prompt of 100 tokens, whose whole blocks the group shares. Lengths are quantiles of a log-normal
+distribution, cut off at twice the mean. Every 13th engine step counts, and the first steps, where
+sequences are short, count like others. A slot is a block's memory for the keys and values of one
+token.
 
-The engine's scheduler is asked at every 13th engine step (kv_scheduler.py): the blocks that its
-block pool does not count as free are the allocated memory, since no other request can get them; the
-blocks in the running requests' block tables and their tokens with keys and values say what the
-allocated blocks hold. vLLM's own metric `vllm:kv_cache_usage_perc` is the same number of blocks
-over all blocks, and does not say what they hold. A block of several requests (the prompt of a
-group) counts once. Blocks that only the prefix cache keeps are free: vLLM gives them to any
-request. Samples are not weighted: the first steps, where sequences are short, count like others.
-
-    paged       the engine's own blocks. Only the last block of a sequence is not full: half a block
-                a sequence is expected, and `empty` is what was found, in blocks a sequence.
-    16          blocks of 16 tokens, computed from the same tokens at the same steps: vLLM's default
-                on NVIDIA GPUs, which its CPU attention does not have (multiples of 32). `off` is
-                the largest difference, over all samples, of the engine's number of blocks from the
-                same arithmetic for the engine's block size.
+    paged       blocks of the given size. Only the last block of a sequence is not full: half a
+                block a sequence is expected, and `empty` is what was found, in blocks a sequence.
+    16          blocks of 16 tokens, vLLM's default on NVIDIA GPUs
     contiguous  each sequence has memory for its prompt and the longest response from the start
     oracle      each sequence has memory for exactly its final length from the start
 
@@ -30,166 +20,132 @@ On the CPU megarl's engines have blocks of 32 tokens; vLLM's default is 128.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
+import math
 import random
 import statistics
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from common import progress, run_tool, table
-from kv_slots import Running, Sample, response_lengths, waste
-from make_addition import CHARACTERS, write_model
+from common import run_tool, table
 
 PROMPT_TOKENS = 100
 GROUP = 4
 CAP = 2
 """Longest response over the mean response."""
 GPU_BLOCK = 16
+EVERY = 13
+"""Engine steps from one sample to the next: a prime, so that samples of sequences that grow in step
+meet every state of their last block."""
+SIGMA = 0.8
+"""Standard deviation of the logarithm of response lengths."""
 OPTIONS = {
     "--lengths": ([256, 1024, 4096, 16384], "mean response lengths, tokens"),
     "--block-sizes": ([128, 32], "tokens of a block"),
     "--requests": (16, "responses of each length"),
     "--sequences": (8, "responses at a time"),
-    "--seed": (0, "of the order of lengths, and of the tokens"),
+    "--seed": (0, "of the order of lengths"),
 }
 
 
-def write_endless_model(folder: Path, longest: int) -> None:
-    """A model of one layer for sequences of `longest` tokens that never ends a response."""
-    write_model(folder)
-    (folder / "generation_config.json").unlink()
-    described = json.loads((folder / "config.json").read_text())
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
-    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
-    described |= {"max_position_embeddings": longest, "eos_token_id": None, **sizes, **heads}
-    (folder / "config.json").write_text(json.dumps(described))
+class Running(NamedTuple):
+    """A sequence while it is generated."""
+
+    prompt: int
+    """The same number for sequences of the same prompt."""
+    prompt_tokens: int
+    tokens: int
+    """Tokens so far that have keys and values, those of the prompt included."""
+    max_tokens: int
+    """Tokens that the response will have in the end."""
 
 
-async def start(folder: Path, args: argparse.Namespace, block_size: int) -> Any:
-    """An engine that writes its samples to `folder`/samples."""
-    from megarl.cluster.process_env import engine_environment
-    from megarl.rollout.config import EngineConfig
-    from megarl.rollout.engine import Engine
-
-    longest = PROMPT_TOKENS + CAP * max(args.lengths)
-    write_endless_model(folder / "model", longest)
-    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
-    engine = Engine(
-        number=0,
-        model=str(folder / "model"),
-        config=EngineConfig(max_num_sequences=args.sequences),
-        max_tokens=longest,
-        stop_token_ids=[],
-        trust_remote_code=False,
-        seed=args.seed,
-        # vLLM's log calls the end of its core an error.
-        environment=environment | {"VLLM_LOGGING_LEVEL": "CRITICAL"},
-    )
-    engine._arguments |= {
-        "scheduler_cls": "kv_scheduler.RecordingScheduler",
-        "additional_config": {"kv_samples": str(folder / "samples")},
-    }
-    engine._arguments["block_size"] = block_size
-    (folder / "samples").touch()
-    await engine.start()
-    return engine
-
-
-async def generate(engine: Any, lengths: list[int], seed: int) -> None:
-    """Responses of exactly `lengths` tokens, by groups of one prompt. Raises `RuntimeError` if the
-    engine ends one earlier.
+def response_lengths(mean: int, cap: int, count: int, seed: int) -> list[int]:
+    """`count` lengths in random order: quantiles of a log-normal distribution whose logarithm has
+    the deviation `SIGMA`, cut off at `cap`, so that their mean is `mean` but for rounding. Raises
+    `ValueError` if `cap` is not above `mean`.
     """
-    draw = random.Random(f"prompts/{seed}/{lengths}")
-    words = range(2, 2 + len(CHARACTERS))  # behind the tokens for padding and the end
-    prompts = [draw.choices(words, k=PROMPT_TOKENS) for _ in range(0, len(lengths), GROUP)]
-    jobs = (
-        engine.generate(prompts[number // GROUP], seed=number, max_tokens=length, temperature=1.0)
-        for number, length in enumerate(lengths)
-    )
-    made = [segment.num_tokens for segment in await asyncio.gather(*jobs)]
-    if made != lengths:
-        raise RuntimeError(f"responses have {made} tokens instead of {lengths}")
+    if cap <= mean:
+        raise ValueError(f"lengths of mean {mean} cannot all be at most {cap}; set a larger cap")
+    normal = statistics.NormalDist(0.0, SIGMA)
+    ratios = [math.exp(normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+    low, high = 0.0, float(cap) * count  # medians with a mean below and above the wanted one
+    for _ in range(80):
+        median = (low + high) / 2
+        is_short = sum(min(cap, median * ratio) for ratio in ratios) < mean * count
+        low, high = (median, high) if is_short else (low, median)
+    lengths = [min(cap, max(1, round(low * ratio))) for ratio in ratios]
+    random.Random(f"kv_waste/{seed}").shuffle(lengths)
+    return lengths
 
 
-def read_samples(lines: list[str]) -> list[Sample]:
-    """The samples that the scheduler has written. Raises `RuntimeError` if a sample's block tables
-    have other blocks than the pool has given away.
+def blocks_needed(running: Iterable[Running], block_size: int) -> tuple[int, int]:
+    """(blocks, slots of them that hold a token) that these sequences need: whole blocks of a prompt
+    once for all of its sequences. vLLM shares at most all tokens of a prompt but the last, which
+    each sequence computes.
     """
-    found = []
-    for line in lines:
-        allocated, listed, filled, running = json.loads(line)
-        found.append(Sample(allocated, listed, filled, [Running(*one) for one in running]))
-        if found[-1].allocated != found[-1].listed:
-            raise RuntimeError(f"{found[-1].allocated} blocks are allocated, but see {found[-1]}")
-    return found
+    blocks, filled, shared = 0, 0, {}
+    for one in running:
+        common = (one.prompt_tokens - 1) // block_size
+        shared[one.prompt] = common
+        blocks += math.ceil(one.tokens / block_size) - common
+        filled += one.tokens - common * block_size
+    in_common = sum(shared.values())
+    return blocks + in_common, filled + in_common * block_size
 
 
-def described(samples: list[Sample], block_size: int, mean: int, lengths: list[int]) -> Any:
-    """A row of the table."""
-    shares = [waste(one, block_size, CAP * mean, [GPU_BLOCK]) for one in samples]
-    means = ("empty", "contiguous", "oracle")
+def waste(running: list[Running], block_size: int, cap: int) -> dict[str, float]:
+    """Shares of allocated slots that hold no token, at one engine step. `cap`: longest response."""
+
+    def share(size: int) -> tuple[int, float]:
+        blocks, filled = blocks_needed(running, size)
+        return blocks, 1 - filled / (blocks * size)
+
+    blocks, paged = share(block_size)
+    tokens = sum(one.tokens for one in running)
     return {
-        "length": mean,
-        "cap": CAP * mean,
-        "true_mean": statistics.mean(lengths),
-        "block_size": block_size,
-        "samples": len(samples),
-        "running": statistics.mean(len(one.running) for one in samples),
-        "paged": {
-            "mean": statistics.mean(one.paged for one in shares),
-            "max": max(one.paged for one in shares),
-        },
-        "computed": statistics.mean(one.computed[GPU_BLOCK] for one in shares),
-        "off": max((one.off for one in shares), key=abs),
-        **{name: statistics.mean(getattr(one, name) for one in shares) for name in means},
+        "paged": paged,
+        "empty": paged * blocks / len(running),
+        "computed": share(GPU_BLOCK)[1],
+        "contiguous": 1 - tokens / sum(one.prompt_tokens + cap for one in running),
+        "oracle": 1 - tokens / sum(one.prompt_tokens + one.max_tokens for one in running),
     }
 
 
-async def rows(args: argparse.Namespace, folder: Path, block_size: int) -> list[Any]:
-    """A row for each length, of one engine with this block size."""
-    engine, found, read = await start(folder, args, block_size), [], 0
-    try:
-        size = engine._llm.vllm_config.cache_config.block_size
-        for mean in args.lengths:
-            lengths = response_lengths(mean, CAP * mean, args.requests, args.seed)
-            started_at = time.monotonic()
-            await generate(engine, lengths, args.seed)
-            lines = (folder / "samples").read_text().splitlines()
-            found.append(described(read_samples(lines[read:]), size, mean, lengths))
-            found[-1]["seconds"] = time.monotonic() - started_at
-            read = len(lines)
-            progress(found[-1])
-    finally:
-        await engine.stop()
-    return found
+def steps(lengths: list[int], at_once: int) -> Iterator[list[Running]]:
+    """The sequences of every engine step: each grows by a token a step, and the next one begins
+    when one has ended.
+    """
+    waiting, left = list(enumerate(lengths)), dict[int, int]()
+    while waiting or left:
+        while waiting and len(left) < at_once:
+            number, length = waiting.pop(0)
+            left[number] = length
+        yield [
+            Running(n // GROUP, PROMPT_TOKENS, PROMPT_TOKENS + lengths[n] - rest, lengths[n])
+            for n, rest in left.items()
+        ]
+        left = {number: rest - 1 for number, rest in left.items() if rest > 1}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The rows of every block size, with one engine each, one after the other."""
-    from megarl.cluster.process_env import prepare_environment
-
-    if any(size % 32 for size in args.block_sizes):
-        raise ValueError("--block-sizes has one that is no multiple of 32, which vLLM needs here")
-    prepare_environment(1)
-    found = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, size in enumerate(args.block_sizes):
-            folder = Path(scratch) / str(number)
-            folder.mkdir()
-            found += asyncio.run(rows(args, folder, size))
-    return {"rows": found}
+    """A row for each block size and length."""
+    rows = []
+    for size in args.block_sizes:
+        for mean in args.lengths:
+            lengths = response_lengths(mean, CAP * mean, args.requests, args.seed)
+            samples = list(steps(lengths, args.sequences))[EVERY - 1 :: EVERY]
+            found = [waste(running, size, CAP * mean) for running in samples]
+            about = {"length": mean, "cap": CAP * mean, "block_size": size, "samples": len(found)}
+            means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+            rows.append(about | means | {"largest": max(one["paged"] for one in found)})
+    return {"rows": rows}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
     """Lines of a table."""
     columns = (
-        "length d; cap d; true mean=true_mean .0f; block=block_size d; samples d; running .1f;"
-        " paged=paged.mean .2%; largest=paged.max .2%; empty .3f; 16=computed .2%; off d;"
-        " contiguous .2%; oracle .2%"
+        "length d; cap d; block=block_size d; samples d; paged .2%; largest .2%; empty .3f;"
+        " 16=computed .2%; contiguous .2%; oracle .2%"
     )
     yield from table(result["rows"], columns)
 

@@ -9,6 +9,7 @@ Task and answers are JSON, in files of a temporary folder. A rank that fails end
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,30 +19,65 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
 
-FOLDER = "MEGARL_TOOL_RANKS"
-"""Environment variable of a rank: the folder with its task."""
+ANSWER = "MEGARL_TOOL_ANSWER"
+"""Environment variable of a rank: where its answer goes, in the folder with the task."""
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
 
 
 def rank_task() -> dict[str, Any] | None:
     """The task of this rank, or None in a process that `launch` did not start."""
-    if FOLDER not in os.environ:
+    if ANSWER not in os.environ:
         return None
     # A tool that is killed cannot end its ranks: the kernel ends them with their parent.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return json.loads(Path(os.environ[FOLDER], "task").read_text())
+    return json.loads(Path(os.environ[ANSWER]).with_name("task").read_text())
+
+
+@contextlib.contextmanager
+def ready(deadline_s: float, *, threads: int = 1, checks_memory: bool = False) -> Iterator[Any]:
+    """Context manager of a rank, or of a tool without ranks: process groups, with the device.
+    `checks_memory`: on a CPU malloc returns freed memory at once, and peaks are found right.
+    """
+    import peak_memory
+    import torch
+
+    from megarl.parallel.mesh import finalise, initialise
+
+    torch.set_num_threads(threads)
+    device = initialise(timeout_s=deadline_s)
+    if checks_memory and device.type == "cpu":
+        peak_memory.return_freed_memory(True)
+        peak_memory.check()
+    yield device
+    finalise()
+
+
+def make_role(model: str, mesh: Any, device: Any, *, steps: int = 1000, **training: Any) -> Any:
+    """A policy of random weights that trains `steps` steps. `training`: of `TrainingConfig`."""
+    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.trainer.role import Role
+
+    return Role(
+        "policy",
+        model=ModelConfig(path=model, from_scratch=True),
+        training=TrainingConfig(**training),
+        mesh=mesh,
+        device=device,
+        seed=1,
+        optimizer_steps=steps,
+    )
 
 
 def answer(value: dict[str, Any]) -> None:
     """Return this rank's result to the tool."""
-    name = f"answer-{os.environ['LOCAL_RANK']}"
-    Path(os.environ[FOLDER], name).write_text(json.dumps(value))
+    Path(os.environ[ANSWER]).write_text(json.dumps(value))
 
 
 def launch(
@@ -71,7 +107,6 @@ def launch(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "PYTHONPATH": os.pathsep.join(paths),
-            FOLDER: name,
         }
         settings |= environment or {}
         outputs = [folder / f"output-{rank}" for rank in range(num_ranks)]
@@ -79,6 +114,7 @@ def launch(
         try:
             for rank, path in enumerate(outputs):
                 own = settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own[ANSWER] = str(folder / f"answer-{rank}")
                 command = [sys.executable, str(Path(script).resolve())]
                 with path.open("wb") as out:
                     ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=out))

@@ -38,11 +38,10 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from common import run_tool, spread, table, write_qwen2_config
-from launch_ranks import launch
+from common import qwen2, run_tool, spread, table, write_config
+from launch_ranks import launch, make_role, ready
 
 SEED = 1
 LEARNING_RATE = 1e-3  # losses fall, so that wrong gradients show
@@ -116,9 +115,8 @@ def train_under(
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, SequenceConfig, TrainingConfig
+    from megarl.trainer.config import OptimizerConfig, SequenceConfig
     from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
 
     on_gpu, losses, seconds = device.type == "cuda", list[float](), list[float]()
 
@@ -133,21 +131,15 @@ def train_under(
     before = torch.cuda.memory_allocated() if on_gpu else peak_memory.resident()
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(ProcessMesh(Layout(*row), timeout_s=task["deadline"]))
-        role = Role(
-            "policy",
-            model=ModelConfig(path=task["model"], from_scratch=True),
-            training=TrainingConfig(
-                zero_stage=stage,  # type: ignore[arg-type]
-                precision=task["dtype"],
-                micro_batch_tokens=task["micro_batch_tokens"],
-                gradient_checkpointing=task["gradient_checkpointing"],
-                sequence=SequenceConfig(transport=task["transport"]),
-                optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
-            ),
-            mesh=mesh,
-            device=device,
-            seed=SEED,
-            optimizer_steps=steps + 3,
+        role = make_role(
+            task["model"],
+            mesh,
+            device,
+            zero_stage=stage,
+            precision=task["dtype"],
+            sequence=SequenceConfig(transport=task["transport"]),
+            optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
+            **{name: task[name] for name in ("micro_batch_tokens", "gradient_checkpointing")},
         )
         stack.callback(role.destroy)
         guard = StepGuard(role, allowed=0)
@@ -178,22 +170,15 @@ def train_under(
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """All layouts and stages, on this rank."""
-    import peak_memory
     import torch
 
-    from megarl.parallel.mesh import finalise, initialise
     from megarl.trainer.config import ModelConfig
     from megarl.trainer.model_config import load_model_config
     from megarl.trainer.sharding import refuse_tensor
 
-    torch.set_num_threads(1)
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
     if 0 < num_gpus < num_ranks:
         raise ValueError(f"--ranks is {num_ranks}, but there are {num_gpus} GPUs; hide them")
-    device = initialise(timeout_s=task["deadline"])
-    if device.type == "cpu":
-        peak_memory.return_freed_memory(True)
-        peak_memory.check()
     config, skipped, possible = load_model_config(ModelConfig(path=task["model"])), {}, []
     for row in task["layouts"]:
         try:
@@ -204,19 +189,14 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
                 raise
             skipped["x".join(map(str, row))] = str(error)
     samples = make_samples(task["tokens"], task["documents"], task["vocabulary"])
-    same = task, device, samples
-    for row in possible[:1]:  # loads libraries, and what DeepSpeed keeps of its first model
-        train_under(row, task["zero"][0], 0, *same)
-    found = [
-        {
-            "layout": "x".join(map(str, row)),
-            "zero": stage,
-            **train_under(row, stage, task["steps"], *same),
-        }
-        for stage in task["zero"]
-        for row in possible
-    ]
-    finalise()
+    found = []
+    with ready(task["deadline"], checks_memory=True) as device:
+        same = task, device, samples
+        for row in possible[:1]:  # loads libraries, and what DeepSpeed keeps of its first model
+            train_under(row, task["zero"][0], 0, *same)
+        for stage, row in itertools.product(task["zero"], possible):
+            about = {"layout": "x".join(map(str, row)), "zero": stage}
+            found.append(about | train_under(row, stage, task["steps"], *same))
     return {"found": found, "skipped": skipped}
 
 
@@ -240,16 +220,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     degrees = [n for n in range(args.ranks, 0, -1) if args.ranks % n == 0]
     every = [row for row in itertools.product(degrees, repeat=3) if math.prod(row) == args.ranks]
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
-        model = write_qwen2_config(
-            Path(folder),
-            vocab_size=args.vocabulary,
-            hidden_size=args.hidden,
-            intermediate_size=8 * args.hidden // 3 // 16 * 16,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads,
-            max_position_embeddings=args.tokens,
-        )
+        inner, heads = 8 * args.hidden // 3 // 16 * 16, (args.heads, args.kv_heads)
+        sizes = args.vocabulary, args.hidden, inner, args.layers, *heads
+        model = write_config(folder, qwen2(*sizes, max_position_embeddings=args.tokens))
         task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
         ranks = launch(
             __file__, task | {"model": model}, num_ranks=args.ranks, deadline_s=args.deadline

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 from common import run_tool, table
-from launch_ranks import launch
+from launch_ranks import launch, ready
 from layouts import layout
 
 SLACK_BYTES = 300 * 10**6
@@ -103,12 +103,10 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: load, set up the optimizer if asked, export."""
-    import torch
     from peak_memory import Sampled
 
     from megarl.checkpoints.export import WeightExport
     from megarl.checkpoints.rank_files import RankFiles
-    from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -118,10 +116,9 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.zero import TrainEngine
 
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=600)
     training = TrainingConfig(zero_stage=task["zero"], precision=task["dtype"])
-    with ProcessMesh(Layout(*task["layout"]), timeout_s=600) as mesh:
+    layout = Layout(*task["layout"])
+    with ready(600) as device, ProcessMesh(layout, timeout_s=600) as mesh:
         barrier(mesh.world)
         with Sampled(anonymous_bytes) as loading:
             network = build_network(ModelConfig(path=task["model"]), training, mesh, device, seed=0)
@@ -141,7 +138,6 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
             files.finish()
         part = sum(values.numel() for values in own.values()) * dtype.itemsize
         engine.destroy()
-    mesh_module.finalise()
     state = max(0, optimizer.end - loading.end)
     return {
         "part": part,

@@ -33,17 +33,17 @@ differs from that of the first size.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, run_tool, table, write_qwen2_config
-from launch_ranks import launch
+from common import progress, qwen2, run_tool, table, write_config
+from launch_ranks import launch, ready
 
 SCHEDULES = {
     "ring": ("ring", False),
@@ -175,30 +175,25 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     """Measure on this rank every schedule, with attention alone and with a whole model, for each
     length of the sequence, with the number of ranks that this launch has.
     """
-    import peak_memory
-
     from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh, finalise, initialise
+    from megarl.parallel.mesh import ProcessMesh
 
-    torch.set_num_threads(1)
-    peak_memory.return_freed_memory(True)
-    peak_memory.check()
-    initialise(timeout_s=task["deadline"])
-    found = []
-    for name in task["schedules"]:
-        transport, is_ulysses = SCHEDULES[name]
-        ulysses = task["size"] if is_ulysses else 1
-        settings = task | {"cut": "contiguous" if is_ulysses else "zigzag"}
-        layout = Layout(sequence=task["size"])
-        with ProcessMesh(layout, ulysses=ulysses, timeout_s=task["deadline"]) as mesh:
-            for what in task["what"]:
-                run = {"attention": attention, "model": model}[what]
-                # Loads libraries, opens connections.
-                run(settings, mesh, transport, min(WARM_UP_TOKENS, *task["tokens"]))
+    found, layout, runs = (
+        [],
+        Layout(sequence=task["size"]),
+        {"attention": attention, "model": model},
+    )
+    with ready(task["deadline"], checks_memory=True):
+        for name, what in itertools.product(task["schedules"], task["what"]):
+            transport, is_ulysses = SCHEDULES[name]
+            ulysses = task["size"] if is_ulysses else 1
+            settings = task | {"cut": "contiguous" if is_ulysses else "zigzag"}
+            with ProcessMesh(layout, ulysses=ulysses, timeout_s=task["deadline"]) as mesh:
+                same = settings, mesh, transport
+                runs[what](*same, min(WARM_UP_TOKENS, *task["tokens"]))  # opens connections
                 for tokens in task["tokens"]:
                     row = {"what": what, "schedule": name, "tokens": tokens, "size": task["size"]}
-                    found.append(row | run(settings, mesh, transport, tokens))
-    finalise()
+                    found.append(row | runs[what](*same, tokens))
     return {"rows": found}
 
 
@@ -220,16 +215,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="long-context-") as folder:
-        path = write_qwen2_config(
-            Path(folder),
-            vocab_size=args.vocabulary,
-            hidden_size=args.heads * args.width,
-            intermediate_size=3 * args.heads * args.width,
-            num_hidden_layers=2,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads,
-            max_position_embeddings=max(args.tokens),
-        )
+        hidden = args.heads * args.width
+        sizes = args.vocabulary, hidden, 3 * hidden, 2, args.heads, args.kv_heads
+        path = write_config(folder, qwen2(*sizes, max_position_embeddings=max(args.tokens)))
         for size in args.sizes:
             # On one rank nothing travels: the schedules are the same code.
             schedules = args.schedules if size > 1 else args.schedules[:1]

@@ -42,6 +42,23 @@ REWARD = """
 def score(prompt, response):
     return len(response) / 64
 """
+SFT = f"""
+steps: 200
+samples_per_step: 64
+model: {{path: "", from_scratch: true}}
+demonstrations: {{source: "", max_tokens: {MAX_TOKENS}}}
+training: {{micro_batch_tokens: 4096, num_threads: 1, schedule: {{warmup_steps: 20}},
+  optimizer: {{learning_rate: 3.0e-3, beta2: 0.98, clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
+"""
+RECIPE = f"""
+prompts: {{source: "", max_prompt_tokens: 16}}
+environment: {{verifier: "", require_stop: false}}
+rollout: {{groups_per_step: 8, group_size: 8, max_new_tokens: {MAX_TOKENS}, max_staleness: 1,
+  engine: {{num_threads: 1}}, dynamic_sampling: {{enabled: false}}}}
+algorithm: {{correction: {{kind: tis}}}}
+training: {{num_mini_batches: 1, micro_batch_tokens: 4096, num_threads: 1,
+  optimizer: {{clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
+"""
 STILL = 1e-30
 """Learning rate with which no weight changes."""
 METRICS = ("mismatch/mean_abs", "mismatch/k1", "mismatch/max_abs")
@@ -85,53 +102,18 @@ def changed_weights(first: Path, last: Path) -> int:
     return sum(before[name] != after[name] for name in before)
 
 
-def fine_tune(folder: Path, seed: int) -> Path:
-    """Teach the model to answer; returns its folder."""
-    tree = {
-        "steps": 200,
-        "seed": seed,
-        "samples_per_step": 64,
-        "model": {"path": str(folder / "model"), "from_scratch": True},
-        "demonstrations": {"source": str(folder / "sft.jsonl"), "max_tokens": MAX_TOKENS},
-        "training": {
-            "micro_batch_tokens": 4096,
-            "num_threads": 1,
-            "optimizer": {"learning_rate": 3e-3, "beta2": 0.98, "clip_norm": 1.0},
-            "schedule": {"warmup_steps": 20},
-            "checkpoint": {"keep": 1},
-        },
-    }
-    train("sft", tree, folder / "sft")
-    return newest_model(folder / "sft")
-
-
 def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run; returns the trends of its metrics, and what became of its weights."""
     place = folder / f"rate-{rate:g}"
-    tree = {
+    settings = {
         "steps": steps,
         "seed": seed,
-        "model": {"path": str(model)},
-        "prompts": {"source": str(folder / "train.jsonl"), "max_prompt_tokens": 16},
-        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
-        "rollout": {
-            "groups_per_step": 8,
-            "group_size": 8,
-            "max_new_tokens": MAX_TOKENS,
-            "max_staleness": 1,
-            "engine": {"num_threads": 1},
-            "dynamic_sampling": {"enabled": False},
-        },
-        "algorithm": {"correction": {"kind": "tis"}},
-        "training": {
-            "num_mini_batches": 1,
-            "micro_batch_tokens": 4096,
-            "num_threads": 1,
-            "optimizer": {"learning_rate": rate, "clip_norm": 1.0},
-            "checkpoint": {"keep": 1},
-        },
+        "model.path": model,
+        "prompts.source": folder / "train.jsonl",
+        "environment.verifier": f"{folder}/reward.py:score",
+        "training.optimizer.learning_rate": rate,
     }
-    rows = [row for row in train("train", tree, place) if METRICS[0] in row]
+    rows = [row for row in train("train", RECIPE, place, settings) if METRICS[0] in row]
     receipts = receipts_of(place)
     if len(rows) != steps or sorted(receipts) != list(range(steps + 1)):
         raise RuntimeError(f"{place} has {len(rows)} steps and versions {sorted(receipts)}")
@@ -163,7 +145,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             folder.mkdir()
             write_task(folder, {"seed": number, **sizes})
             (folder / "reward.py").write_text(REWARD)
-            model = fine_tune(folder, number + 1)
+            settings = {"seed": number + 1, "model.path": folder / "model"}
+            settings["demonstrations.source"] = folder / "sft.jsonl"
+            train("sft", SFT, folder / "sft", settings)
+            model = newest_model(folder / "sft")
             for rate in filter(None, (STILL, args.control)):
                 found = run(rate, folder, model, number + 1, args.steps)
                 runs.append(found)

@@ -50,7 +50,7 @@ from typing import Any
 
 from against_trl import run_megarl
 from common import run_tool, spread, table
-from e2e import recipe
+from e2e import RECIPE, settings_of
 from e2e_task import EOS, MAX_PROMPT_TOKENS, MODEL, PAD, SAMPLES, VOCABULARY, Setting, write_task
 from processes import child_environment, run
 
@@ -245,19 +245,19 @@ class Bench:
 
         setting = Setting(1, kind.threads, 1, kind.threads)
         sizes = {"steps": SKIPPED + self.steps + 1, "limit": limit, "groups": groups}
-        tree = recipe(self.work / "task", setting, staleness=kind.staleness, **sizes)
-        tree["observe"] = {"batches": True}
+        settings = settings_of(self.work / "task", setting, staleness=kind.staleness, **sizes)
+        recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
         folder = self.work / "run"
         shutil.rmtree(folder, ignore_errors=True)  # whose processes `Pins` would look for
         with Pins(folder, kind) as pins:
-            records, _ = run_megarl("train", tree, self.work, setting, self.deadline_s)
+            records, _ = run_megarl("train", recipe, self.work, setting, self.deadline_s, settings)
         tokens = groups * SAMPLES * limit
         for record in records:
             if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
                 raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
         lives = read(folder / FOLDER)
         begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
-        if len(begins) != tree["steps"]:
+        if len(begins) != sizes["steps"]:
             raise RuntimeError(f"{folder} has recorded the begin of {len(begins)} steps")
         pins.check(begins[SKIPPED])
         counted = records[SKIPPED : SKIPPED + self.steps]

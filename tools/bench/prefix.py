@@ -36,21 +36,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from common import group_shape, in_turns, ratios, run_tool, table, write_qwen2_config
-from e2e_task import MODEL
+from common import group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
+from e2e_task import VOCABULARY
+from launch_ranks import make_role, ready
 
-SEED = 1
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": MODEL | {"vocab_size": 512},
-    "0.5b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-    },
+SIZES = {
+    "tiny": qwen2(VOCABULARY, 192, 480, 6, 6, 2, max_position_embeddings=4096),
+    "0.5b": qwen2(151936, 1024, 4096, 16, 8, 4, max_position_embeddings=32768),
 }
 """{size of the model: settings of its config.json}"""
 WAYS: dict[str, Literal["auto", "off"]] = {"repeated": "off", "shared": "auto"}
@@ -103,13 +95,15 @@ class Trainer:
 
     def __init__(self, way: str, args: argparse.Namespace, mesh: Any, device: Any, model: str):
         from megarl.objectives.config import AlgorithmConfig
-        from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+        from megarl.trainer.config import OptimizerConfig
         from megarl.trainer.policy import PolicyGradient
         from megarl.trainer.prefixes import must_save
-        from megarl.trainer.role import Role
 
         on_gpu = args.device == "cuda"
-        training = TrainingConfig(
+        self.role = make_role(
+            model,
+            mesh,
+            device,
             share_prefix=WAYS[way],
             micro_batch_tokens=args.tokens,
             num_threads=args.threads,
@@ -117,17 +111,8 @@ class Trainer:
             zero_stage=1 if on_gpu else 0,
             optimizer=OptimizerConfig(learning_rate=1e-6),
         )
-        self.role = Role(
-            "policy",
-            model=ModelConfig(path=model, from_scratch=True),
-            training=training,
-            mesh=mesh,
-            device=device,
-            seed=SEED,
-            optimizer_steps=1000,
-        )
         self.learner = PolicyGradient(self.role, AlgorithmConfig(), temperature=1.0)
-        self.budget, self.saves = args.tokens, must_save(training.share_prefix)
+        self.budget, self.saves = args.tokens, must_save(WAYS[way])
 
     def step(self, groups: list[Any]) -> dict[str, float]:
         """One step; its metrics."""
@@ -179,9 +164,6 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every case in turn, with both ways in turns."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
@@ -189,11 +171,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--profile needs --device cpu")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        torch.set_num_threads(args.threads)
-        device = mesh_module.initialise(timeout_s=600)
-        stack.callback(mesh_module.finalise)
+        device = stack.enter_context(ready(600, threads=args.threads))
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
-        model = write_qwen2_config(folder, **SIZES[args.size])
+        model = write_config(folder, SIZES[args.size])
         ways = ["shared"] if args.profile else list(WAYS)
         trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
         run_case = _profile if args.profile else _compare

@@ -52,6 +52,7 @@ OPTIONS = {
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run: its seconds, and [step, held-out accuracy] of its evaluations."""
     tree = yaml.safe_load((RECIPES / "quickstart.yaml").read_text()) | {"algorithm": case["preset"]}
+    recipe = yaml.safe_dump(tree)
     settings: dict[str, object] = {
         "seed": case["seed"],
         "steps": case["steps"],
@@ -60,7 +61,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rollout.max_staleness": 0,
     }
     place, started_at = folder / "{preset}_{seed}".format(**case), time.monotonic()
-    train("train", tree, place, settings | EXTRA.get(case["preset"], {}))
+    train("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
     rows = lines_of(place / "evaluations.jsonl")
     curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     return {"curve": curve, "seconds": time.monotonic() - started_at}

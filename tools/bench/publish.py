@@ -44,13 +44,12 @@ import re
 import statistics
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import cell, run_tool, spread, table, write_qwen2_config
+from common import cell, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch
-from publish_ranks import DIGESTS, THROUGH, work
+from publish_ranks import THROUGH, work
 
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
@@ -59,27 +58,11 @@ CASES = [
     ("data 1 tensor 1 zero 0", 2, 1),
 ]
 """(training layout, engines, tensor ranks of each) that are measured by default."""
-MODEL = {  # 533 million parameters
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+SHAPES = {
+    "0.5b": qwen2(151936, 1024, 4096, 24, 16, 8, tie_word_embeddings=True),
+    "7b": qwen2(152064, 3584, 18944, 28, 28, 4),  # that of Qwen2.5-7B
+    "tiny": qwen2(4096, 128, 256, 2, 16, 8, tie_word_embeddings=True),
 }
-SEVEN = {  # that of Qwen2.5-7B, 7.6 billion
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-TINY = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-SHAPES = {"0.5b": MODEL, "7b": MODEL | SEVEN, "tiny": MODEL | TINY}
 
 
 def layout(text: str) -> str:
@@ -109,7 +92,6 @@ OPTIONS = {
     "--engines": (1, "with --layout"),
     "--engine-tensor": (1, "tensor ranks of an engine, with --layout"),
     "--bucket-mib": ([0], "weight_sync.bucket_mib; default: 8, with --device cuda 64"),
-    "--digest": (["on"], "both show what digests cost", tuple(DIGESTS)),
     "--with-engine": (False, "vLLM engines as well, for the time of their repacking"),
     "--deadline": (1800.0, "seconds that one case may take"),
 }
@@ -120,20 +102,19 @@ def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> l
     on_gpu = args.device == "cuda"
     transports = ["shared_memory", *["cuda_ipc"] * on_gpu]
     ways = [
-        {"transport": transport, "digest": digest, "bucket_mib": mib or (64 if on_gpu else 8)}
+        {"transport": transport, "bucket_mib": mib or (64 if on_gpu else 8)}
         for transport in transports
-        for digest in args.digest
         for mib in args.bucket_mib
     ]
     made: list[dict[str, Any]] = [
-        {"way": "memcpy", "processes": count, "digest": "on"} for count in sorted({1, trainers})
+        {"way": "memcpy", "processes": count} for count in sorted({1, trainers})
     ]
     if with_engine:
         return [*made, {"way": "engine"} | ways[0]]
     made += [{"way": way} | one for way in ("publish", "publish + copy") for one in ways]
     if on_gpu:  # where nothing but small objects goes through gloo
         return made
-    return made + [{"way": "per parameter", "through": name, "digest": "on"} for name in THROUGH]
+    return made + [{"way": "per parameter", "through": name} for name in THROUGH]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -141,16 +122,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cuda":
         args.layout = args.layout or CASES[0][0]
         ranks = [degrees_of(args.layout)[name] for name in ("data", "sequence", "tensor")]
-        too_many = max(*ranks, args.engines, args.engine_tensor) > 1 or args.with_engine
-        if too_many or args.digest != ["on"]:
-            raise ValueError("--device cuda has one trainer rank and one reader, and digests")
+        if max(*ranks, args.engines, args.engine_tensor) > 1 or args.with_engine:
+            raise ValueError("--device cuda has one trainer rank and one reader")
         if not torch.cuda.is_available():
             raise ValueError("--device cuda needs a GPU, and torch sees none")
     if not args.layout and (args.engines, args.engine_tensor) != (1, 1):
         raise ValueError("--engines and --engine-tensor need --layout")
     made = []
     with tempfile.TemporaryDirectory(prefix="publish-") as folder:
-        task = {"model": write_qwen2_config(Path(folder), **SHAPES[args.shape]), **vars(args)}
+        task = {"model": write_config(folder, SHAPES[args.shape]), **vars(args)}
         asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
         for text, engines, tensor in asked:
             degrees = degrees_of(text)
@@ -224,7 +204,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
             f" {case['engine_bytes'] / 1e6:,.1f} MB; {case['ranks']} processes"
         )
         for row in case["rows"]:
-            names = ("way", "transport", "bucket_mib", "buckets", "processes", "through", "digest")
+            names = ("way", "transport", "bucket_mib", "buckets", "processes", "through")
             row["what"] = ", ".join(str(row[name]) for name in names if name in row)
             row["received"] = max((count for count in row["received_bytes"] if count), default=0)
             for who in ("trainer", "reader"):

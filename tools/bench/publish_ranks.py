@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import peak_memory
 import torch
 import torch.distributed as dist
+from common import engine_arguments
 
-from megarl.cluster.process_env import engine_environment
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.launcher import rank
 from megarl.parallel.layout import Layout
@@ -42,11 +43,6 @@ from megarl.weight_sync.transports.registry import RECEIVERS
 from megarl.weight_sync.transports.shared_counters import SharedCounters, wait_until
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
-DIGESTS = {
-    "on": (checksums.carry, receive.digest),
-    "off": (lambda source, target, box: 0 * len(target.copy_(source)), lambda owned, box: 0),
-}
-"""What trainer ranks and engine ranks do with each region."""
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_COPY_BYTES = 2**31
 """Bytes of the two tensors between which a GPU's copy is timed, again and again."""
@@ -96,7 +92,6 @@ class Case:
         found: list[dict[str, Any]] = [{"spans": [], "told": []} for _ in self.task["turns"]]
         for number in range(-2, self.task["rounds"]):
             for turn, kept in zip(self.task["turns"], found, strict=True):
-                checksums.carry, receive.digest = DIGESTS[turn["digest"]]
                 peak_memory.return_freed_memory(number == -2)
                 barrier(self.everybody)
                 if number == -2:
@@ -227,29 +222,21 @@ class Trainer:
         self.case, self.version, self.publishers, self.naive = case, 0, {}, {}
         owned = case.owned[case.rank]
         # Room for the longest share of any rank: collectives want equal ones.
-        self.weights = {
-            name: torch.zeros(
-                max(each.sizes[name] for each in case.owned), dtype=DTYPE, device=case.device
-            )
-            for name in owned.sizes
-        }
+        room = {name: max(each.sizes[name] for each in case.owned) for name in owned.sizes}
+        zeros = partial(torch.zeros, dtype=DTYPE, device=case.device)
+        self.weights = {name: zeros(size) for name, size in room.items()}
         for seed, (name, shape) in enumerate(case.shapes.items()):
             draw, size = torch.Generator(case.device).manual_seed(seed), matrix(shape)
-            bits = torch.randint(
-                *(-(2**15), 2**15, (size.rows, size.columns)),
-                generator=draw,
-                dtype=torch.int16,
-                device=case.device,
-            )
+            settings: Any = {"generator": draw, "dtype": torch.int16, "device": case.device}
+            bits = torch.randint(-(2**15), 2**15, (size.rows, size.columns), **settings)
             for piece in (piece for piece in owned.pieces if piece.tensor == name):
                 top, bottom, left, right = piece.box
                 piece.view(self.weights[name]).copy_(bits[top:bottom, left:right].view(DTYPE))
         share = case.engine_bytes if case.rank == 0 else case.engine_bytes // case.layout.size
         if case.device.type == "cuda":  # which has weights twice, and not room for two copies more
             share = min(share, GPU_COPY_BYTES)
-        self.pair = [
-            torch.full((share,), value, dtype=torch.uint8, device=case.device) for value in (1, 2)
-        ]
+        ones = torch.ones(share, dtype=torch.uint8, device=case.device)
+        self.pair = ones, ones + 1
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
         if turn["way"] == "memcpy":
@@ -277,9 +264,8 @@ class Trainer:
 
         if way not in self.publishers:
             self.publishers[way] = self._publisher(*way)
-        if is_first:
-            checksums.carry = counted
-        found = self.publishers[way].publish(self.version)
+        with patch.object(checksums, "carry", counted if is_first else carry):
+            found = self.publishers[way].publish(self.version)
         route = self.publishers[way].route
         if is_first:
             self.publishers.pop(way).close()
@@ -289,19 +275,10 @@ class Trainer:
 
     def _publisher(self, transport: Any, bucket_mib: int) -> wire.Publisher:
         case, task = self.case, self.case.task
-        policy = SimpleNamespace(
-            zero_stage=task["zero"],
-            shapes=case.shapes,
-            shards=case.shards,
-            owned=lambda: self.weights,
-        )
-        publish = WeightSyncConfig(
-            transport=transport,
-            bucket_mib=bucket_mib,
-            probe_every=0,
-            replacements=0,
-            timeout_s=task["deadline"],
-        )
+        shared = {"shapes": case.shapes, "shards": case.shards, "owned": lambda: self.weights}
+        policy = SimpleNamespace(zero_stage=task["zero"], **shared)
+        limits: Any = {"bucket_mib": bucket_mib, "timeout_s": task["deadline"]}
+        publish = WeightSyncConfig(transport=transport, probe_every=0, replacements=0, **limits)
         settings: dict[str, Any] = dict.fromkeys(("dtype", "precision"), "bfloat16")
         return wire.Publisher(
             publish,
@@ -379,21 +356,20 @@ class Reader:
             return {}
         for buffer in self.buffers.values() if is_first else ():
             buffer.zero_()
-        if turn["way"] == "per parameter":
-            told: dict[str, Any] = {"received": self._per_parameter(turn["through"])}
-        else:
-            told = self._publish(turn)
+        naive = turn["way"] == "per parameter"
+        received = self._per_parameter(turn["through"]) if naive else self._publish(turn)
+        told: dict[str, Any] = {"received": received}
         if is_first:
             self.ends.clear()
             self.naive.clear()
         if is_first and turn["way"] != "publish":
             told["content"] = [
-                signed(DIGESTS["on"][1](buffer[:, None], matrix(buffer.shape)))
+                signed(receive.digest(buffer[:, None], matrix(buffer.shape)))
                 for buffer in self.buffers.values()
             ]
         return told
 
-    def _publish(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def _publish(self, turn: dict[str, Any]) -> int:
         way, received = (turn["transport"], turn["bucket_mib"]), -self.padding
         if way not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
@@ -420,7 +396,7 @@ class Reader:
             seconds["install"] += time.perf_counter() - started_at
         told = {"version": version, "digests": list(map(signed, digests)), "seconds": seconds}
         gather_objects([told], self.case.wire)
-        return {"received": received}
+        return received
 
     def _per_parameter(self, through: str) -> int:
         if through not in self.naive:
@@ -448,16 +424,9 @@ class RealEngine:
             os.environ.pop(name)
         task = case.task
         self.case, self.is_connected, self.number = case, False, case.wire.rank - 1
-        self.engine = Engine(
-            number=self.number,
-            model=task["model"],
-            config=EngineConfig(tensor=task["engine_tensor"], dtype="bfloat16"),
-            max_tokens=64,
-            stop_token_ids=[],
-            trust_remote_code=False,
-            seed=0,
-            environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
-        )
+        config = EngineConfig(tensor=task["engine_tensor"], dtype="bfloat16")
+        arguments = engine_arguments(model=task["model"], config=config, max_tokens=64)
+        self.engine = Engine(**arguments | {"number": self.number})
         self.loop = asyncio.new_event_loop()
         self.loop.run_until_complete(self.engine.start())
 

@@ -68,6 +68,9 @@ class SimulatedEngine(Inbox):
     def __init__(self, seconds: float) -> None:
         self.seconds, self.steps, self.requests, self.version = seconds, 0, 0, 0
 
+    async def pulse(self) -> Pulse:
+        return Pulse(self.steps, 0, 0, 0, self.requests, is_paused=False, is_dead=False)
+
     async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
         share = min(1.0, float(np.exp(np.random.default_rng(request.seed).normal())) / 16)
         self.requests += 1
@@ -97,25 +100,9 @@ class Fleet:
         self._members = self._members or [SimulatedEnvironment()]
         self._calls: Counter[str] = Counter()
 
-    async def submit(self, member: int, mailbox: str, requests: Any, *stored: Any) -> None:
-        self._calls["submit"] += 1
-        await self._members[member].submit(mailbox, requests, *stored)
-
-    async def collect(self, member: int, mailbox: str, linger_s: float, collection: int) -> Any:
-        self._calls["collect"] += 1
-        return await self._members[member].collect(mailbox, linger_s, collection)
-
-    async def drop(self, member: int, mailbox: str, numbers: list[int]) -> None:
-        self._calls["drop"] += 1
-        await self._members[member].drop(mailbox, numbers)
-
-    async def leave(self, member: int, mailbox: str) -> None:
-        await self._members[member].leave(mailbox)
-
-    async def pulse(self, member: int) -> Pulse:
-        self._calls["pulse"] += 1
-        one = self._members[member]
-        return Pulse(one.steps, 0, 0, 0, one.requests, is_paused=False, is_dead=False)
+    async def call(self, member: int, name: str, *arguments: Any) -> Any:
+        self._calls[name] += 1
+        return await getattr(self._members[member], name)(*arguments)
 
     async def load(self, version: int) -> None:
         for member in self._members:
@@ -130,20 +117,20 @@ class Member:
 
     def __init__(self, fleet: Any, number: int) -> None:
         for name in ("submit", "collect", "drop", "leave", "pulse"):
-            setattr(self, name, Method(getattr(fleet, name), number))
+            setattr(self, name, Method(fleet.call, number, name))
 
 
 class Method:
     """A method of a fleet for one member."""
 
-    def __init__(self, method: Any, number: int) -> None:
-        self._method, self._number = method, number
+    def __init__(self, call: Any, number: int, name: str) -> None:
+        self._call, self._member = call, (number, name)
 
     def options(self, **options: Any) -> Method:
-        return Method(self._method.options(**options), self._number)
+        return Method(self._call.options(**options), *self._member)
 
     def remote(self, *arguments: Any) -> Any:
-        return self._method.remote(self._number, *arguments)
+        return self._call.remote(*self._member, *arguments)
 
 
 class FleetEnvironment(RemoteEnvironment):

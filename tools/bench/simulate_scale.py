@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 import ray
-from common import run_tool, table
+from common import qwen2, run_tool, table
 from peak_memory import Sampled
 from scale_actors import STEPS, Fleet, Member, Ranks, Scale, build
 
@@ -54,20 +54,10 @@ from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 FLEETS = 4
 """Actors that the simulated engines are divided over."""
 
-MODEL = {  # 70.6 billion parameters
+MODEL = qwen2(128256, 8192, 28672, 80, 64, 8) | {  # 70.6 billion parameters
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
 }
-
-
 OPTIONS = {
     "--engines": (512, "simulated engines"),
     "--ranks": (256, "simulated data ranks"),

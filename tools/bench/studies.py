@@ -31,19 +31,18 @@ def newest_model(folder: Path) -> Path:
 
 def train(
     command: str,
-    recipe: Path | Mapping[str, Any],
+    recipe: Path | str,
     folder: Path,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, object],
 ) -> list[dict[str, Any]]:
     """Run a command of megarl in `folder`, with its output beside it; returns the metrics of all
-    steps. `recipe`: a file, or what is written to one.
+    steps. `recipe`: a file, or a recipe's text, which is written to one. `settings`: {name: value}.
     """
-    if not isinstance(recipe, Path):
+    if isinstance(recipe, str):
         path = folder.with_suffix(".yaml")
-        path.write_text(json.dumps(recipe))  # JSON is YAML
+        path.write_text(recipe)
         recipe = path
-    log = folder.with_suffix(".log")
-    megarl(command, recipe, {"folder": folder, **(settings or {})}, log, DEADLINE_S)
+    megarl(command, recipe, {"folder": folder, **settings}, folder.with_suffix(".log"), DEADLINE_S)
     return lines_of(folder / "metrics.jsonl")
 
 

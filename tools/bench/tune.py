@@ -48,6 +48,12 @@ ROWS_AT_ONCE = 8
 """Padded pairs of one forward pass of TRL's DPO."""
 SPREADS = (Setting(2, 1), Setting(1, 2))
 DEADLINE_S = 900.0
+RECIPE = f"""
+seed: {SEED}
+training: {{micro_batch_tokens: {MICRO_BATCH_TOKENS},
+  optimizer: {{learning_rate: {LEARNING_RATE}, clip_norm: 1.0}}}}
+observe: {{tensorboard: false, progress: false}}
+"""
 OPTIONS = {
     "--kinds": (list(ROWS), "what is trained", tuple(ROWS)),
     "--rounds": (3, "runs of each system in each way"),
@@ -77,24 +83,21 @@ def write_data(folder: Path, steps: int) -> dict[str, float]:
     return tokens
 
 
-def megarl_recipe(kind: str, work: Path, setting: Setting, steps: int) -> dict[str, Any]:
-    """The run as megarl's configuration."""
-    data = {"source": str(work / "task" / f"{kind}.jsonl"), "max_tokens": 4096, "shuffle": False}
-    section = {"preferences": data, "reference": {"cache": str(work / "reference")}}
+def settings_of(kind: str, work: Path, setting: Setting, steps: int) -> dict[str, object]:
+    """{setting: value} of a run of megarl, on top of `RECIPE`."""
+    section = "preferences" if kind == "preference" else "demonstrations"
+    own = {"reference.cache": work / "reference"}
     if kind == "sft":
-        section = {"demonstrations": data | {"response_column": "completion"}}
+        own = {"demonstrations.response_column": "completion"}
     return {
         "steps": steps,
-        "seed": SEED,
         "samples_per_step": ROWS[kind],
-        "model": {"path": str(work / "task" / "model")},
-        **section,
-        "training": {
-            "num_threads": setting.threads,
-            "micro_batch_tokens": MICRO_BATCH_TOKENS,
-            "optimizer": {"learning_rate": LEARNING_RATE, "clip_norm": 1.0},
-        },
-        "observe": {"tensorboard": False, "progress": False},
+        "model.path": work / "task" / "model",
+        f"{section}.source": work / "task" / f"{kind}.jsonl",
+        f"{section}.max_tokens": 4096,
+        f"{section}.shuffle": False,
+        "training.num_threads": setting.threads,
+        **own,
     }
 
 
@@ -128,7 +131,7 @@ def trl_given(kind: str, work: Path, setting: Setting, steps: int, tokens: float
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both systems in turns, each with both ways to use the cores."""
-    python, steps, rows = make_trl_environment(args.trl_env), 1 + args.steps, []
+    python, steps, made = make_trl_environment(args.trl_env), 1 + args.steps, []
     with tempfile.TemporaryDirectory(prefix="tune-") as name:
         work = Path(name)
         parameters = write_task(work / "task")
@@ -137,8 +140,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         def one_run(kind: str, system: str, setting: Setting) -> float:
             """Tokens a second."""
             if system == "megarl":
-                recipe = megarl_recipe(kind, work, setting, steps)
-                found = run_megarl(kind, recipe, work, setting, DEADLINE_S)[0][1:]
+                settings = settings_of(kind, work, setting, steps)
+                rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
+                found = rows[1:]
                 saved = next((work / "run" / "checkpoints").glob("step_*")) / "model"
                 change = weight_change(work / "task" / "model", saved)
                 seconds = [one["time/step_s"] for one in found]
@@ -162,11 +166,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for system in ("TRL", "megarl")
             }
             rates = in_turns(args.rounds, ways)  # type: ignore[arg-type]
-            rows += [
+            made += [
                 {"kind": kind, "system": system, "cores": cores, "rate": spread(values)}
                 for (system, cores), values in rates.items()
             ]
-    return {"parameters": parameters, "tokens_a_step": tokens, "rows": rows}
+    return {"parameters": parameters, "tokens_a_step": tokens, "rows": made}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:

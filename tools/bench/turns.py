@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from common import run_tool, table
+from common import engine_arguments, run_tool, table
 
-from megarl.apps.runs.command_checks import check_rollout
-from megarl.cluster.process_env import engine_environment, prepare_environment
+from megarl.apps.runs.rollout_checks import check_rollout
+from megarl.cluster.process_env import prepare_environment
 from megarl.cluster.remote import EngineActor, GenerateRequest
 from megarl.config import RunConfig, longest_request, read
 from megarl.data.tokenizer import load_tokenizer
@@ -89,16 +89,6 @@ class RecordedEngine(EngineActor):
         return final
 
 
-def start_engine(recorded: bool, **arguments: Any) -> RecordedEngine:
-    """An engine of one thread in this process; `start()` loads it."""
-    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
-    engine = RecordedEngine(
-        number=0, trust_remote_code=False, environment=environment, load=True, **arguments
-    )
-    engine.keeps = recorded
-    return engine
-
-
 class Here:
     """An engine of this process, as the rollout service sees it. `tokens`: of each turn, whatever
     the rollout has left; 0 for as many as it is asked for.
@@ -129,8 +119,7 @@ class Here:
 
 async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
     """Generate `count` rollouts and compare them with the engine's record."""
-    engine = start_engine(
-        True,
+    arguments = engine_arguments(
         model=config.model.path,
         config=config.rollout.engine,
         max_tokens=longest_request(config),
@@ -138,6 +127,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         seed=config.seed,
         sampling=config.rollout.sampling,
     )
+    engine = RecordedEngine(load=True, **arguments)
     codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
     environment = Environment(config.environment, codec)
     await asyncio.gather(engine.start(), environment.start())
@@ -236,14 +226,10 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (folder / "own.py").write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
     tokenizer = load_tokenizer(args.source)
     longest = 8 + args.turns * (args.tokens + 1)
-    engine = start_engine(
-        False,
-        model=args.source,
-        config=EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1),
-        max_tokens=longest,
-        stop_token_ids=[],
-        seed=1,
-    )
+    config = EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1)
+    arguments = engine_arguments(model=args.source, config=config, max_tokens=longest)
+    engine = RecordedEngine(load=True, **arguments)
+    engine.keeps = False
     config = EnvironmentConfig(
         session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
     )
