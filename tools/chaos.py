@@ -40,14 +40,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from chaos_faults import KINDS, Fault, every, wait, write_verifier
 from chaos_reference import differences
-from chaos_run import PHASES, ROOT, Run, outside
+from chaos_run import PHASES, ROOT, Run, megarl, outside
 from common import command_line
 
 from megarl.observe.sinks import read_records
@@ -112,17 +112,6 @@ class Struck:
         return None
 
 
-@dataclass
-class Report:
-    """What has happened so far."""
-
-    struck: list[Struck] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """Processes, and in the end files, that a run which had ended left behind."""
-    finished: bool = False
-    problem: str = ""
-
-
 def again_and_again(draw: random.Random, items: Iterable[T]) -> Iterator[T]:
     """Every item once in random order, and again."""
     found = list(items)
@@ -138,25 +127,32 @@ class Torment:
         """`commands`: those of the first start, the second start, ..., and again."""
         self.run, self.args, self.commands = run, args, commands
         self.draw = random.Random(args.seed)
-        self.report = Report()
+        self.struck: list[Struck] = []
+        self.left: list[str] = []
+        """Processes, and in the end files, that a run which had ended left behind."""
 
     def start(self) -> None:
         """Start the run, again if it has ended; what it left behind is noted, and ended."""
         if self.run.process is not None:
             for left in self.run.end():
-                self.report.left.append(left)
+                self.left.append(left)
                 print(f"    left behind: {left}", flush=True)
         self.run.command = self.commands[self.run.starts % len(self.commands)]
         self.run.start()
 
-    def suffer(self) -> Report:
-        """All of it."""
+    def wait_for_steps(self, count: int, when: str) -> None:
+        """Raises `RuntimeError` where the run hangs."""
+        if not self.run.wait_for_steps(count, self.args.hang):
+            raise RuntimeError(f"no step within {self.args.hang:g} s {when}")
+
+    def suffer(self) -> None:
+        """All of it. Raises `RuntimeError` where the run hangs or does not start again."""
         only, when = self.args.only, again_and_again(self.draw, PHASES)
         faults = [one for one in every(self.args.kinds) if not only or one.how == only]
         todo = again_and_again(self.draw, faults)
         self.start()
-        misses, vain, fault = 0, 0, next(todo)
-        while len(self.report.struck) < self.args.faults and misses < 20 * len(self.args.kinds):
+        misses = vain = 0
+        while len(self.struck) < self.args.faults and misses < 20 * len(self.args.kinds):
             if self.run.code is not None:
                 if self.run.code == 0:
                     break
@@ -164,24 +160,16 @@ class Torment:
                 vain += 1
             if vain > VAIN_STARTS:
                 said = [line for _, line in self.run.lines if "megarl: error" in line][-1:]
-                self.report.problem = f"{vain} starts in a row ended without a fault: {said}"
-                return self.report
+                raise RuntimeError(f"{vain} starts in a row ended without a fault: {said}")
             phase = next(when)
             if phase != "start":
-                if not self.run.wait_for_steps(1, self.args.hang):
-                    self.report.problem = f"no step within {self.args.hang:g} s of a start"
-                    return self.report
+                self.wait_for_steps(1, "of a start")
                 time.sleep(self.draw.uniform(0.0, self.args.pause))
             self.run.wait_for_phase(phase, PHASE_S)
             time.sleep(self.draw.uniform(0.0, 0.01))
-            if self.run.code is not None:
-                continue
-            if self.strike(fault):
-                misses = vain = 0
-            else:
-                misses += 1
-            fault = next(todo)
-        return self.finish()
+            if self.run.code is None:
+                misses, vain = (0, 0) if self.strike(next(todo)) else (misses + 1, vain)
+        self.finish()
 
     def strike(self, fault: Fault) -> bool:
         """Let one fault happen and wait for its outcome; False if it cannot happen now."""
@@ -195,7 +183,7 @@ class Torment:
                 self.start()
             return False
         one = Struck(fault, at, what, "between two starts" if fault.is_offline else "", step)
-        self.report.struck.append(one)
+        self.struck.append(one)
         began = time.monotonic()
         if fault.is_offline:
             self.start()
@@ -207,7 +195,7 @@ class Torment:
         one.phase = one.phase or run.phase_at(at)
         told = one.told(run)
         print(
-            f"{len(self.report.struck):3} {fault.name} {what} in {one.phase}: {one.outcome} after"
+            f"{len(self.struck):3} {fault.name} {what} in {one.phase}: {one.outcome} after"
             f" {one.took_s:.0f} s",
             f"({told[0]:.1f} s: {told[1][:200]})" if told else "",
             flush=True,
@@ -218,7 +206,7 @@ class Torment:
             self.start()
         return True
 
-    def finish(self) -> Report:
+    def finish(self) -> None:
         """Let the run come to its end, started again where it must; `args.then` steps from now."""
         if self.run.code not in (None, 0):
             self.start()
@@ -228,15 +216,11 @@ class Torment:
             self.run.end()
             self.start()
         for _ in range(5):
-            if not self.run.wait_for_steps(10**9, self.args.hang):
-                self.report.problem = f"no step within {self.args.hang:g} s, after all faults"
-                return self.report
+            self.wait_for_steps(10**9, "after all faults")
             if self.run.code == 0:
-                self.report.finished = True
-                return self.report
+                return
             self.start()
-        self.report.problem = "it did not finish in 5 starts, without a fault"
-        return self.report
+        raise RuntimeError("it did not finish in 5 starts, without a fault")
 
 
 def command(recipe: Path, ranks: int, *further: str) -> list[str]:
@@ -245,10 +229,10 @@ def command(recipe: Path, ranks: int, *further: str) -> list[str]:
     return megarl(*torchrun, "train", recipe, *further)
 
 
-def table(report: Report, run: Run) -> list[str]:
+def table(struck: list[Struck], run: Run) -> list[str]:
     """Prints the outcomes by fault; returns the faults of which the run did not tell."""
     groups: dict[str, list[Struck]] = collections.defaultdict(list)
-    for one in report.struck:
+    for one in struck:
         groups[one.fault.name].append(one)
     untold = []
     for name, ones in sorted(groups.items()):
@@ -262,11 +246,6 @@ def table(report: Report, run: Run) -> list[str]:
         pairs = zip(ones, found, strict=True)
         untold += [f"{name} {o.what}" for o, told in pairs if o.fault.says and told is None]
     return untold
-
-
-def megarl(*words: object) -> list[str]:
-    """A command of megarl."""
-    return [sys.executable, "-m", "megarl", *map(str, words)]
 
 
 def main() -> int:
@@ -286,17 +265,19 @@ def main() -> int:
     if "judgement" in args.kinds and ".py:" in verifier:
         further += ["--environment.verifier", write_verifier(run, verifier)]
     torment = Torment(run, args, [command(args.recipe, n, *further) for n in args.ranks])
-    began, before, report = time.monotonic(), outside(), torment.report
+    began, before, problem = time.monotonic(), outside(), ""
     try:
         torment.suffer()
+    except RuntimeError as error:
+        problem = str(error)
     finally:
         if run.process is not None:
-            report.left += [*run.end(), *run.lingered(), *sorted(outside() - before)]
+            torment.left += [*run.end(), *run.lingered(), *sorted(outside() - before)]
     audit = subprocess.run(megarl("ledger", folder), cwd=ROOT, capture_output=True, text=True)
-    untold, differing = table(report, run), list[str]()
+    untold, differing = table(torment.struck, run), list[str]()
     print(audit.stdout.strip() or audit.stderr.strip())
-    print(*(f"not told: {one}" for one in untold), report.problem, sep="\n")
-    if args.reference and report.finished:
+    print(*(f"not told: {one}" for one in untold), problem, sep="\n")
+    if args.reference and not problem:
         whole = Path(f"{folder}_reference")
         shutil.rmtree(whole, ignore_errors=True)
         plain = command(args.recipe, args.ranks[0], "--folder", str(whole))
@@ -310,19 +291,19 @@ def main() -> int:
         subprocess.run(["umount", str(folder)], check=True)
         print(f"the run folder was on a disk of its own; a copy is {kept}")
     result: dict[str, Any] = {
-        "faults": len(report.struck),
-        "hangs": sum(one.outcome == "HANGS" for one in report.struck),
+        "faults": len(torment.struck),
+        "hangs": sum(one.outcome == "HANGS" for one in torment.struck),
         "starts": run.starts,
-        "finished": report.finished,
+        "finished": not problem,
         "ledger is exact": audit.returncode == 0,
-        "left behind": report.left,
+        "left behind": torment.left,
         "not told": len(untold),
         "equal to the reference": not differing if args.reference else None,
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    bad = result["hangs"] or audit.returncode or differing or report.left or untold
-    return int(not report.finished or bool(bad))
+    bad = result["hangs"] or audit.returncode or differing or torment.left or untold
+    return int(bool(bad or problem))
 
 
 if __name__ == "__main__":

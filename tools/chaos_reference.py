@@ -21,7 +21,7 @@ def differences(one: Path, other: Path) -> list[str]:
     found = []
     if weights(one) != weights(other):
         found.append(f"weights differ: {weights(one)} and {weights(other)}")
-    for name, read in (("metrics", metrics), ("evaluations", evaluations), ("ledger", ledger)):
+    for name, read in READERS.items():
         mine, theirs = read(one), read(other)
         wrong = [at for at in sorted({*mine, *theirs}) if mine.get(at) != theirs.get(at)]
         if wrong:
@@ -40,30 +40,24 @@ def weights(folder: Path) -> str:
     return f"{newest.parent.name} {found.hexdigest()[:16]}"
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def metrics(folder: Path) -> dict[str, Any]:
-    """{step and metric: value}; a step that is there twice is an error."""
-    return _values(records(folder / "metrics.jsonl"))
-
-
-def evaluations(folder: Path) -> dict[str, Any]:
-    """{step and metric: value} of the evaluations, transcripts included."""
-    return _values(records(folder / "evaluations.jsonl"))
-
-
-def _values(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def values(folder: Path, name: str) -> dict[str, Any]:
+    """{step and metric: value} of a file of metrics; a step that is there twice is an error."""
     found: dict[str, Any] = {}
-    for row in rows:
+    for row in map(json.loads, (folder / name).read_text().splitlines()):
         step = f"{row['step']:06d}"
         twice = f"{step} rows"
         found[twice] = found.get(twice, 0) + 1
-        for name, value in row.items():
-            if not name.startswith(TIMES) and not name.endswith("_per_s"):
-                found[f"{step} {name}"] = value
+        for metric, value in row.items():
+            if not metric.startswith(TIMES) and not metric.endswith("_per_s"):
+                found[f"{step} {metric}"] = value
     return found
+
+
+READERS = {
+    "metrics": lambda folder: values(folder, "metrics.jsonl"),
+    "evaluations": lambda folder: values(folder, "evaluations.jsonl"),  # with transcripts
+    "ledger": lambda folder: ledger(folder),
+}
 
 
 def ledger(folder: Path) -> dict[str, Any]:

@@ -232,6 +232,11 @@ def outside() -> set[str]:
     return {os.path.join(place, name) for place in places for name in os.listdir(place)}
 
 
+def megarl(*words: object) -> list[str]:
+    """A command of megarl."""
+    return [sys.executable, "-m", "megarl", *map(str, words)]
+
+
 def title(process: psutil.Process) -> str:
     """Process id and the beginning of the command line."""
     try:

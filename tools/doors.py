@@ -23,15 +23,17 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import torch.distributed as dist
 import yaml
-from chaos_run import Run
+from chaos_run import Run, megarl
 from common import command_line
 
 from megarl.private_folder import MARK
@@ -68,47 +70,37 @@ def attempts(
     """
     done: list[str] = []
 
-    def attempt(what: str, act: Callable[[], object]) -> None:
+    def attempt(what: str, act: Callable[..., object], *given: object) -> None:
         with contextlib.suppress(Exception):
-            if act() is not False:
+            if act(*given) is not False:
                 done.append(what)
 
+    def shows_token(pid: int) -> bool:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(one.encode() in line for one in tokens)
+
+    def try_port(port: int) -> None:
+        for url in (f"http://127.0.0.1:{port}/", f"http://127.0.0.1:{port}/metrics"):
+            attempt(f"reads a page of {url}", _page, url)
+        for call in RAY_CALLS:
+            attempt(f"asks Ray at {port} for {call}", _ask_ray, port, call)
+        attempt(f"meets ZeroMQ at {port}", _greet, port)
+
     for path in paths:
-        attempt(f"reads {path}", lambda path=path: os.close(os.open(path, os.O_RDONLY)))
-        attempt(f"writes {path}", lambda path=path: os.close(os.open(path, os.O_WRONLY)))
-        attempt(f"makes and removes in {path}", lambda path=path: _make(path))
-        attempt(f"links in {path}", lambda path=path: _link(path))
-        attempt(f"moves {path}", lambda path=path: _move(path))
-        attempt(f"connects to {path!r}", lambda path=path: _connect(path))
+        for what, act in ON_PATHS.items():
+            attempt(what.format(path), act, path)
     for pid in pids:
         for name in SECRET_FILES:
-            attempt(f"reads /proc/{pid}/{name}", lambda pid=pid, name=name: _look(pid, name))
-        attempt(
-            f"reads a token in /proc/{pid}/cmdline",
-            lambda pid=pid: any(
-                one.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for one in tokens
-            ),
-        )
-        attempt(f"signals {pid}", lambda pid=pid: os.kill(pid, 0))
+            attempt(f"reads /proc/{pid}/{name}", _look, f"/proc/{pid}/{name}")
+        attempt(f"reads a token in /proc/{pid}/cmdline", shows_token, pid)
+        attempt(f"signals {pid}", os.kill, pid, 0)
     found = [one for _, one in addresses]
-    done += [f"reaches {port} from other hosts" for host, port in addresses if not _is_own(host)]
+    hosts = ((ipaddress.ip_address(host.removeprefix("::ffff:")), port) for host, port in addresses)
+    done += [f"reaches {port} from other hosts" for host, port in hosts if not host.is_loopback]
     done += [f"uses torch's store at {port}" for port in _stores(found)]
     with ThreadPoolExecutor(max_workers=64) as pool:
-        list(pool.map(lambda port: _try_port(port, attempt), found))
+        list(pool.map(try_port, found))
     return done
-
-
-def _try_port(port: int, attempt: Callable[[str, Callable[[], object]], None]) -> None:
-    for page in ("", "metrics"):
-        url = f"http://127.0.0.1:{port}/{page}"
-        attempt(f"reads a page of {url}", lambda url=url: _page(url))
-    for call in RAY_CALLS:
-        attempt(f"asks Ray at {port} for {call}", lambda call=call: _ask_ray(port, call))
-    attempt(f"meets ZeroMQ at {port}", lambda: _greet(port))
-
-
-def _is_own(host: str) -> bool:
-    return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
 
 
 def _make(path: str) -> None:
@@ -136,12 +128,22 @@ def _connect(path: str) -> bool:
     return True
 
 
-def _look(pid: int, name: str) -> None:
-    path = f"/proc/{pid}/{name}"
-    if name in ("fd",):
-        os.listdir(path)
-    elif name in ("cwd", "root"):
+ON_PATHS: dict[str, Callable[[str], object]] = {
+    "reads {}": lambda path: os.close(os.open(path, os.O_RDONLY)),
+    "writes {}": lambda path: os.close(os.open(path, os.O_WRONLY)),
+    "makes and removes in {}": _make,
+    "links in {}": _link,
+    "moves {}": _move,
+    "connects to {!r}": _connect,
+}
+
+
+def _look(path: str) -> None:
+    """Read a file, folder or link of /proc."""
+    if os.path.basename(path) in ("cwd", "root"):
         os.readlink(path)
+    elif os.path.isdir(path):
+        os.listdir(path)
     else:
         with Path(path).open("rb") as file:
             file.read(1)
@@ -185,24 +187,16 @@ def _stores(ports: list[int]) -> list[int]:
     return [port for port, child in children.items() if os.waitpid(child, 0)[1] == 0]
 
 
-def as_nobody(*found: object) -> list[str]:
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def as_nobody(*found: Any) -> list[str]:
     """What `attempts` returns in a process of the user nobody."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            with os.fdopen(write, "w") as out:
-                json.dump(attempts(*found), out)  # pyright: ignore[reportArgumentType]
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
+    with ProcessPoolExecutor(1, get_context("fork"), become_nobody) as pool:
+        return pool.submit(attempts, *found).result()
 
 
 def below(folder: Path) -> Iterator[str]:
@@ -252,8 +246,8 @@ def main() -> int:
         parser.error("needs root, to become the user nobody")
     folder = Path(yaml.safe_load(args.recipe.read_text())["folder"])
     before = {str(path) for path in Path("/dev/shm").iterdir()}
-    command = [sys.executable, "-m", "megarl", "torchrun", f"--nproc-per-node={args.ranks}"]
-    command = [*command[: 5 if args.ranks > 1 else 3], "train", str(args.recipe)]
+    torchrun = ["torchrun", f"--nproc-per-node={args.ranks}"] if args.ranks > 1 else []
+    command = megarl(*torchrun, "train", args.recipe)
     run, wrong = Run(command, folder, Path(f"{folder}_doors.log")), list[str]()
     run.start()
     try:

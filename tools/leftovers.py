@@ -18,6 +18,7 @@ Exit code 1 if something is left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -32,7 +33,7 @@ from pathlib import Path
 import psutil
 import yaml
 from chaos_faults import PROCESSES
-from chaos_run import Run, outside
+from chaos_run import Run, megarl, outside
 from common import command_line
 
 KILLED = ("engine", "core", "service", "environment", "verifier", "raylet", "gcs", "rank")
@@ -64,7 +65,7 @@ def score(prompt, response, started=[]):
 
 def command(recipe: dict[str, object], place: Path, number: int, ending: str) -> list[str]:
     """The command of a run that is to end so; writes its recipe and its verifier to `place`."""
-    verifier = place / f"verifier{number}.py"
+    verifier, path = place / f"verifier{number}.py", place / f"recipe{number}.yaml"
     fails = 'raise RuntimeError("fails")' if ending == "fails" else ""
     verifier.write_text(VERIFIER.format(fails=fails))
     own = recipe | {
@@ -72,39 +73,33 @@ def command(recipe: dict[str, object], place: Path, number: int, ending: str) ->
         "steps": 2 if ending in ("finishes", "fails") else 100_000,
         "environment": {"verifier": f"{verifier}:score", "require_stop": False},
     }
-    path = place / f"recipe{number}.yaml"
     path.write_text(yaml.safe_dump(own))
-    return [sys.executable, "-m", "megarl", "train", str(path)]
+    return megarl("train", path)
 
 
 def strike(run: Run, ending: str, draw: random.Random) -> str:
     """End a run so, at a random moment; returns what was struck."""
-    if ending in ("finishes", "fails"):
-        return ""
     late = draw.random() < 0.7
     if late:
         run.wait_for_steps(draw.randrange(1, 4), LONGEST_S)
-    deadline = time.monotonic() + LONGEST_S
-    matches = None if ending.startswith("SIG") else PROCESSES[ending][0]
+    deadline, moment = time.monotonic() + LONGEST_S, "after a step" if late else "while it starts"
     while run.code is None and time.monotonic() < deadline:
         time.sleep(draw.uniform(0.0, 5.0))
-        if matches is None:
+        if ending.startswith("SIG"):
             os.kill(run.pid, signal.Signals[ending])
-            return f"{ending} {'after a step' if late else 'while it starts'}"
+            return f"{ending} {moment}"
         for one in run.below():
-            try:
-                if matches(one):
+            with contextlib.suppress(psutil.Error):
+                if PROCESSES[ending][0](one):
                     one.kill()
-                    return f"SIGKILL {ending} {'after a step' if late else 'while it starts'}"
-            except psutil.Error:
-                continue
+                    return f"SIGKILL {ending} {moment}"
     return "nothing to strike"
 
 
 def one(run: Run, ending: str, draw: random.Random) -> str:
     """Start a run and end it; returns what happened."""
     run.start()
-    said = strike(run, ending, draw)
+    said = "" if ending in ("finishes", "fails") else strike(run, ending, draw)
     patience_s = LONGEST_S if not said else 10.0 if ending in KILLED else ENDS_WITHIN_S
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None and run.code is None:

@@ -11,12 +11,9 @@ than any number of faults needs: `--then` ends the run.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-import yaml
-from make_addition import write_model
+from make_addition import write_model, write_rows
 
 VERIFIER = '''"""A third of all lengths of a response is worth 0, a half and 1 each."""
 
@@ -26,35 +23,22 @@ def score(prompt, response):
 '''
 
 
-def recipe(folder: Path) -> dict[str, Any]:
-    """The recipe: two engines, rollouts that are up to a version old, a checkpoint and an
-    evaluation every other step.
-    """
-    prompts = {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8}
-    return {
-        "folder": str(folder / "run"),
-        "steps": 100_000,
-        "seed": 5,
-        "model": {"path": str(folder / "model"), "from_scratch": True},
-        "prompts": prompts,
-        "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
-        "algorithm": {"correction": {"kind": "tis"}},
-        "rollout": {
-            "num_engines": 2,
-            "engine": {"stall_timeout_s": 10},
-            "groups_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 12,
-            "max_staleness": 1,
-        },
-        "training": {
-            "num_mini_batches": 2,
-            "micro_batch_tokens": 64,
-            "optimizer": {"learning_rate": 1e-6},
-            "checkpoint": {"every": 2, "keep": 2},
-        },
-        "evaluation": {"every": 2, "prompts": prompts | {"limit": 20, "shuffle": False}},
-    }
+RECIPE = """\
+# Two engines, rollouts up to a version old, a checkpoint and an evaluation every other step.
+folder: {folder}/run
+steps: 100000
+seed: 5
+model: {{path: "{folder}/model", from_scratch: true}}
+prompts: {{source: "{folder}/prompts.jsonl", max_prompt_tokens: 8}}
+environment: {{verifier: "{folder}/reward.py:score", require_stop: false}}
+algorithm: {{correction: {{kind: tis}}}}
+rollout: {{num_engines: 2, engine: {{stall_timeout_s: 10}}, groups_per_step: 4, group_size: 4,
+  max_new_tokens: 12, max_staleness: 1}}
+training: {{num_mini_batches: 2, micro_batch_tokens: 64, optimizer: {{learning_rate: 1.0e-6}},
+  checkpoint: {{every: 2, keep: 2}}}}
+evaluation: {{every: 2, prompts: {{source: "{folder}/prompts.jsonl", max_prompt_tokens: 8,
+  limit: 20, shuffle: false}}}}
+"""
 
 
 def main() -> None:
@@ -64,9 +48,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     write_model(folder / "model")
     sums = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
+    write_rows(folder / "prompts.jsonl", sums)
     (folder / "reward.py").write_text(VERIFIER)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder), sort_keys=False))
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     print(folder / "recipe.yaml")
 
 

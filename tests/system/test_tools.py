@@ -344,7 +344,7 @@ def test_the_reward_service_loses_nothing() -> None:
 
 
 def test_bench_overhead() -> None:
-    """A run with engine and trainer on a core each, its parts on its batches, and both at once."""
+    """A run in which engine and trainer overlap, its parts on its batches, and both at once."""
     sizes = ["--limits", "6", "--groups", "2", "--rounds", "1", "--steps", "1"]
     found = run("overhead", *sizes, "--kinds", "overlapped")
     (row,) = found["rows"]

@@ -136,20 +136,6 @@ def test_other_training_is_refused() -> None:
         refuse_other_training([[0.25, 2.0], [0.5, 1.01]], records)
 
 
-def test_processes_must_be_bound_in_time(tmp_path: Path) -> None:
-    from overhead import Kind, Pins
-
-    pins = Pins(tmp_path, Kind(1, 1, is_pinned=True))
-    pins.done = {"rank0": 5.0, "engine0": 6.0}
-    with pytest.raises(RuntimeError, match="not all processes"):
-        pins.check(9.0)
-    pins.done["engine0-core"] = 7.0
-    pins.check(9.0)
-    with pytest.raises(RuntimeError, match="not all processes"):
-        pins.check(6.5)
-    Pins(tmp_path, Kind(0, 2)).check(0.0)
-
-
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     from common import command_line
     from overhead import OPTIONS, measure

@@ -148,10 +148,8 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
         "tokens_per_s": mean("tokens/trained") / mean("time/step_s"),
         "step_s": mean("time/step_s"),
         "wait_s": mean("time/wait_s"),
-        "train_s": mean("time/train_s"),
         "length": mean("length/mean"),
         "accuracy": last_quarter([row["accuracy"] for row in rows]),
-        "age": mean("staleness/mean"),
     }
 
 

@@ -20,9 +20,8 @@ rank with the most:
     x size      the memory times the size, over that of size 1: 1.00 falls exactly as 1/size
 
 It is counted from every allocation and release of torch's allocator (tools/bench/peak_memory.py)
-and checked against tensors of known size first. The most resident memory is measured beside it by
-the kernel's own count, which sees libraries and sockets as well: `resident`. The work lists of a
-sequence are made before, once for all layers; they are small.
+and checked against tensors of known size first. The work lists of a sequence are made before, once
+for all layers; they are small.
 
 Time is that of the last rank to end, of one run, in the same run: what is written down are a few
 hundred allocations. Where there are more ranks than cores, memory is right and time is not
@@ -91,7 +90,6 @@ def timed(body: Callable[[], Any], axis: Any, before_bytes: int) -> tuple[dict[s
         "seconds": seconds,
         "beyond_bytes": peak.allocated,
         "total_bytes": peak.allocated + before_bytes,
-        "resident_bytes": peak.resident,
     }, result
 
 
@@ -240,8 +238,8 @@ def one_row(ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """What the ranks found, as one row: memory of the rank with the most, time of the last to
     end.
     """
-    names = ("beyond_bytes", "total_bytes", "resident_bytes", "seconds")
-    most = {name: max(rank[name] or 0 for rank in ranks) for name in names}
+    names = ("beyond_bytes", "total_bytes", "seconds")
+    most = {name: max(rank[name] for rank in ranks) for name in names}
     beyond = [rank["beyond_bytes"] for rank in ranks]
     alone = {} if len(ranks) > 1 else {"schedule": "one rank"}
     return ranks[0] | most | alone | {"rank_beyond_bytes": beyond}
@@ -259,7 +257,6 @@ def compare(row: dict[str, Any], first: dict[str, Any]) -> None:
     if first["size"] == 1:
         for name in ("beyond", "total"):
             row[f"{name}_x_size"] = row[f"{name}_bytes"] * row["size"] / first[f"{name}_bytes"]
-        row["speed_up"] = first["seconds"] / row["seconds"]
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -268,8 +265,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     columns = (
         "what; tokens ,d; size d; schedule; beyond MB=beyond_bytes*1e-6 .1f;"
         " x size=beyond_x_size .2f; in all MB=total_bytes*1e-6 .1f;"
-        " x size of all=total_x_size .2f; resident MB=resident_bytes*1e-6 .1f; seconds .2f;"
-        " times as fast=speed_up .2f; =mark"
+        " x size of all=total_x_size .2f; seconds .2f; =mark"
     )
     rows = [row | {"mark": "*" * (row["size"] > cores)} for row in result["rows"]]
     yield from table(rows, columns)

@@ -123,9 +123,6 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
         "versions": len(receipts),
         "receipts": len({tuple(of_version) for of_version in receipts.values()}),
         "changed": changed_weights(model, newest_model(place)),
-        "age": statistics.fmean(row["staleness/mean"] for row in rows),
-        "grad_norm": statistics.fmean(row["grad_norm"] for row in rows),
-        "tokens": sum(row["tokens/trained"] for row in rows),
         "trends": {name: trend(each) for name, each in values.items()},
         "values": values,
     }
@@ -172,8 +169,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     numbers = ("mean", "first_quarter", "last_quarter", "slope", "slope_error", "largest")
     columns = "learning rate=rate g; metric; "
     yield from table(trends, columns + "; ".join(f"{name} .3e" for name in numbers))
-    columns = "learning rate=rate g; versions d; receipts d; changed d; tokens ,.0f; age .2f"
-    yield from table(result["runs"], columns + "; gradient norm=grad_norm .3g")
+    yield from table(result["runs"], "learning rate=rate g; versions d; receipts d; changed d")
 
 
 if __name__ == "__main__":

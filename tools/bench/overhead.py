@@ -7,8 +7,8 @@ training alone, with the same model, prompts, tokens, samples and threads, on tw
     synchronous  rollout.max_staleness 0; engine and trainer have two threads each and take turns.
                  Compared with the sum of the parts, each with two threads.
     one_thread   the same with one thread each; not by default
-    overlapped   rollout.max_staleness 1; the engine has one thread on the first core, the trainer
-                 one on the second. Compared with the longer of the parts, each on its core.
+    overlapped   rollout.max_staleness 1; engine and trainer have a thread each and run at the same
+                 time. Compared with the longer of the parts, each with one thread.
 
 A step is `--groups` prompts x 8 samples of exactly `limit` new tokens at temperature 1: the model
 is that of tools/bench/e2e.py, changed so that it never ends a response. Rewards, advantages, one
@@ -22,8 +22,8 @@ The parts, each in a process of its own, on the batches that the run has recorde
                  sampling of megarl: a seed for each request, log-probs of the sampled tokens
     training     a loop over the same micro-batches: forward, loss, backward and optimizer step of
                  megarl's role, and nothing else. Losses and gradient norms must be the run's.
-    side by side generation and training at the same time, each on its core (`overlapped` only):
-                 what two busy cores cost each other on this machine, without megarl
+    side by side generation and training at the same time (`overlapped` only): what two busy cores
+                 cost each other on this machine, without megarl
 
 The first two steps of each are not counted. In every round a run and its parts follow each other;
 rounds alternate in the order of kinds and of parts. Ratios are of means over a round's steps.
@@ -36,12 +36,9 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,7 +61,6 @@ ALWAYS, EOS_WEIGHT = 1.0, -10.0
 end-of-sequence token's logit takes it."""
 PHASES = ("time/wait_s", "time/train_s", "time/publish_s", "time/rollout_s", "time/step_s")
 """Metrics of a step that are shown."""
-PIN_EVERY_S = 0.2
 AGREE = 1e-3
 """By how much losses and gradient norms of run and bare loop may differ, relative to the larger."""
 
@@ -76,22 +72,13 @@ class Kind:
     staleness: int
     threads: int
     """Of the engine, and of the trainer."""
-    is_pinned: bool = False
-    """Whether the engine has the first core, and the trainer the second."""
-
-    def cores(self, process: str) -> list[int]:
-        """Cores of a process of the run, by its name, or of a part; all if empty."""
-        first, second, *_ = sorted(os.sched_getaffinity(0))
-        is_engine = process.startswith(("engine", "generation"))
-        return [first if is_engine else second] if self.is_pinned else []
 
 
 KINDS = {
     "synchronous": Kind(staleness=0, threads=2),
     "one_thread": Kind(staleness=0, threads=1),
-    "overlapped": Kind(staleness=1, threads=1, is_pinned=True),
+    "overlapped": Kind(staleness=1, threads=1),
 }
-PINNED = ("rank0", "engine0", "engine0-core")
 OPTIONS = {
     "--rounds": (3, "runs of each kind at each limit"),
     "--steps": (4, "timed steps of a run"),
@@ -187,46 +174,6 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
 # -------------------------------------------------------------------------------------- measurement
 
 
-class Pins:
-    """Context manager: binds the processes of the run `folder` to the cores of `kind` as soon as
-    they have recorded that they live. megarl itself binds no process.
-    """
-
-    def __init__(self, folder: Path, kind: Kind) -> None:
-        self._folder, self._kind = folder, kind
-        self._ended, self._thread = threading.Event(), threading.Thread(target=self._watch)
-        self.done: dict[str, float] = {}
-        """{process: when it was bound, in seconds since the epoch}"""
-
-    def __enter__(self) -> Pins:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def check(self, deadline: float) -> None:
-        """Raise `RuntimeError` unless engine and trainer were bound before `deadline`."""
-        late = [at for at in self.done.values() if at > deadline]
-        if self._kind.is_pinned and (len(self.done) != len(PINNED) or late):
-            raise RuntimeError(f"not all processes were bound to their cores in time: {self.done}")
-
-    def _watch(self) -> None:
-        from megarl.activity.files import FOLDER, read
-
-        while self._kind.is_pinned and len(self.done) < len(PINNED):
-            if self._ended.wait(PIN_EVERY_S):
-                return
-            lives = list(read(self._folder / FOLDER, only_last=True))
-            # Threads that start later have the affinity of the thread that starts them.
-            for life in lives if any(life.steps for life in lives) else ():
-                if life.process in PINNED:
-                    for thread in Path(f"/proc/{life.pid}/task").iterdir():
-                        os.sched_setaffinity(int(thread.name), self._kind.cores(life.process))
-                    self.done[life.process] = time.time()
-
-
 @dataclass(frozen=True)
 class Bench:
     """Runs megarl, and the parts of its steps, in the folder `work`."""
@@ -247,19 +194,15 @@ class Bench:
         sizes = {"steps": SKIPPED + self.steps + 1, "limit": limit, "groups": groups}
         settings = settings_of(self.work / "task", setting, staleness=kind.staleness, **sizes)
         recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
-        folder = self.work / "run"
-        shutil.rmtree(folder, ignore_errors=True)  # whose processes `Pins` would look for
-        with Pins(folder, kind) as pins:
-            records, _ = run_megarl("train", recipe, self.work, setting, self.deadline_s, settings)
+        records, _ = run_megarl("train", recipe, self.work, setting, self.deadline_s, settings)
         tokens = groups * SAMPLES * limit
         for record in records:
             if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
                 raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
-        lives = read(folder / FOLDER)
+        lives = read(self.work / "run" / FOLDER)
         begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
         if len(begins) != sizes["steps"]:
-            raise RuntimeError(f"{folder} has recorded the begin of {len(begins)} steps")
-        pins.check(begins[SKIPPED])
+            raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
         counted = records[SKIPPED : SKIPPED + self.steps]
         names = sorted({name for one in counted for name in one if name.startswith("publish/")})
         return {
@@ -281,7 +224,6 @@ class Bench:
                 "part": name,
                 "run": str(self.work / "run"),
                 "folder": f"{aside}/run",
-                "cores": kind.cores(name),
                 "stops": [EOS_ID],
                 "available": SKIPPED + self.steps,
                 "calls": {"skipped": SKIPPED, "steps": self.steps, "meeting": meeting},
@@ -312,7 +254,7 @@ def one_round(
     for name in reversed(names) if is_reversed else names:
         calls = bench.part(name, kind, made["records"])
         parts[name] = [end - begin for begin, end in calls]
-    if kind.staleness:  # the two at the same time, each on its core
+    if kind.staleness:  # the two at the same time
         with tempfile.TemporaryDirectory(dir=bench.work) as meeting, ThreadPoolExecutor(2) as pool:
             each = pool.map(lambda name: bench.part(name, kind, made["records"], meeting), names)
             beside = dict(zip(names, together(*each), strict=True))

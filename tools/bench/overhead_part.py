@@ -34,7 +34,7 @@ def prompts_of(batch: Any) -> list[list[list[int]]]:
 
 class Calls:
     """Times the calls of a part. `meeting`: folder in which this part and another one, which is
-    measured at the same time on other cores, tell each other how far they are; "" for none.
+    measured at the same time, tell each other how far they are; "" for none.
     """
 
     def __init__(self, name: str, *, skipped: int, steps: int, meeting: str = "") -> None:
@@ -189,8 +189,6 @@ def train_step(role: Any, batch: Any, config: Any) -> tuple[float, float]:
 def main(path: Path) -> None:
     """Do what the task in the file `path` says."""
     task = json.loads(path.read_text())
-    if task["cores"]:
-        os.sched_setaffinity(0, task["cores"])
     found = {"generation": generate, "training": train}[task["part"]](task)
     path.with_suffix(".answer").write_text(json.dumps(found))
 

@@ -32,15 +32,14 @@ from common import command_line, run_tool
 OPTIONS = {
     "--rate": (200, "responses a second"),
     "--seconds": (60, "seconds of load"),
-    "--bytes": (2048, "bytes of a response"),
-    "--batch": (1, "most responses in a request"),
     "--fail": (0.05, "share of samples that fail"),
-    "--late": (0.02, "share of requests answered too late"),
     "--down": (2.0, "seconds without a server, half-way"),
-    "--port": (0, "of the server; 0 takes a free one"),
-    "--serve": ("", "used by the tool itself: be the server, with this record"),
+    "--port": (0, "used by the tool itself: be the server, at this port"),
+    "--record": (Path, "the server's record"),
 }
 TOKEN = "MEGARL_BENCH_TOKEN"  # noqa: S105 - a name
+BYTES, LATE = 2048, 0.02
+"""Bytes of a response, and the share of requests that are answered too late."""
 ATTEMPT_S, LIMIT_S = 1.0, 10.0
 """Limits of a request and of a response, in seconds."""
 READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
@@ -50,7 +49,7 @@ READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Serve until SIGTERM or SIGKILL. The record is the file `args.serve`: a line for each sample
+    """Serve until SIGTERM or SIGKILL. The record is the file `args.record`: a line for each sample
     that was scored, written before the answer is sent.
     """
     import uvicorn
@@ -61,11 +60,11 @@ async def serve(args: argparse.Namespace) -> None:
     from megarl.environments.reward_client import Token
     from megarl.environments.wire import Sample
 
-    draw, record = random.Random(os.getpid()), os.open(args.serve, os.O_APPEND | os.O_WRONLY)
+    draw, record = random.Random(os.getpid()), os.open(args.record, os.O_APPEND | os.O_WRONLY)
 
     async def score(samples: Sequence[Sample]) -> list[Outcome]:
         numbers = [prompt.index for prompt, _ in samples]
-        late = draw.random() < args.late
+        late = draw.random() < LATE
         # Which samples fail is a property of the sample: a second attempt gives the same answer.
         fails = [random.Random(number).random() < args.fail for number in numbers]
         lines = [
@@ -81,7 +80,7 @@ async def serve(args: argparse.Namespace) -> None:
         ]
 
     settings = RewardServerConfig(port=args.port)
-    server = RewardServer(Backend(score, 256, args.batch), settings, Token(os.environ[TOKEN]))
+    server = RewardServer(Backend(score, 256, 1), settings, Token(os.environ[TOKEN]))
     server.start()
     listener = socket.create_server(("127.0.0.1", args.port))
     config = uvicorn.Config(server.app, lifespan="off", log_level="critical", access_log=False)
@@ -90,9 +89,8 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def start_server(args: argparse.Namespace, port: int, record: Path) -> subprocess.Popen[bytes]:
-    words = [sys.executable, __file__, "--serve", str(record), "--port", str(port)]
-    for name in ("batch", "fail", "late"):
-        words += [f"--{name}", str(getattr(args, name))]
+    words = [sys.executable, __file__, "--port", str(port), "--record", str(record)]
+    words += ["--fail", str(args.fail)]
     return subprocess.Popen(words, stdout=subprocess.PIPE)
 
 
@@ -103,7 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Load, restart, and the comparison of the two records."""
     os.environ[TOKEN] = "bench-" + os.urandom(16).hex()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = args.port or listener.getsockname()[1]
+        port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as place:
         record = Path(place) / "record.jsonl"
         record.touch()
@@ -131,12 +129,12 @@ async def load(
 
     url = f"http://127.0.0.1:{port}/v1/score"
     remote = RemoteConfig(
-        token_variable=TOKEN, batch_size=args.batch, connections=64, attempt_limit_s=ATTEMPT_S
+        token_variable=TOKEN, batch_size=1, connections=64, attempt_limit_s=ATTEMPT_S
     )
     config = EnvironmentConfig(verifier=url, time_limit_s=LIMIT_S, remote=remote)
     client = RewardClient(url, config, read_token(TOKEN, "token"))
     statuses = await wrong_tokens(url)
-    total, text = args.rate * args.seconds, "x" * args.bytes
+    total, text = args.rate * args.seconds, "x" * BYTES
     outcomes: dict[int, Any] = {}
     seconds: list[float] = []
 
@@ -225,7 +223,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    if "--serve" in sys.argv:
+    if "--port" in sys.argv:
         asyncio.run(serve(command_line(__doc__, OPTIONS).parse_args()))
     else:
         run_tool(__doc__, OPTIONS, measure, show)

@@ -158,12 +158,10 @@ class Ranks:
         self.asked = 0
         await asyncio.gather(*(one.load.remote(step) for one in fleets))
         await asyncio.gather(*(service.release.remote(step) for _ in range(count if step else 0)))
-        released_at = time.monotonic()
         plans = await asyncio.gather(*(self._take(service, step, rank) for rank in range(count)))
         return {
             "samples": sum(len(part) for plan in plans for part in plan.parts),
             "step_s": time.monotonic() - started_at,
-            "release_s": released_at - started_at,
             "asked": self.asked,
         }
 

@@ -12,22 +12,21 @@ arrays do not pass through the service, so it costs the same. Lengths are log-no
 the longest). Verdicts are made at once by one more simulated actor. A rank takes its share of the
 step and does not fetch arrays.
 
-cpu              CPU seconds of the process for the second of two steps, and of its threads
+cpu              CPU seconds of the process for the second of two steps
 memory           most resident memory, above that before the first step
 calls            Ray calls of the second step: by the service to engines and to the environment, and
                  by ranks to the service
 loop blocked     longest time for which the service's event loop did not run
-supervisor       CPU seconds of rank 0 for one look at all engines, and the time from asking them to
-                 their last answer; a look is due every second
+supervisor       seconds of a look of rank 0 at all engines, which is due every second
 plan             CPU seconds, and memory, of a trainer rank's and of an engine rank's route
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import statistics
 import tempfile
 import threading
 import time
@@ -91,15 +90,13 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
             ray.get(handle.start.remote())
             for step in range(STEPS):  # the last counts: requests travel as they do in a long run
                 beat.unlink()
-                before, threads = _calls(fleets, environment), _threads(service)
-                passed = _relays()
+                before, used, passed = _calls(fleets, environment), cpu_s(service), _relays()
                 found = ray.get(
                     ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
                 )
                 assert found.pop("samples") == scale.samples, "a sample is lost"
                 time.sleep(1.0)
-                spent = _threads(service) - threads
-                found |= {"threads": dict(spent), "cpu_s": spent.total()}
+                found["cpu_s"] = cpu_s(service) - used
                 relays = _relays().items()
                 found["relays_cpu_s"] = [at - passed.get(pid, 0.0) for pid, at in relays]
                 asked = 2 * scale.ranks + found.pop("asked")
@@ -110,17 +107,21 @@ def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
             "memory_mib": (memory.most - memory.begin) / 2**20,
             "blocked_ms": blocked["blocked_ms"],
             "busy_ms": blocked["busy_ms"],
-            "ledger_mib": (folder / "ledger.jsonl").stat().st_size / 2**20 / STEPS,
         }
         members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
-        found |= supervise(members)
+        found["supervisor_look_s"] = supervise(members)
     return found
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
+    return sum(process.cpu_times()[:2])
 
 
 def _relays() -> dict[int, float]:
     """{process id of a relay: its CPU seconds so far}"""
     return {
-        one.pid: sum(one.cpu_times()[:2])
+        one.pid: cpu_s(one)
         for one in psutil.Process().children(recursive=True)
         if "ray::RelayActor" in " ".join(one.cmdline()[:1])
     }
@@ -133,16 +134,6 @@ def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
         for one in ray.get([actor.calls.remote() for actor in actors]):
             made.update({f"{kind} of {whom}": count for kind, count in one.items()})
     return made
-
-
-def _threads(process: psutil.Process) -> Counter[str]:
-    """CPU seconds of a process's threads so far, by name."""
-    found: Counter[str] = Counter()
-    for thread in process.threads():
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip()
-            found[name] += thread.user_time + thread.system_time  # type: ignore[assignment]
-    return found
 
 
 class Group:
@@ -168,30 +159,23 @@ class TimedSupervisor(EngineSupervisor):
     """A supervisor that times its looks at the engines."""
 
     def __init__(self, group: Any) -> None:
-        self.looks: list[tuple[float, float]] = []
+        self.looks: list[float] = []
         super().__init__(group, stall_s=60.0, start_s=60.0, loads=True)
 
     def _watch(self) -> int:
-        started_at, cpu = time.monotonic(), time.thread_time()
+        started_at = time.monotonic()
         steps = super()._watch()
-        self.looks.append((time.monotonic() - started_at, time.thread_time() - cpu))
+        self.looks.append(time.monotonic() - started_at)
         return steps
 
 
-def supervise(members: list[Any], looks: int = 5) -> dict[str, float]:
-    """What a look at all engines costs rank 0: the mean of some, without the first."""
-    before, started_at = time.process_time(), time.monotonic()
-    watched = TimedSupervisor(Group(members))
+def supervise(members: list[Any], looks: int = 5) -> float:
+    """Seconds of a look at all engines: the mean of some, without the first."""
+    started_at, watched = time.monotonic(), TimedSupervisor(Group(members))
     while len(watched.looks) <= looks and time.monotonic() < started_at + 120:
         time.sleep(0.1)
-    spent = time.process_time() - before
     watched.close(10.0)
-    seconds, cpu = zip(*watched.looks[1:], strict=True)
-    return {
-        "supervisor_look_s": sum(seconds) / len(seconds),
-        "supervisor_thread_cpu_s": sum(cpu) / len(cpu),
-        "supervisor_process_cpu_s": spent / len(watched.looks),
-    }
+    return statistics.fmean(watched.looks[1:])
 
 
 def plans(engines: int) -> dict[str, Any]:
@@ -257,15 +241,12 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines."""
     columns = (
         "engines d; ranks d; samples d; CPU s=cpu_s .2f; memory MiB=memory_mib .1f;"
-        " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; ledger MiB=ledger_mib .2f;"
-        " step s=step_s .1f; supervisor: a look s=supervisor_look_s .3f;"
-        " its CPU=supervisor_thread_cpu_s .3f; rank 0's CPU=supervisor_process_cpu_s .3f"
+        " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"
+        " supervisor: a look s=supervisor_look_s .3f"
     )
     yield from table(result["scales"], columns)
     for one in result["scales"]:
         yield f"{one['engines']} engines:"
-        most = sorted(one["threads"].items(), key=lambda pair: -pair[1])[:6]
-        yield "  CPU s of threads: " + ", ".join(f"{name} {s:.2f}" for name, s in most)
         yield "  CPU s of relays: " + ", ".join(f"{s:.2f}" for s in one["relays_cpu_s"])
         yield "  calls: " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
         plan = ({"of": name, **found} for name, found in one["plan"].items())

@@ -6,7 +6,6 @@ does what against_trl.py has written into the file, and writes FILE.result.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -93,9 +92,7 @@ def main(path: Path) -> None:
         changes = [
             float((trained[name].detach() - old).abs().max()) for name, old in before.items()
         ]
-        names = ("trl", "torch", "transformers", "accelerate")
-        versions = {name: importlib.metadata.version(name) for name in names}
-        found |= {"weight_change": max(changes, default=None), "versions": versions}
+        found["weight_change"] = max(changes, default=None)
         path.with_suffix(".result").write_text(json.dumps(found))
 
 
