@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 from chaos_run import Run
-from processes import is_running
 
 from megarl.ledger.journal import FILE as LEDGER
 
@@ -138,8 +137,7 @@ def on_process(kind: str, number: signal.Signals) -> Fault:
     def proceed(run: Run) -> None:
         for one in stopped:
             with contextlib.suppress(psutil.Error):
-                if is_running(one):
-                    one.send_signal(signal.SIGCONT)
+                one.resume()
         stopped.clear()
 
     if number == signal.SIGSTOP and kind in SUSPENDED:
@@ -288,9 +286,7 @@ FILES = {
         Fault("checkpoint", "flipped bit", flip_bit, r"passing over checkpoint", is_offline=True),
     ],
     "ledger": [Fault("ledger", "torn", tear(LEDGER), r"ledger.*(torn|cut)", is_offline=True)],
-    "metrics": [
-        Fault("metrics", "torn", tear("metrics.jsonl"), r"metrics.jsonl", is_offline=True),
-    ],
+    "metrics": [Fault("metrics", "torn", tear("metrics.jsonl"), r"metrics.jsonl", is_offline=True)],
     "disk": [Fault("disk", "full", fill, r"No space left|full", empty, FULL_S)],
     "judgement": [
         Fault("judgement", how, spoil(how), r"verifier", mend, BAD_VERIFIER_S)

@@ -226,10 +226,7 @@ def facts(kernel: str, made: Any, log: str, **where: Any) -> Compiled:
 
 
 def compile_all(
-    targets: Iterable[int],
-    widths: Iterable[int],
-    dtypes: Iterable[str],
-    descriptors: bool = False,
+    targets: Iterable[int], widths: Iterable[int], dtypes: Iterable[str], descriptors: bool = False
 ) -> Iterator[Compiled]:
     """Every kernel at every width and type for every target, one after another."""
     import torch

@@ -38,10 +38,7 @@ from common import command_line
 
 from megarl.private_folder import MARK
 
-OPTIONS = {
-    "recipe": (Path, "of the run"),
-    "--ranks": (1, "trainer ranks, under megarl torchrun"),
-}
+OPTIONS = {"recipe": (Path, "of the run"), "--ranks": (1, "trainer ranks, under megarl torchrun")}
 NOBODY = 65534
 START_S, ANSWER_S, POLL_S = 600.0, 2.0, 1.0
 KINDS = ("files and sockets", "processes", "ports")

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import collections
 import json
-import multiprocessing
 import os
-import queue
 import resource
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,14 @@ OPTIONS = {
     "--only": (int, "number of the one case to run"),
     "--json": (False, "every case as a line of JSON"),
 }
-HANG_S = 25.0
-"""A child that has not answered a case after this many seconds is killed."""
+HANG_S, IMPORTS_S = 25.0, 90.0
+"""Seconds after which a child that has not answered a case, or has not started, is killed."""
 MEMORY_BYTES = 8 * 2**30
 """Address space of a child beyond what it uses after imports."""
 
 
-def child(seed: int, numbers: Any, answers: Any, model: str) -> None:
-    """Run the cases of queue `numbers`; puts (number, None) and (number, its record) on `answers`
-    when a case begins and ends.
-    """
-    from support import fuzz
-
+def prepare() -> None:
+    """What a child does once: imports, and a limit of its memory."""
     from megarl.cluster.process_env import prepare_environment
 
     prepare_environment(1)
@@ -55,72 +52,46 @@ def child(seed: int, numbers: Any, answers: Any, model: str) -> None:
 
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    while (number := numbers.get()) is not None:
-        answers.put((number, None))
-        kind, case = fuzz.make(seed, number, Path(model))
-        with tempfile.TemporaryDirectory() as folder:
-            found = fuzz.run(case, Path(folder), Path(model))
-        told = {"case": kind, "what": case.what, "outcome": found.kind}
-        answers.put((number, told | {"said": found.said, "seconds": found.seconds}))
 
 
-def run_all(seed: int, numbers: list[int], model: Path) -> list[dict[str, Any]]:
-    """Outcomes of all cases, in order; children are replaced as they hang or die."""
-    context = multiprocessing.get_context("spawn")
-    waiting, answers = context.Queue(), context.Queue()
-    found: list[dict[str, Any]] = []
-    left = list(numbers)
-    worker: Any = None
-    ended = -2
-    """Number of outcomes when a process last hung or ended."""
-    while left:
-        if worker is None:
-            waiting, answers = context.Queue(), context.Queue()
-            for number in [*left, None]:
-                waiting.put(number)
-            worker = context.Process(target=child, args=(seed, waiting, answers, str(model)))
-            worker.start()
-            limit = 90.0  # imports
-        try:
-            number, answer = next_answer(answers, worker, limit)
-        except queue.Empty:
-            outcome = "hang" if worker.is_alive() else f"the process ended ({worker.exitcode})"
-            worker.kill()
-            worker.join()
-            worker = None
-            found.append(row(seed, left.pop(0), model, outcome))
-            if len(found) == ended + 1 and outcome != "hang":
-                raise RuntimeError(f"two processes in turn ended: {outcome}") from None
-            ended = len(found)
-            continue
-        limit = HANG_S
-        if answer is None:
-            continue
-        left.remove(number)
-        found.append({"number": number, **answer})
-    if worker is not None:
-        worker.join(10)
-    return found
-
-
-def next_answer(answers: Any, worker: Any, limit_s: float) -> Any:
-    """The next item of a queue; raises `queue.Empty` after `limit_s`, or if `worker` has ended."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            return answers.get(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
-        except queue.Empty:
-            if time.monotonic() > deadline or not worker.is_alive():
-                raise
-
-
-def row(seed: int, number: int, model: Path, outcome: str) -> dict[str, Any]:
-    """The record of a case that gave no answer."""
+def run_case(seed: int, number: int, model: Path, *, makes_only: bool = False) -> dict[str, Any]:
+    """The record of a case; without what became of it if it is only made."""
     from support import fuzz
 
     kind, case = fuzz.make(seed, number, model)
-    record = {"number": number, "case": kind, "what": case.what, "outcome": outcome}
-    return {**record, "said": f"no answer within {HANG_S:g} s", "seconds": HANG_S}
+    record = {"number": number, "case": kind, "what": case.what}
+    if makes_only:
+        return record
+    with tempfile.TemporaryDirectory() as folder:
+        found = fuzz.run(case, Path(folder), model)
+    return record | {"outcome": found.kind, "said": found.said, "seconds": found.seconds}
+
+
+def run_all(seed: int, numbers: list[int], model: Path) -> list[dict[str, Any]]:
+    """Records of all cases, in order; the child is replaced when it hangs or dies. Raises
+    `RuntimeError` where two die one after the other.
+    """
+    found: list[dict[str, Any]] = []
+    pool: Any = None
+    for number in numbers:
+        try:
+            if pool is None:
+                pool = ProcessPoolExecutor(1, get_context("spawn"), prepare)
+                pool.submit(int).result(IMPORTS_S)
+            found.append(pool.submit(run_case, seed, number, model).result(HANG_S))
+        except (TimeoutError, BrokenProcessPool) as error:
+            outcome = "hang" if isinstance(error, TimeoutError) else "the process ended"
+            if outcome != "hang" and found and found[-1]["outcome"] == outcome:
+                raise RuntimeError(f"two processes in turn ended, the last at {number}") from None
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown()
+            pool, told = None, {"outcome": outcome, "said": f"no answer within {HANG_S:g} s"}
+            record = run_case(seed, number, model, makes_only=True)
+            found.append(record | told | {"seconds": HANG_S})
+    if pool is not None:
+        pool.shutdown()
+    return found
 
 
 def main() -> int:

@@ -45,6 +45,11 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     write_rows(folder / "held_out.jsonl", problems(args["held_out"], True))
 
 
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    counts = {"prompts": (4096, 10**6), "held_out": (256, 10**6)}
+    return task_main(__doc__, counts, write_task, argv, name="arithmetic.json")
+
+
 if __name__ == "__main__":
-    COUNTS = {"prompts": (4096, 10**6), "held_out": (256, 10**6)}
-    sys.exit(task_main(__doc__, COUNTS, write_task, name="arithmetic.json"))
+    sys.exit(main())

@@ -135,10 +135,7 @@ def convert(file: Path, folder: Path) -> None:
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     where, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(
-        where,
-        gguf_file=name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        where, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
     if model.config.model_type.startswith("gemma"):

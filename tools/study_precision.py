@@ -20,7 +20,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +28,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-from common import ROOT, run_tool, spread, table, weights_of
+import make_arithmetic
+import real_model
+from common import run_tool, spread, table, weights_of
 from studies import grouped, lines_of, newest_model, run_missing, train
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
@@ -92,11 +93,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     folder, model = args.folder.resolve(), args.model.resolve()
     if args.show:
         return {"results": run_missing(folder, [], partial(run, folder=folder, model=model))}
-    for command in (
-        ["real_model.py", "smollm2", "--folder", str(model)],
-        ["make_arithmetic.py", str(folder / "data")],
-    ):
-        subprocess.run([sys.executable, str(ROOT / "tools" / command[0]), *command[1:]], check=True)
+    real_model.make("smollm2", model)
+    make_arithmetic.main([str(folder / "data")])
     rows = lines_of(folder / "data" / "train.jsonl")
     pairs = ({"prompt": row["prompt"], "response": row["answer"]} for row in rows)
     (folder / "sft.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -25,7 +25,6 @@ import argparse
 import itertools
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -34,16 +33,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-from common import ROOT, run_tool, spread, table
-from studies import (
-    RECIPES,
-    grouped,
-    last_quarter,
-    lines_of,
-    newest_model,
-    run_missing,
-    train,
-)
+import make_addition
+from common import run_tool, spread, table
+from studies import RECIPES, grouped, last_quarter, lines_of, newest_model, run_missing, train
 
 CORRECTIONS = ("none", "tis", "icepop", "decoupled", "sequence_mask", "geometric_mask")
 SKIPPED = 3
@@ -101,8 +93,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     there.
     """
     data, tuned = folder / "data", folder / f"sft-seed{case['seed']}"
-    make = [sys.executable, str(ROOT / "tools" / "make_addition.py"), str(data)]
-    subprocess.run(make, check=True)
+    make_addition.main([str(data)])
     if not list((tuned / "checkpoints").glob("step_*")):
         options = {"seed": case["seed"], "model.path": data / "model", "resume": "auto"}
         options["demonstrations.source"] = data / "sft.jsonl"

@@ -95,10 +95,7 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
         # Whole parameters are gathered, wherever a rank has less.
         assert trainers == 1 or min(row["trainer_allocated_bytes"][1:]) >= largest
     # No rank holds a whole one to publish.
-    assert all(
-        max(row["trainer_allocated_bytes"]) < largest / 2
-        for row in rows["publish + copy"]
-    )
+    assert all(max(row["trainer_allocated_bytes"]) < largest / 2 for row in rows["publish + copy"])
 
 
 def test_what_it_cannot_do() -> None:

@@ -96,10 +96,7 @@ def laid_out(args: argparse.Namespace) -> tuple[torch.Tensor, list[int]]:
     return (
         trees(args.tokens, args.group)
         if args.group
-        else (
-            documents(args.tokens, args.documents),
-            [],
-        )
+        else (documents(args.tokens, args.documents), [])
     )
 
 

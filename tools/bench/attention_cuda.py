@@ -110,14 +110,7 @@ def stock_runs(backend: Any, tensors: list[torch.Tensor], pairs: int) -> Way:
     return _autograd_runs(attend, inputs, upstream, pairs)
 
 
-def torch_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> torch.Tensor:
+def torch_varlen(q: Any, k: Any, v: Any, starts: Any, longest: int, scale: float) -> torch.Tensor:
     """As `packed_varlen.torch_varlen`, also by a torch that has no `enable_gqa`: 2.11 shares key
     heads without being told.
     """

@@ -37,16 +37,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import against_trl as trl
+import make_arithmetic
+import real_model
 from common import ROOT, progress, run_tool, spread, table
 from e2e_task import Setting
-from processes import child_environment, run
 
 RECIPE = ROOT / "launch" / "recipes" / "smollm2_arithmetic.yaml"
 REWARD = Path(__file__).with_name("e2e_task.py")
@@ -172,13 +172,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     args.python = trl.make_trl_environment(args.trl_env) if args.only != "megarl" else ""
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
-        work, tools = Path(name), ROOT / "tools"
-        for command in (
-            [str(tools / "real_model.py"), "smollm2", "--folder", str(args.model.absolute())],
-            [str(tools / "make_arithmetic.py"), str(work / "task")],
-        ):
-            environment = child_environment(work, 1)
-            run([sys.executable, *command], work / "log", args.deadline, environment)
+        work = Path(name)
+        real_model.make("smollm2", args.model.absolute())
+        make_arithmetic.main([str(work / "task")])
         runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
         for seed in args.seeds:
             for system in systems:

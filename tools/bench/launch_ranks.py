@@ -75,6 +75,23 @@ def make_role(model: str, mesh: Any, device: Any, *, steps: int = 1000, **traini
     )
 
 
+def share_of(groups: list[Any], micro_batch_tokens: int, **more: Any) -> Any:
+    """What the only rank trains of `groups`."""
+    from megarl.rollout import batch
+
+    return batch.shares(
+        step=0,
+        drawn=groups,
+        accepted=groups,
+        seconds=1.0,
+        num_data_ranks=1,
+        num_mini_batches=1,
+        micro_batch_tokens=micro_batch_tokens,
+        transcripts=0,
+        **more,
+    ).share(0)
+
+
 def answer(value: dict[str, Any]) -> None:
     """Return this rank's result to the tool."""
     Path(os.environ[ANSWER]).write_text(json.dumps(value))

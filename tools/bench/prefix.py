@@ -38,7 +38,7 @@ from typing import Any, Literal
 
 from common import group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
 from e2e_task import VOCABULARY
-from launch_ranks import make_role, ready
+from launch_ranks import make_role, ready, share_of
 
 SIZES = {
     "tiny": qwen2(VOCABULARY, 192, 480, 6, 6, 2, max_position_embeddings=4096),
@@ -116,19 +116,7 @@ class Trainer:
 
     def step(self, groups: list[Any]) -> dict[str, float]:
         """One step; its metrics."""
-        from megarl.rollout.batch import shares
-
-        batch = shares(
-            step=0,
-            drawn=groups,
-            accepted=groups,
-            seconds=1.0,
-            num_data_ranks=1,
-            num_mini_batches=1,
-            micro_batch_tokens=self.budget,
-            transcripts=0,
-            prefix_saves=self.saves,
-        ).share(0)
+        batch = share_of(groups, self.budget, prefix_saves=self.saves)
         packed = self.role.pack_step(batch)
         columns = self.learner.prepare(batch, packed, {})
         return self.learner.train(batch, packed, columns).metrics

@@ -198,10 +198,7 @@ def plans(engines: int) -> dict[str, Any]:
         table=table_fingerprint(table),
     )
     found = {}
-    for name, make in (
-        ("trainer rank", Route.of_source),
-        ("engine rank", Route.of_destination),
-    ):
+    for name, make in (("trainer rank", Route.of_source), ("engine rank", Route.of_destination)):
         started_at = time.process_time()
         route = make(spec, table, 3)
         seconds = time.process_time() - started_at

@@ -30,10 +30,7 @@ def newest_model(folder: Path) -> Path:
 
 
 def train(
-    command: str,
-    recipe: Path | str,
-    folder: Path,
-    settings: Mapping[str, object],
+    command: str, recipe: Path | str, folder: Path, settings: Mapping[str, object]
 ) -> list[dict[str, Any]]:
     """Run a command of megarl in `folder`, with its output beside it; returns the metrics of all
     steps. `recipe`: a file, or a recipe's text, which is written to one. `settings`: {name: value}.

@@ -159,8 +159,7 @@ def reward_model(batch: dict[str, Any]) -> float:
 
     scores = torch.tensor(batch["scores"], dtype=torch.float64).T.reshape(-1, 1)
     trainer = bare(
-        RewardTrainer,
-        args=SimpleNamespace(center_rewards_coefficient=batch["centering"]),
+        RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=batch["centering"])
     )
     given = {
         "attention_mask": torch.ones(1, 1),

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 from common import engine_arguments, run_tool, table
+from launch_ranks import share_of
 
 from megarl.apps.runs.rollout_checks import check_rollout
 from megarl.cluster.process_env import prepare_environment
@@ -39,7 +40,6 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.batch import shares
 from megarl.rollout.config import EngineConfig, RolloutConfig
 from megarl.rollout.requests import EnginePool
 from megarl.types import Group, Prompt, Rollout, Samples, Segment
@@ -146,7 +146,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         Group(n, prompt, [Rollout(0, 0, segments, verdict, 0)])
         for n, (prompt, (segments, verdict)) in enumerate(zip(prompts, found, strict=True))
     ]
-    rows = rows_of(groups)
+    (rows,) = share_of(groups, 2**20).samples  # that one rank would train on
     worst = max(differences(config.model.path, rows))
     return {
         "rollouts": count,
@@ -157,22 +157,6 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         "rows_that_differ": wrong_rows(rows, engine.record),
         "largest_logprob_difference": worst,
     }
-
-
-def rows_of(groups: list[Group]) -> Samples:
-    """The samples that one rank would train on."""
-    made = shares(
-        step=0,
-        drawn=groups,
-        accepted=groups,
-        seconds=1.0,
-        num_data_ranks=1,
-        num_mini_batches=1,
-        micro_batch_tokens=2**20,
-        transcripts=0,
-    )
-    (samples,) = made.share(0).samples
-    return samples
 
 
 def wrong_rows(rows: Samples, record: list[tuple[list[int], list[int], list[float]]]) -> int:
