@@ -132,8 +132,11 @@ def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
 
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
     """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
-    with files.written_aside(out, finish=seal) as aside:
-        written, copied = fill(aside), files.copy_along(source.folder, aside, leave=(DIGESTS,))
+    with checkpoint_files.written_aside(out, finish=seal) as aside:
+        written, copied = (
+            fill(aside),
+            checkpoint_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
+        )
     return {
         "out": str(out),
         "parameters": source.model.parameters,
@@ -179,7 +182,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         source = open_sharded(args.folder)
         given = source.owned, source.stores
         settings = source.model.shapes, source.dtypes, int(args.file_gb * 1e9)
-        return move(source, args.out, lambda into: files.write_whole(*given, into, *settings))
+        return move(
+            source, args.out, lambda into: checkpoint_files.write_whole(*given, into, *settings)
+        )
     load_model(args.folder).owned(args.layout)
     source = (open_hugging_face if args.command == "split" else open_sharded)(args.folder)
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))

@@ -155,10 +155,10 @@ def shares(
     sizes = _sizes(samples, accepted, group_of, prefix_saves)
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
-    is_equal = [
-        skips_equal and len({rollout.reward for rollout in group.rollouts}) == 1
-        for group in accepted
-    ]
+    is_equal = np.array(
+        [skips_equal and len({one.reward for one in group.rollouts}) == 1 for group in accepted],
+        dtype=bool,
+    )
     parts = [
         _sent(np.flatnonzero(mini_batch_of == part), samples, group_of, is_equal, with_greedy)
         for part in range(num_parts)
@@ -179,7 +179,7 @@ def shares(
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds, carried)
         | ({"groups/stale": stale} if stale is not None else {})
-        | ({"groups/equal": sum(is_equal)} if skips_equal else {}),
+        | ({"groups/equal": int(is_equal.sum())} if skips_equal else {}),
         warning=warning,
     )
     plans = [
@@ -193,7 +193,7 @@ def _sent(
     numbers: np.ndarray,
     samples: Sequence[SamplePlan],
     group_of: np.ndarray,
-    is_equal: Sequence[bool],
+    is_equal: np.ndarray,
     with_greedy: bool,
 ) -> list[int]:
     """Which of a mini-batch's samples are sent to the ranks: not greedy responses, unless

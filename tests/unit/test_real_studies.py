@@ -72,7 +72,7 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("system", ["megarl", "megarl, staleness 1"])
+@pytest.mark.parametrize("system", ["megarl", "megarl-staleness-1"])
 def test_the_settings_of_each_system_are_accepted(
     system: str, precision: str, bench: Any, tmp_path: Path
 ) -> None:

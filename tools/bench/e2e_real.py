@@ -1,15 +1,15 @@
 """GRPO of a published model, megarl against TRL: SmolLM2-135M-Instruct on sums and differences that
 are asked in words; same machine, prompts, rewards, samples and optimizer; CPU only.
 
-    python tools/bench/e2e_real.py [--json] [--seeds 1,2,3] [--steps 12] [--systems megarl,trl]
+    python tools/bench/e2e_real.py [--json] [--seeds 1,2,3] [--steps 12] [--systems megarl,TRL]
         [--precision float32]
 
 A step is 8 prompts x 8 samples of at most 48 tokens at temperature 1, and one AdamW step at 1e-5
 with clipped gradients; a response is right if its last number is the answer.
 
-    trl                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
+    TRL                   GRPOTrainer with transformers' own `generate`, as its vLLM mode does not
                           run on CPU; a process of two threads
-    trl-2-processes       the same, of one thread each
+    TRL-2-processes       the same, of one thread each
     megarl                launch/recipes/smollm2_arithmetic.yaml, which is on-policy, as TRL is;
                           two threads for engine and trainer, in turns
     megarl-staleness-1    rollout.max_staleness 1: engine and trainer at the same time, a thread
@@ -55,12 +55,12 @@ GROUPS, SAMPLES, LIMIT = 8, 8, 48
 ROWS = 16
 """Padded rows of TRL's micro-batches."""
 LEARNING_RATE = 1e-5
-SYNCHRONOUS, OVERLAPPED = "megarl", "megarl, staleness 1"
+SYNCHRONOUS, OVERLAPPED = "megarl", "megarl-staleness-1"
 SETTINGS = {
     SYNCHRONOUS: Setting(1, 2),
     OVERLAPPED: Setting(1, 1),
     "TRL": Setting(1, 2),
-    "TRL, 2 processes": Setting(2, 1),
+    "TRL-2-processes": Setting(2, 1),
 }
 LENGTHS_AGREE = 0.2
 """By how much the systems' mean lengths of the first step may differ, relative to the smallest."""
@@ -72,7 +72,7 @@ OPTIONS = {
     "--seeds": ([1, 2, 3], "seeds, a run of each system for each"),
     "--steps": (12, "steps of a run, 4 or more"),
     "--precision": ("float32", "of all", ("float32", "bfloat16")),
-    "--only": ("", "leave out the other system", ("", "megarl", "trl")),
+    "--systems": (list(SETTINGS), "what is compared", tuple(SETTINGS)),
     "--model": (
         Path.home() / ".cache" / "megarl" / "smollm2",
         "folder of the model, made by tools/real_model.py where it is missing",
@@ -167,10 +167,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All systems with all seeds, in turns."""
     if args.steps < 4:
         raise ValueError(f"--steps is {args.steps}; set it to 4 or more")
-    systems = [
-        one for one in SETTINGS if not args.only or one.startswith("TRL") == (args.only == "trl")
-    ]
-    args.python = trl.make_trl_environment(args.trl_env) if args.only != "megarl" else ""
+    systems = args.systems
+    uses_trl = any(system.startswith("TRL") for system in systems)
+    args.python = trl.make_trl_environment(args.trl_env) if uses_trl else ""
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
         work = Path(name)
         real_model.make("smollm2", args.model.absolute())

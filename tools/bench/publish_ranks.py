@@ -39,8 +39,8 @@ from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 from megarl.weight_sync.parameters import engine_owned, training_shards
 from megarl.weight_sync.route import Route, RouteSpec
-from megarl.weight_sync.transports.registry import RECEIVERS
 from megarl.weight_sync.transports.shared_counters import SharedCounters, wait_until
+from megarl.weight_sync.transports.transport_table import RECEIVERS
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

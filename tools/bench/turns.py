@@ -31,7 +31,7 @@ import psutil
 from common import engine_arguments, run_tool, table
 from launch_ranks import share_of
 
-from megarl.apps.runs.rollout_checks import check_rollout
+from megarl.apps.runs.command_checks import check_rollout
 from megarl.cluster.process_env import prepare_environment
 from megarl.cluster.remote import EngineActor, GenerateRequest
 from megarl.config import RunConfig, longest_request, read
@@ -258,8 +258,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What is asked for."""
     prepare_environment(1)
     if args.kind == "exact":
-        config = load(RunConfig, args.source, [])
-        return asyncio.run(exact(config, check_rollout(config).run, args.rollouts))
+        config = read(RunConfig, args.source, [])
+        return asyncio.run(exact(config, check_rollout(config), args.rollouts))
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(under_load(args, Path(folder)))
 
