@@ -123,12 +123,8 @@ def on_process(kind: str, number: signal.Signals) -> Fault:
             return ""
         victim = draw.choice(sorted(found, key=lambda one: one.pid))
         with contextlib.suppress(psutil.Error):
-            name = next(
-                filter(
-                    None, map(run.name_of, [one.pid for one in (victim, *victim.parents()[:2])])
-                ),
-                "",
-            )
+            names = (run.name_of(one.pid) for one in (victim, *victim.parents()[:2]))
+            name = next(filter(None, names), "")
             victim.send_signal(number)
             stopped.append(victim)
             return f"pid {victim.pid} ({name})" if name else f"pid {victim.pid}"

@@ -33,7 +33,8 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-from common import command_line
+import common
+import torch
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """{compute capability: KiB of shared memory that one block may have} (CUDA C++ Programming Guide,
@@ -127,8 +128,6 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
 
 def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool = False) -> None:
     """Forward and backward of the Triton block, as on a GPU of this compute capability."""
-    import torch
-
     from megarl.kernels.block import Positions
     from megarl.kernels.block_triton import TritonBlock
     from megarl.kernels.tiles import tiles_for
@@ -149,8 +148,6 @@ def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool 
 
 def launch_logprobs(dtype: Any) -> None:
     """Both passes over a chunk of logits."""
-    import torch
-
     from megarl.kernels import logprobs_triton
 
     row = torch.arange(TOKENS)
@@ -161,8 +158,6 @@ def launch_logprobs(dtype: Any) -> None:
 
 def launch_elementwise(dtype: Any) -> None:
     """Both passes of each gated activation and of the rotary embedding of part of a head."""
-    import torch
-
     from megarl.kernels.gated_triton import ACTIVATIONS, gated
     from megarl.kernels.rotary_triton import rotary
 
@@ -229,8 +224,6 @@ def compile_all(
     targets: Iterable[int], widths: Iterable[int], dtypes: Iterable[str], descriptors: bool = False
 ) -> Iterator[Compiled]:
     """Every kernel at every width and type for every target, one after another."""
-    import torch
-
     widths, dtypes = list(widths), list(dtypes)
     for target in targets:
         for name in dtypes:
@@ -248,25 +241,18 @@ def compile_all(
                     yield facts(kernel, made, log, width=width, dtype=name, target=target)
 
 
-def table(rows: Iterable[Compiled]) -> list[str]:
+def table(rows: Iterable[Compiled]) -> Iterator[str]:
     """Markdown: a line for each kernel, type and width, a column for each target."""
-    rows = list(rows)
-    targets = sorted({row.target for row in rows})
-    cells: dict[tuple[str, str, int | None], dict[int, str]] = {}
+    cells: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for row in rows:
         inside = f", {row.loop_spills} moves in loops" if row.loop_spills else ""
         spilled = f", {row.spill_stores} B spilled{inside}" if row.spill_stores else ""
         text = f"{row.registers} x {32 * row.warps}{spilled}, {row.shared / 1024:.0f} KiB"
-        cells.setdefault((row.kernel, row.dtype, row.width), {})[row.target] = text
-    heads = [f"sm_{target} ({SHARED_KIB[target]} KiB)" for target in targets]
-    lines = [
-        "| kernel | type | width | " + " | ".join(heads) + " |",
-        "|---" * (3 + len(targets)) + "|",
-    ]
-    for (kernel, dtype, width), found in cells.items():
-        values = [found.get(target, "-") for target in targets]
-        lines.append(f"| {kernel} | {dtype} | {width or '-'} | " + " | ".join(values) + " |")
-    return lines
+        about = {"kernel": row.kernel, "type": row.dtype, "width": row.width or "-"}
+        cells.setdefault((row.kernel, row.dtype, row.width), about)[str(row.target)] = text
+    targets = sorted({int(name) for one in cells.values() for name in one if name.isdigit()})
+    heads = (f"; sm_{target} ({SHARED_KIB[target]} KiB)={target}" for target in targets)
+    return common.table(cells.values(), "kernel; type; width" + "".join(heads))
 
 
 OPTIONS = {
@@ -280,7 +266,7 @@ OPTIONS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 where the bar is not met."""
-    args, began, rows = command_line(__doc__, OPTIONS).parse_args(argv), time.monotonic(), []
+    args, began, rows = common.command_line(__doc__, OPTIONS).parse_args(argv), time.monotonic(), []
     for row in compile_all(args.targets, args.widths, args.dtypes, args.descriptors):
         rows.append(row)
         print(f"sm_{row.target} {row.dtype} {row.width or ''} {row.kernel}", file=sys.stderr)

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +249,7 @@ COUNTS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return task_main(__doc__, COUNTS, write_task, argv)
-
+main = partial(task_main, __doc__, COUNTS, write_task)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,6 +15,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from make_addition import task_main, write_rows
@@ -45,11 +46,8 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     write_rows(folder / "held_out.jsonl", problems(args["held_out"], True))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    counts = {"prompts": (4096, 10**6), "held_out": (256, 10**6)}
-    return task_main(__doc__, counts, write_task, argv, name="arithmetic.json")
-
+COUNTS = {"prompts": (4096, 10**6), "held_out": (256, 10**6)}
+main = partial(task_main, __doc__, COUNTS, write_task, name="arithmetic.json")
 
 if __name__ == "__main__":
     sys.exit(main())

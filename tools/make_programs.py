@@ -25,6 +25,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -141,16 +142,13 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     write_rows(folder / "held_out.jsonl", problems(args["held_out"], seed, held_out=True))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    counts = {
-        "seed": (1, 0),
-        "demonstrations": (25600, 10**6),
-        "prompts": (4000, 20000),
-        "held_out": (80, 2000),
-    }
-    return task_main(__doc__, counts, write_task, argv, task="programs")
-
+COUNTS = {
+    "seed": (1, 0),
+    "demonstrations": (25600, 10**6),
+    "prompts": (4000, 20000),
+    "held_out": (80, 2000),
+}
+main = partial(task_main, __doc__, COUNTS, write_task, task="programs")
 
 if __name__ == "__main__":
     sys.exit(main())

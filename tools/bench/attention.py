@@ -240,8 +240,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         setattr(args, name, getattr(args, name) or value)
     if args.heads % args.kv_heads:
         raise ValueError(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
-    if max(args.documents, args.packed) > args.tokens:
-        raise ValueError("--documents and --packed must not exceed --tokens")
     if args.group and args.group[0] + args.group[1] * args.group[2] > args.tokens:
         raise ValueError("--group must not exceed --tokens")
     if args.device == "cuda":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import run_tool, table
+from common import qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 from layouts import layout
 
@@ -59,7 +59,6 @@ def anonymous_bytes() -> int:
 def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Write a random model into `folder`, one tensor in memory at a time; returns what it is."""
     import torch
-    import transformers
 
     from megarl.checkpoints.checkpoint_files import INDEX, split_outputs, write_safetensors
     from megarl.parallel.tensor import whole_shapes
@@ -68,18 +67,9 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     stored = args.stored or args.dtype
     dtype = getattr(torch, stored)
-    transformers.Qwen2Config(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 43 // 16,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 128,
-        num_key_value_heads=args.hidden // 512,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-        dtype=stored,
-    ).save_pretrained(folder)
+    inner, heads = args.hidden * 43 // 16, (args.hidden // 128, args.hidden // 512)
+    sizes = args.vocab, args.hidden, inner, args.layers, *heads
+    write_config(folder, qwen2(*sizes, max_position_embeddings=4096, dtype=stored))
     shapes = whole_shapes(empty_model(ModelConfig(path=str(folder))), {})
     dtypes, sizes = dict.fromkeys(shapes, dtype), [math.prod(shape) for shape in shapes.values()]
     file_bytes = int(FILE_SHARE * sum(sizes) * dtype.itemsize)

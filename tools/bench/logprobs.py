@@ -101,10 +101,8 @@ def work(given: dict[str, Any]) -> dict[str, Any]:
     if wants_memory and not on_gpu:
         peak_memory.return_freed_memory(True)
         peak_memory.check()
-    function, (tokens, words, width) = (
-        function_of(given["system"]),
-        (given[name] for name in ("tokens", "vocabulary", "hidden")),
-    )
+    function = function_of(given["system"])
+    tokens, words, width = (given[name] for name in ("tokens", "vocabulary", "hidden"))
     torch.manual_seed(0)
     settings: Any = {"dtype": getattr(torch, given["dtype"]), "device": given["device"]}
     hidden = torch.randn(tokens, width, **settings).requires_grad_()
@@ -154,8 +152,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.systems == [""]:
         has_liger = bool(importlib.util.find_spec("liger_kernel"))
         args.systems = [EAGER, *([] if on_gpu else [ONEDNN]), FUSED, *[LIGER] * on_gpu * has_liger]
-    if not on_gpu and LIGER in args.systems:
-        raise ValueError("--systems has liger, which needs --device cuda")
     available = psutil.virtual_memory().available
     needed = EAGER_COPIES * 4 * args.tokens * args.vocabulary
     if not on_gpu and {EAGER, ONEDNN} & set(args.systems) and available < needed:

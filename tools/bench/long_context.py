@@ -176,11 +176,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
-    found, layout, runs = (
-        [],
-        Layout(sequence=task["size"]),
-        {"attention": attention, "model": model},
-    )
+    found, layout = [], Layout(sequence=task["size"])
+    runs = {"attention": attention, "model": model}
     with ready(task["deadline"], checks_memory=True):
         for name, what in itertools.product(task["schedules"], task["what"]):
             transport, is_ulysses = SCHEDULES[name]

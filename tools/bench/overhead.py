@@ -35,13 +35,12 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +64,8 @@ AGREE = 1e-3
 """By how much losses and gradient norms of run and bare loop may differ, relative to the larger."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a run uses the cores."""
-
-    staleness: int
-    threads: int
-    """Of the engine, and of the trainer."""
-
-
-KINDS = {
-    "synchronous": Kind(staleness=0, threads=2),
-    "one_thread": Kind(staleness=0, threads=1),
-    "overlapped": Kind(staleness=1, threads=1),
-}
+KINDS = {"synchronous": 2, "one_thread": 1, "overlapped": 1}
+"""{kind of run: threads of the engine, and of the trainer}"""
 OPTIONS = {
     "--rounds": (3, "runs of each kind at each limit"),
     "--steps": (4, "timed steps of a run"),
@@ -174,99 +161,86 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
 # -------------------------------------------------------------------------------------- measurement
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Runs megarl, and the parts of its steps, in the folder `work`."""
+def run_loop(
+    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int
+) -> dict[str, Any]:
+    """A run of megarl in `work`/run: {"step_s": seconds of each counted step, "phases",
+    "records"}. One further step follows the counted ones, since a step ends where the next one
+    begins.
+    """
+    from megarl.activity.files import FOLDER, read
 
-    work: Path
-    steps: int
-    """Counted steps of each run."""
-    deadline_s: float
+    setting = Setting(1, KINDS[kind], 1, KINDS[kind])
+    sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
+    settings = settings_of(work / "task", setting, staleness=int(kind == "overlapped"), **sizes)
+    recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
+    records, _ = run_megarl("train", recipe, work, setting, args.deadline, settings)
+    tokens = groups * SAMPLES * limit
+    for record in records:
+        if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
+            raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
+    lives = read(work / "run" / FOLDER)
+    begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
+    if len(begins) != sizes["steps"]:
+        raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
+    counted = records[SKIPPED : SKIPPED + args.steps]
+    names = sorted({name for one in counted for name in one if name.startswith("publish/")})
+    return {
+        "step_s": [end - begin for begin, end in itertools.pairwise(begins[SKIPPED:])],
+        "phases": {
+            name: statistics.fmean(one[name] for one in counted) for name in (*PHASES, *names)
+        },
+        "records": records,
+    }
 
-    def run(self, kind: Kind, limit: int, groups: int) -> dict[str, Any]:
-        """A run of megarl in `work`/run: {"step_s": seconds of each counted step, "phases",
-        "records"}. One further step follows the counted ones, since a step ends where the next one
-        begins.
-        """
-        from megarl.activity.files import FOLDER, read
 
-        setting = Setting(1, kind.threads, 1, kind.threads)
-        sizes = {"steps": SKIPPED + self.steps + 1, "limit": limit, "groups": groups}
-        settings = settings_of(self.work / "task", setting, staleness=kind.staleness, **sizes)
-        recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
-        records, _ = run_megarl("train", recipe, self.work, setting, self.deadline_s, settings)
-        tokens = groups * SAMPLES * limit
-        for record in records:
-            if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
-                raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
-        lives = read(self.work / "run" / FOLDER)
-        begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
-        if len(begins) != sizes["steps"]:
-            raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
-        counted = records[SKIPPED : SKIPPED + self.steps]
-        names = sorted({name for one in counted for name in one if name.startswith("publish/")})
-        return {
-            "step_s": [end - begin for begin, end in itertools.pairwise(begins[SKIPPED:])],
-            "phases": {
-                name: statistics.fmean(one[name] for one in counted) for name in (*PHASES, *names)
-            },
-            "records": records,
+def run_part(
+    args: argparse.Namespace, work: Path, kind: str, records: Any, name: str, meeting: str = ""
+) -> list[list[float]]:
+    """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
+    `RuntimeError` where it did not train as the run did.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=work) as aside:
+        task = {
+            "part": name,
+            "run": str(work / "run"),
+            "folder": f"{aside}/run",
+            "stops": [EOS_ID],
+            "available": SKIPPED + args.steps,
+            "calls": {"skipped": SKIPPED, "steps": args.steps, "meeting": meeting},
         }
-
-    def part(
-        self, name: str, kind: Kind, records: list[dict[str, Any]], meeting: str = ""
-    ) -> list[list[float]]:
-        """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
-        `RuntimeError` where it did not train as the run did.
-        """
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self.work) as aside:
-            task = {
-                "part": name,
-                "run": str(self.work / "run"),
-                "folder": f"{aside}/run",
-                "stops": [EOS_ID],
-                "available": SKIPPED + self.steps,
-                "calls": {"skipped": SKIPPED, "steps": self.steps, "meeting": meeting},
-            }
-            path = Path(aside) / "task.json"
-            path.write_text(json.dumps(task))
-            script = str(Path(__file__).with_name("overhead_part.py"))
-            environment = child_environment(self.work, kind.threads)
-            run(
-                [sys.executable, script, str(path)],
-                path.parent / "log",
-                self.deadline_s,
-                environment,
-            )
-            found = json.loads(path.with_suffix(".answer").read_text())
-        refuse_other_training(found.get("losses_and_norms", []), records)
-        return found["calls"]
+        path = Path(aside) / "task.json"
+        path.write_text(json.dumps(task))
+        script = str(Path(__file__).with_name("overhead_part.py"))
+        environment = child_environment(work, KINDS[kind])
+        run([sys.executable, script, str(path)], path.parent / "log", args.deadline, environment)
+        found = json.loads(path.with_suffix(".answer").read_text())
+    refuse_other_training(found.get("losses_and_norms", []), records)
+    return found["calls"]
 
 
 def one_round(
-    bench: Bench, kind: Kind, limit: int, groups: int, *, is_reversed: bool
+    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int, *, is_reversed: bool
 ) -> dict[str, Any]:
     """A run and its parts: what `compared` returns, with the run's `phases` and, of a synchronous
     run, the `causes` of its overhead.
     """
-    made, names = bench.run(kind, limit, groups), ("generation", "training")
+    made, names = run_loop(args, work, kind, limit, groups), ("generation", "training")
     parts, beside = dict[str, list[float]](), dict[str, list[float]]()
+    part = partial(run_part, args, work, kind, made["records"])
     for name in reversed(names) if is_reversed else names:
-        calls = bench.part(name, kind, made["records"])
-        parts[name] = [end - begin for begin, end in calls]
-    if kind.staleness:  # the two at the same time
-        with tempfile.TemporaryDirectory(dir=bench.work) as meeting, ThreadPoolExecutor(2) as pool:
-            each = pool.map(lambda name: bench.part(name, kind, made["records"], meeting), names)
+        parts[name] = [end - begin for begin, end in part(name)]
+    if kind == "overlapped":  # the two at the same time
+        with tempfile.TemporaryDirectory(dir=work) as meeting, ThreadPoolExecutor(2) as pool:
+            each = pool.map(partial(part, meeting=meeting), names)
             beside = dict(zip(names, together(*each), strict=True))
-    found: dict[str, Any] = compared(made["step_s"], parts, beside, kind.staleness)
-    found["causes"] = {} if kind.staleness else causes(found, made["phases"])
+    found: dict[str, Any] = compared(made["step_s"], parts, beside, bool(beside))
+    found["causes"] = {} if beside else causes(found, made["phases"])
     return found | {"phases": made["phases"]}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All kinds at all limits, in turns."""
-    if len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("this process may use one core only, and two are needed")
     if len(args.groups) != len(args.limits):
         raise ValueError("--groups needs one number for each of --limits")
     if max(args.limits) > MODEL["max_position_embeddings"] - MAX_PROMPT_TOKENS:
@@ -279,12 +253,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="over-") as name:
         work = Path(name)
         parameters = write_endless_task(work / "task")
-        bench = Bench(work, args.steps, args.deadline)
         for number in range(args.rounds):
             is_reversed = number % 2 == 1
             for row in reversed(rows) if is_reversed else rows:
-                case = KINDS[row["kind"]], row["limit"], row["groups"]
-                row["rounds"].append(one_round(bench, *case, is_reversed=is_reversed))
+                case = row["kind"], row["limit"], row["groups"]
+                row["rounds"].append(one_round(args, work, *case, is_reversed=is_reversed))
     return {"parameters": parameters, "rows": rows}
 
 

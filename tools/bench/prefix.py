@@ -155,8 +155,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
-    if args.profile and args.device != "cpu":
-        raise ValueError("--profile needs --device cpu")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         device = stack.enter_context(ready(600, threads=args.threads))

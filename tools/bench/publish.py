@@ -65,20 +65,12 @@ SHAPES = {
 }
 
 
-def layout(text: str) -> str:
-    """`text`, if it is a training layout such as "data 2 tensor 1 zero 3"; the type of an option of
-    the command line. Raises `ValueError` if it is not.
-    """
-    degrees_of(text)
-    return text
-
-
 def degrees_of(text: str) -> dict[str, int]:
     """The degrees of a training layout by name: "data 2 zero 3" is {"data": 2, "sequence": 1,
     "tensor": 1, "zero": 3}. A degree that is not named is 1, and the ZeRO stage 0.
     """
     if not re.fullmatch(r"((data|sequence|tensor|zero) \d+ ?)+", text):
-        raise ValueError(text)
+        raise ValueError(f'--layout is {text!r}; set one such as "data 2 tensor 1 zero 3"')
     words = text.split()
     found = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return {"data": 1, "sequence": 1, "tensor": 1, "zero": 0} | found
@@ -88,7 +80,7 @@ OPTIONS = {
     "--rounds": (5, "timed rounds"),
     "--shape": ("0.5b", "of a Qwen2 with random weights: 533 M, 7.6 B, few", tuple(SHAPES)),
     "--device": ("cpu", "cuda: one trainer rank and one reader on one GPU", ("cpu", "cuda")),
-    "--layout": (None, 'the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases', layout),
+    "--layout": (str, 'the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases'),
     "--engines": (1, "with --layout"),
     "--engine-tensor": (1, "tensor ranks of an engine, with --layout"),
     "--bucket-mib": ([0], "weight_sync.bucket_mib; default: 8, with --device cuda 64"),

@@ -8,8 +8,8 @@ import asyncio
 import json
 import os
 import time
+from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,6 @@ STEPS = 2
 """Steps that are simulated; the last one is measured."""
 PROMPT_TOKENS = 256
 HEARTBEAT_S = 0.02
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The simulated run."""
-
-    engines: int
-    ranks: int
-    samples: int
-    group_size: int
-    tokens: int
-    seconds: float
-    """The longest that an engine takes to answer."""
-    engines_per_relay: int
 
 
 class SimulatedPrompts:
@@ -193,7 +179,7 @@ async def heartbeat(file: Path) -> None:
             file.write_text(json.dumps(found))
 
 
-def build(scale: Scale, fleets: list[Any], environment: Any, folder: Path) -> Any:
+def build(scale: Namespace, fleets: list[Any], environment: Any, folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
     pace = Pace()
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]

@@ -41,7 +41,7 @@ import psutil
 import ray
 from common import qwen2, run_tool, table
 from peak_memory import Sampled
-from scale_actors import STEPS, Fleet, Member, Ranks, Scale, build
+from scale_actors import STEPS, Fleet, Member, Ranks, build
 
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
@@ -69,7 +69,7 @@ OPTIONS = {
 }
 
 
-def simulate(scale: Scale, folder: Path) -> dict[str, Any]:
+def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
     with Cluster(namespace=f"scale-{os.getpid()}", token=own_cluster_token()) as cluster:
@@ -218,16 +218,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--group-size must divide --samples")
     made = []
     for doubling in range(args.grow + 1):
-        times = 2**doubling
-        scale = Scale(
-            args.engines * times,
-            args.ranks * times,
-            args.samples * times,
-            args.group_size,
-            args.tokens,
-            args.seconds,
-            args.engines_per_relay,
-        )
+        larger = {n: getattr(args, n) * 2**doubling for n in ("engines", "ranks", "samples")}
+        scale = argparse.Namespace(**vars(args) | larger)
         with tempfile.TemporaryDirectory(prefix="simulate-scale-") as folder:
             found = simulate(scale, Path(folder))
         made.append(vars(scale) | found | {"plan": plans(scale.engines)})

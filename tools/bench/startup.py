@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from processes import megarl
 from studies import RECIPES
 
 DEADLINE_S = 300.0
-POLL_S = 0.02
 OPTIONS = {"--rounds": (3, "counted runs")}
 
 
@@ -38,28 +36,14 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
         "evaluation.prompts.source": "",
         "evaluation.sampled_too": False,
     }
-    found, ended = list[float](), threading.Event()
-    started_at = time.monotonic()
-
-    def watch() -> None:
-        metrics = folder / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size) and not ended.wait(POLL_S):
-            pass
-        found.append(time.monotonic() - started_at)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
+    recipe, log, started_at = RECIPES / "quickstart.yaml", folder.with_suffix(".log"), time.time()
+    metrics = folder / "metrics.jsonl"
     try:
-        megarl(
-            "train", RECIPES / "quickstart.yaml", settings, folder.with_suffix(".log"), DEADLINE_S
-        )
+        megarl("train", recipe, settings, log, DEADLINE_S)
     except RuntimeError:  # such as that a step in which all rewards are equal trains nothing
-        if not (folder / "metrics.jsonl").exists():
+        if not metrics.exists():
             raise
-    finally:
-        ended.set()
-        watching.join()
-    return found[0]
+    return metrics.stat().st_mtime - started_at
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

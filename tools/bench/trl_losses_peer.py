@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 
-def padded(rows: list[list[float]], value: float = 0.0) -> torch.Tensor:
+def padded(rows: list[list[float]]) -> torch.Tensor:
     """Rows of different lengths as one float64 tensor, filled up on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [value] * (longest - len(row)) for row in rows], dtype=torch.float64)
+    made = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
 
 
 def sums(rows: list[list[float]], *, mean: bool = False) -> torch.Tensor:

@@ -98,15 +98,10 @@ class Here:
         self._engine, self._tokens = engine, tokens
 
     async def generate(
-        self,
-        prompt_ids: np.ndarray,
-        segments: Sequence[Segment],
-        *,
-        seed: int,
-        max_tokens: int,
-        temperature: float,
+        self, prompt_ids: np.ndarray, segments: Sequence[Segment], **asked: Any
     ) -> Segment:
-        request = GenerateRequest(prompt_ids, seed, self._tokens or max_tokens, temperature)
+        asked["max_tokens"] = self._tokens or asked["max_tokens"]
+        request = GenerateRequest(prompt_ids, **asked)
         made = await self._engine.serve(request, [part.arrays for part in segments])
         return replace(made, finish="stop") if self._tokens else made
 
