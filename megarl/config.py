@@ -348,7 +348,11 @@ def read(
     tree = written_tree(path, lines)
     where = f"recipe {path}"
     if overrides:
-        tree = override(tree, kind, [presets.long_word(word) for word in overrides])
+        changed = override(tree, kind, [presets.long_word(word) for word in overrides])
+        for key in [
+            key for key in lines if any(f"{one}.".startswith(f"{key}.") for one in changed)
+        ]:
+            del lines[key]
         where += f" with {' '.join(overrides)}"
     return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 

@@ -1,14 +1,13 @@
 """Recipes as plain trees: nested dicts of texts, numbers, truth values and lists.
 
     read_tree(recipe.yaml) -> tree          YAML, where every mistake is an error with its line
-    override(tree, RunConfig, ["--training.zero_stage", "3"]) -> tree
+    override(tree, RunConfig, ["--training.zero_stage", "3"])
 
 `megarl.config` makes a configuration of the tree.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import itertools
 import re
@@ -87,26 +86,20 @@ class _Loader(yaml.SafeLoader):
     def scalar(self, node: yaml.Node) -> Any:
         """A text, number, truth value or null."""
         try:
-            value = self.construct_object(node)
+            return readable(self.construct_object(node))
         except yaml.YAMLError:
             raise
         except Exception as error:  # int("5,000 digits"), !!bool "x", !!float "y"
             raise _mistake(node, f"the value cannot be read: {error}") from None
-        problem = text_problem(value) if isinstance(value, str) else ""
-        if problem:
-            raise _mistake(node, f"a text {problem}")
-        return value
 
 
-def text_problem(text: str) -> str:
-    """What is wrong with a text of a recipe, and what to set; empty if nothing is."""
-    if "\0" in text:
-        return f"is {shortened(repr(text))}, which holds the character NUL; remove it"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return f"is {shortened(ascii(text))}, which is not Unicode text (half a pair); mend it"
-    return ""
+def readable(value: Any) -> Any:
+    """The value of a setting. Raises `ValueError` for a text that UTF-8 or the system has not."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f" {shortened(repr(value))} holds the character NUL; remove it")
+    if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
+        raise ValueError(f" {shortened(ascii(value))} is not Unicode text (half a pair); mend it")
+    return value
 
 
 def _line(node: yaml.Node) -> int:
@@ -245,8 +238,7 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
         return f"; here it is {' or '.join(ours)}"
     known = [*at.model_fields]
     close = difflib.get_close_matches(str(keys[depth]), known, n=1)
-    meant = dotted([*close, *keys[depth + 1 :]])
-    return f"; did you mean '{meant}'?" if close else f"; known keys: {', '.join(known)}"
+    return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
@@ -258,12 +250,12 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     tree[keys[-1]] = value
 
 
-def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> dict[str, Any]:
-    """A copy of `tree` with the settings of a command line: `--section.key value`, or
-    `--section.key=value`; several values make a list. Raises `ValueError` for a word that is no
-    setting of configuration class `kind`.
+def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
+    """Change `tree` by the settings of a command line: `--section.key value`, or
+    `--section.key=value`; several values make a list. Returns the dotted keys. Raises `ValueError`
+    for a word that is no setting; keys that configuration class `kind` has not are set too.
     """
-    tree, left = copy.deepcopy(tree), list(words)
+    changed, left = [], list(words)
     while left:
         word = left.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
@@ -276,30 +268,25 @@ def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> dict[str,
         values = [value] if equals else [*itertools.takewhile(lambda x: x[:2] != "--", left)]
         del left[: 0 if equals else len(values)]
         at, depth = walk(kind, keys)
-        if depth < len(keys):
-            raise ValueError(f"{word}: {'.'.join(keys)}: unknown key{hint(kind, keys)}")
-        if is_section(at):
+        if is_section(at) and depth == len(keys):
             inner = ", ".join(f"--{'.'.join(keys)}.{name}" for name in at.model_fields)
             raise ValueError(f"{word} is a section; set one of {inner}")
         put(tree, keys, _value(at, values, word))
-    return tree
+        changed.append(".".join(keys))
+    return changed
 
 
 def _value(kind: Any, values: list[str], word: str) -> Any:
     """The value that words of a command line give to a setting of type `kind`."""
+    choices = typing.get_args(kind)  # of a Literal, or the types of a union
+    is_text = kind is str or (any(isinstance(x, str) for x in choices) and True not in choices)
     try:
-        if typing.get_origin(kind) is tuple:
-            found = [parse(value) for value in values]
-            return found[0] if len(found) == 1 and isinstance(found[0], list) else found
-        if len(values) != 1:
-            raise ValueError(f" has {len(values)} values; write one: {word} VALUE")
-        choices = typing.get_args(kind)  # of a Literal, or the types of a union
-        takes_text = kind is str or any(isinstance(one, str) for one in choices)
-        if takes_text and not (True in choices and values[0].lower() in ("true", "false")):
-            problem = text_problem(values[0])
-            if problem:
-                raise ValueError(f" {problem}")
-            return values[0]
-        return None if values[0] == "None" else parse(values[0])  # Python's None is YAML's null
+        # Python's None is YAML's null.
+        found = [readable(x) if is_text else None if x == "None" else parse(x) for x in values]
     except ValueError as error:
         raise ValueError(f"{word}{error}") from None
+    if typing.get_origin(kind) is tuple and not (len(found) == 1 and isinstance(found[0], list)):
+        return found
+    if len(found) != 1:
+        raise ValueError(f"{word} has {len(found)} values; write one: {word} VALUE")
+    return found[0]

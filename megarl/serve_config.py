@@ -126,8 +126,8 @@ class JudgeConfig(Config):
 OF_TRAINING = Without(
     *("correct", "wrong", "unscored", "require_stop", "overlong", "max_failure_share"),
     *("start_limit_s", "mixture"),
-    why="which turns scores into rewards, or chooses a prompt's verifier; set it in the recipe of"
-    " the training run that asks the server",
+    why="which is for the recipe of the training run that asks the server, whose rewards it makes"
+    " of scores, or whose verifiers it chooses",
 )
 SINGLE = Without("session", "tools", why="but a reward server scores single responses")
 NO_MODEL = "but no model.path, so that they would do nothing"

@@ -32,8 +32,8 @@ class Command:
     check: str = ""
     """"module:function" of (config) -> inputs; raises `ValueError` for what the user can
     correct."""
-    end_within_s: float = END_WITHIN_S
-    """Seconds after a signal until everything the command started has ended."""
+    ends_s: float = 0.0
+    """Of a command that takes longer than others: see `end_within_s`."""
     owns_folder: bool = False
     """Whether the command writes to its run folder, which then belongs to it alone."""
     arguments: str = ""
@@ -55,6 +55,12 @@ class Command:
     def all_options(self) -> dict[str, str]:
         """`options`, and those that every command with a recipe has."""
         return self.options | (RECIPE_OPTIONS if self.config else {})
+
+    @property
+    def end_within_s(self) -> float:
+        """Seconds after a signal until everything the command started has ended."""
+        usual = SAVED_AND_ENDED_WITHIN_S if self.owns_folder else END_WITHIN_S
+        return self.ends_s or usual
 
     @property
     def option_names(self) -> list[str]:
@@ -102,7 +108,6 @@ COMMANDS = {
         config="RunConfig",
         check="megarl.checks.preflight:check_train",
         run="megarl.loops.rl:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="recipe.yaml --steps 50 --training.optimizer.learning_rate 1e-6",
     ),
@@ -111,7 +116,6 @@ COMMANDS = {
         config="DistillConfig",
         check="megarl.checks.preflight:check_train",
         run="megarl.loops.distill:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="distill.yaml --check",
         docs="docs/distill.md",
@@ -121,7 +125,6 @@ COMMANDS = {
         config="SftConfig",
         check="megarl.apps.tune.supervised_checks:check_sft",
         run="megarl.apps.tune.sft:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="sft.yaml --folder runs/second",
     ),
@@ -130,7 +133,6 @@ COMMANDS = {
         config="PreferenceConfig",
         check="megarl.apps.tune.supervised_checks:check_preference",
         run="megarl.apps.tune.preference:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="dpo.yaml --check",
         docs="docs/preferences.md",
@@ -140,7 +142,6 @@ COMMANDS = {
         config="RewardModelConfig",
         check="megarl.apps.tune.supervised_checks:check_reward_model",
         run="megarl.apps.tune.reward_model:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="reward_model.yaml --check",
         docs="docs/preferences.md",
@@ -177,7 +178,6 @@ COMMANDS = {
         first="RUN",
         check="megarl.apps.runs.command_checks:check_replay",
         run="megarl.apps.runs.replay:main",
-        end_within_s=SAVED_AND_ENDED_WITHIN_S,
         owns_folder=True,
         example="runs/mine --replay.steps 20",
     ),
@@ -186,14 +186,14 @@ COMMANDS = {
         config="ServeRewardConfig",
         check="megarl.apps.serve.reward_server_checks:check_serve_reward",
         run="megarl.apps.serve.serve_reward:main",
-        end_within_s=70.0,  # more than server.drain_s may be
+        ends_s=70.0,  # more than server.drain_s may be
         example="launch/recipes/serve_reward.yaml",
         docs="docs/rewards.md",
     ),
     "launch": Command(
         summary="train, distill or sft with Ray and engines, here or on Slurm's nodes",
         run="megarl.apps.launch.launch:main",
-        end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
+        ends_s=90.0,  # more than the launcher gives the ranks, and then Ray
         options=LAUNCH_OPTIONS,
         about=(
             "Starts Ray, if there are engines, and the trainer ranks, and ends them. GPUs are those"
@@ -257,7 +257,7 @@ COMMANDS = {
     "torchrun": Command(
         summary="a training command on several ranks",
         run="megarl.parallel.torchrun:command",
-        end_within_s=90.0,
+        ends_s=90.0,
         first="COMMAND RECIPE.yaml",
         options={
             "--nproc-per-node N": "ranks on this node",

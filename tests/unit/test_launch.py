@@ -307,7 +307,11 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
-        (("--", "--training.layot.data", "4"), {}, "did you mean 'layout.data'?"),
+        (
+            ("--", "--training.layot.data", "4"),
+            {},
+            "training.layot: unknown key; did you mean 'layout'?",
+        ),
         (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
         (
             ("--", "--rollout.groups-per-step", "100"),

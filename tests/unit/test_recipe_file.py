@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import typing
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megarl.config import (
 )
 from megarl.peer_names import NAMES
 from megarl.recipe_file import has_key
-from megarl.schema import Range
+from megarl.schema import Range, replace
 
 GOOD = "folder: runs/x\nmodel: {path: m}\nprompts: {source: a.jsonl}\n"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -143,6 +144,49 @@ def test_an_error_names_the_setting(changes: dict[str, Any], says: str, tmp_path
     assert says in str(caught.value)
 
 
+LINES: dict[str, tuple[str, list[str]]] = {
+    "values": (
+        "steps: many\nrollout:\n  group_size: 0\n",
+        ["line 4: steps is 'many'; ", "; line 6: rollout.group_size is 0; set it to a number >= 1"],
+    ),
+    "keys": (
+        "rollout:\n  n: 2\n  engine: {tensors: 2}\n",
+        ["line 5: rollout.n: unknown key", "line 6: rollout.engine.tensors: unknown key"],
+    ),
+    "a list": (
+        "reward_models:\n  judge: {model: {path: m},\n    ranks: [1,\n    -1]}\n",
+        ["line 6: reward_models.judge.ranks is -1"],
+    ),
+    "two settings that do not fit": (
+        "training:\n  num_mini_batches: 3\n",
+        ["line 5: rollout.groups_per_step is 16, not divisible by training.num_mini_batches = 3"],
+    ),
+    "an alias": (
+        "rollout: &same {group_size: 0}\nreference: *same\n",
+        ["line 4: rollout.group_size is 0", "line 4: reference.group_size: unknown key"],
+    ),
+    "a section for another": (
+        "algorithm: {loss: gspo,\n  dual_clip: 2.0}\n",
+        ["line 5: algorithm.dual_clip is 2.0, but algorithm.loss is 'gspo', which does not use it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_error_has_its_line(name: str, tmp_path: Path) -> None:
+    text, says = LINES[name]
+    (tmp_path / "recipe.yaml").write_text(GOOD + text)
+    with pytest.raises(ValueError) as caught:
+        read(RunConfig, tmp_path / "recipe.yaml")
+    assert all(one in str(caught.value) for one in says), str(caught.value)
+
+
+def test_what_the_command_line_sets_has_no_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(GOOD + "steps: 3\n")
+    with pytest.raises(ValueError, match=r"with --steps 0: steps is 0; set it to a number >= 1"):
+        read(RunConfig, tmp_path / "recipe.yaml", ["--steps", "0"])
+
+
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -179,7 +223,7 @@ def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_
         (["--steps"], "--steps has 0 values"),
         (["--steps", "1", "2"], "--steps has 2 values"),
         (["--rollout", "1"], "--rollout is a section"),
-        (["--folder.x", "1"], "folder is no section"),
+        (["--folder.x", "1"], " --folder.x 1: folder is {'x': '1'}; it should be a valid string"),
         (["steps", "1"], "'steps' is no setting; did you mean --steps 1?"),
         (["steps=5"], "'steps=5' is no setting; did you mean --steps 5?"),
         (["-steps=5"], "did you mean --steps 5?"),
@@ -213,6 +257,19 @@ def test_every_number_has_a_finite_range(kind: Any) -> None:
         ranges = [mark for mark in marks if isinstance(mark, Range)]
         bounded = [mark for mark in ranges if math.isfinite(mark.high - mark.low)]
         assert bounded or not is_number(inner), one.key
+
+
+def test_a_changed_copy_is_checked(tmp_path: Path) -> None:
+    config = read(RunConfig, write(tmp_path))
+    assert replace(config, steps=3) == read(RunConfig, write(tmp_path, steps=3))
+    with pytest.raises(ValueError, match=r"^RunConfig\.steps is 0; set it to a number >= 1"):
+        replace(config, steps=0)
+    with pytest.raises(ValueError, match=r"RunConfig\.stepps: unknown key"):
+        replace(config, stepps=1)
+    with pytest.raises(ValueError, match="frozen"):
+        config.steps = 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert len({config.training, replace(config.training, zero_stage=0)}) == 1
 
 
 def test_the_resolved_recipe_reads_back(tmp_path: Path) -> None:
@@ -339,7 +396,7 @@ def test_names_of_other_trainers_lead_to_ours(
     path = write(tmp_path)
     if kind is SftConfig:
         path.write_text("folder: f\nmodel: {path: m}\ndemonstrations: {source: a.jsonl}\n")
-    with pytest.raises(ValueError, match=f"--{key}: .*unknown key; {says}"):
+    with pytest.raises(ValueError, match=f"--{key} 1: .*unknown key; {says}"):
         read(kind, path, [f"--{key}", "1"])
     *sections, name = key.split(".")
     written: Any = {name: 1}

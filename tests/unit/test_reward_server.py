@@ -393,7 +393,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "port": ({"verifier": "http://a:b/v1"}, "environment.verifier is no address"),
     "user": ({"rewards": {"http://me:hush@a/": 1.0}}, "environment.rewards holds a user, a query"),
     "query": ({"verifier": "http://a/?key=hush"}, "holds a user, a query or a fragment"),
-    "idle": ({"remote": RemoteConfig(batch_size=3)}, "neither environment.verifier nor"),
+    "idle": (
+        {"remote": RemoteConfig(batch_size=3)},
+        "remote has settings, but no verifier is a server",
+    ),
 }
 
 
@@ -458,10 +461,13 @@ def test_a_token_that_could_be_guessed_is_refused_on_a_network(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"environment": EnvironmentConfig(correct=2.0)}, "environment.correct is set, but a"),
+        (
+            {"environment": EnvironmentConfig(correct=2.0)},
+            "environment.correct is 2.0, which is for the recipe of the training run",
+        ),
         (
             {"environment": EnvironmentConfig(session="a.py:B")},
-            "environment.session or environment.tools is set",
+            "environment.session is .*, but a reward server scores single responses",
         ),
         ({"folder": ""}, "folder is empty"),
         ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),

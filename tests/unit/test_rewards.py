@@ -220,14 +220,17 @@ def test_responses_without_a_score(tmp_path: Path) -> None:
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "both": ({"rewards": {"math": 1.0}, "verifier": "math"}, "set one of them"),
+    "both": (
+        {"rewards": {"math": 1.0}, "verifier": "math"},
+        "rewards has settings beside .*verifier, .* set one of the two",
+    ),
     "weight": (
         {"rewards": {"math": float("nan")}},
-        "rewards is nan; set it to a number",
+        "rewards.math is nan; it should be a finite number",
     ),
     "mapped": (
         {"rewards": {"math": 1.0}, "correct": 2.0},
-        "adds up rewards as they are; leave both out",
+        "correct is 2.0 beside .*rewards, which adds up rewards as they are",
     ),
     "unknown": ({"rewards": {"mathz": 1.0}}, "environment.rewards is 'mathz'; set it to one of"),
 }

@@ -48,13 +48,8 @@ from megarl.parallel.launcher import free_port
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, Ended
 
-SECTIONS = {"teacher": "distill", "demonstrations": "sft"}
-"""{section of a recipe: the command that alone has it}."""
-KINDS: dict[str, type[RunConfig] | type[SftConfig]] = {
-    "train": RunConfig,
-    "distill": configs.DistillConfig,
-    "sft": SftConfig,
-}
+SECTIONS = {"teacher": configs.DistillConfig, "demonstrations": SftConfig}
+"""{section of a recipe: the configuration that alone has it}."""
 
 
 def main(arguments: list[str]) -> int:
@@ -70,8 +65,9 @@ def main(arguments: list[str]) -> int:
         num_nodes = options.num_nodes or len(hosts)
         refuse_port(options, num_nodes)
         # Every recipe without a section that only another command has is one of `megarl train`.
-        command = next((name for section, name in SECTIONS.items() if section in written), "train")
-        config = configs.read(KINDS[command], options.recipe, list(options.overrides), say)
+        kind = next((one for section, one in SECTIONS.items() if section in written), RunConfig)
+        command = configs.COMMANDS[kind]
+        config = configs.read(kind, options.recipe, options.overrides, say)
         require(
             not options.requeue or config.resume is not False,
             "--requeue needs a run that goes on from its checkpoint; set resume to auto",
