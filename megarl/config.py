@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megarl import presets, recipe_paths
-from megarl.config_checks import check_learning, check_run, check_warmup
+from megarl.config_checks import check_run, check_warmup
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.limits import MOST_STEPS
@@ -113,22 +113,19 @@ class ReplayConfig(Config):
     """Steps to train again, from the first one; 0 for all that the run has finished."""
 
 
-OWN_EPOCHS = "each of which has epochs of its own"
+OF_ONE_SOURCE = Excludes("prompts.sources", "each of which has epochs of its own")
+OF_KL = Of("algorithm.kl.coefficient")
 
 
 class RunConfig(AnyRunConfig):
     """A reinforcement-learning run: `megarl train`."""
 
-    epochs: Annotated[float | None, Range(1e-6, 1e6), Excludes("prompts.sources", OWN_EPOCHS)] = (
-        None
-    )
+    epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
     `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Groups that dynamic sampling
     rejects are not counted, so with it the run passes over the prompts more often."""
     model: TrainedModel = section(ModelConfig)
-    reference: Annotated[ReferenceRoleConfig, Of("algorithm.kl.coefficient")] = (
-        ReferenceRoleConfig()
-    )
+    reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
     critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
     """The value model of PPO; used where `algorithm.advantage` is gae."""
@@ -150,13 +147,6 @@ class RunConfig(AnyRunConfig):
 
     def check(self) -> None:
         check_run(self, longest_request(self))
-        self.check_learning()
-
-    def check_learning(self) -> None:
-        """Raise `ValueError` where nothing can be learned, or the way of learning does not fit the
-        rollouts.
-        """
-        check_learning(self)
 
     @property
     def compares_groups(self) -> bool:
@@ -222,11 +212,6 @@ class DistillConfig(RunConfig):
         Without("model.from_scratch", why="but random weights teach nothing"),
     ] = section(TeacherConfig)
     distillation: DistillationConfig = section(DistillationConfig)
-
-    def check_learning(self) -> None:
-        """Does nothing. `RunConfig.check_learning` refuses settings under which no sample has an
-        advantage; in distillation every token has a loss, which compares it with the teacher.
-        """
 
     @property
     def compares_groups(self) -> bool:
@@ -349,10 +334,7 @@ def read(
     where = f"recipe {path}"
     if overrides:
         changed = override(tree, kind, [presets.long_word(word) for word in overrides])
-        for key in [
-            key for key in lines if any(f"{one}.".startswith(f"{key}.") for one in changed)
-        ]:
-            del lines[key]
+        lines = {key: line for key, line in lines.items() if key not in changed}
         where += f" with {' '.join(overrides)}"
     return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 

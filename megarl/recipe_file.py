@@ -252,8 +252,9 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
     """Change `tree` by the settings of a command line: `--section.key value`, or
-    `--section.key=value`; several values make a list. Returns the dotted keys. Raises `ValueError`
-    for a word that is no setting; keys that configuration class `kind` has not are set too.
+    `--section.key=value`; several values make a list. Returns the dotted keys,
+    with those of the sections. Raises `ValueError` for a word that is no setting; keys that
+    configuration class `kind` has not are set too.
     """
     changed, left = [], list(words)
     while left:
@@ -272,7 +273,7 @@ def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]
             inner = ", ".join(f"--{'.'.join(keys)}.{name}" for name in at.model_fields)
             raise ValueError(f"{word} is a section; set one of {inner}")
         put(tree, keys, _value(at, values, word))
-        changed.append(".".join(keys))
+        changed += [".".join(keys[: n + 1]) for n in range(len(keys))]
     return changed
 
 

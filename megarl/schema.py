@@ -156,8 +156,8 @@ class Config(BaseModel):
         """
         *parents, last = key.split(".")
         section = functools.reduce(getattr, parents, self)
-        field, value = type(section).model_fields.get(last), getattr(section, last)
-        return value == field.get_default(call_default_factory=True) if field else not value
+        value, usual = getattr(section, last), _defaults(type(section))
+        return value == usual[last] if last in usual else not value
 
     def told(self, key: str) -> str:
         """A setting, dotted for one of a section, with its value, for messages of `check`."""
@@ -169,6 +169,13 @@ class Config(BaseModel):
 def section(kind: type[C], **values: Any) -> C:
     """The default of a setting that is a section; it is made, as its class is, at its first use."""
     return Field(default_factory=functools.partial(kind, **values))
+
+
+@functools.cache
+def _defaults(kind: type[Config]) -> dict[str, Any]:
+    """{setting: its default} of a configuration class."""
+    fields = kind.model_fields.items()
+    return {name: field.get_default(call_default_factory=True) for name, field in fields}
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from megarl.schema import Config, Of, Range, require, section
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
 # TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
-_OfGroups = Literal["grpo", "dr_grpo", "gpg", "rloo", "remax"]
-_OfAll = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-AdvantageName = Literal[_OfGroups, _OfAll, "reinforce_plus_plus_tokens", "gae"]
-_WithoutCritic = Literal["dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp"]
+_ByGroup = Literal["grpo", "dr_grpo", "gpg", "rloo", "remax"]
+_ByStep = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvantageName = Literal[_ByGroup, _ByStep, "reinforce_plus_plus_tokens", "gae"]
+_SomePresets = Literal["dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp"]
 _OtherPresets = Literal["reinforce_pp_baseline", "ppo", "gspo", "cispo", "sapo", "gpg"]
-PresetName = Literal["", _WithoutCritic, _OtherPresets]
+PresetName = Literal["", _SomePresets, _OtherPresets]
 COMPARING = ("grpo", "dr_grpo", "gpg", "rloo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
 teaches nothing."""
@@ -32,6 +32,7 @@ OF_A_RATIO = Of(
     why="the denominator of a ratio that algorithm.loss 'reinforce' does not have",
     fix="for rollouts of other weights set algorithm.correction.kind",
 )
+BY_TRAINER = Of("old_logprobs", "trainer")
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
@@ -177,9 +178,7 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     gae: Annotated[GaeConfig, Of("advantage", "gae")] = section(GaeConfig)
     kl: KLConfig = section(KLConfig)
-    correction: Annotated[CorrectionConfig, Of("old_logprobs", "trainer")] = section(
-        CorrectionConfig
-    )
+    correction: Annotated[CorrectionConfig, BY_TRAINER] = section(CorrectionConfig)
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before the step's first update, or
     reported by the engine that sampled."""

@@ -12,6 +12,7 @@ MOST_STOPS = 16
 """Largest number of texts in `rollout.stop`."""
 DispatchName = Literal["ordered", "windowed"]
 """Names of the dispatch policies, which are in `megarl.rollout.dispatch.policy_table`."""
+WINDOWED = Of("dispatch", "windowed")
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
 """Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 
@@ -121,9 +122,7 @@ class RolloutConfig(Config):
     would be older than `max_staleness` is cancelled and rejected as stale. Slow groups are thus
     trained on less often, which is a bias where the length of an answer says something about its
     quality (measured: answers of 14 tokens in the mean instead of 69); `ordered` has none."""
-    max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES), Of("dispatch", "windowed")] = (
-        None
-    )
+    max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES), WINDOWED] = None
     """`windowed` only: maximum number of groups that are started and neither trained nor rejected;
     null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are
     rejected as stale."""
