@@ -64,6 +64,7 @@ KINDS: dict[str, Kind] = {
     "programs_sft": SftConfig,
     "best_of_n": SftConfig,
     "dpo": PreferenceConfig,
+    "smollm2_dpo": PreferenceConfig,
     "reward_model": RewardModelConfig,
     "serve_reward": ServeRewardConfig,
     "judge": ServeRewardConfig,
