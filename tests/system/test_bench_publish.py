@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench" / "publish.py"
-WORDS, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS = 4096, 128, 256, 2, 16, 8
+WORDS, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS = 8192, 128, 256, 2, 16, 8
 """Of --shape tiny, which is tied."""
 ROUNDS = 2
 
@@ -100,7 +100,7 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
 
 def test_what_it_cannot_do() -> None:
     for arguments, said in (
-        (["--layout", "data 2 pipeline 2"], "invalid layout value"),
+        (["--layout", "data 2 pipeline 2"], "--layout is 'data 2 pipeline 2'; set one such as"),
         (["--engines", "2"], "need --layout"),
         (["--rounds", "0"], "1 or more"),
     ):

@@ -61,7 +61,7 @@ CASES = [
 SHAPES = {
     "0.5b": qwen2(151936, 1024, 4096, 24, 16, 8, tie_word_embeddings=True),
     "7b": qwen2(152064, 3584, 18944, 28, 28, 4),  # that of Qwen2.5-7B
-    "tiny": qwen2(4096, 128, 256, 2, 16, 8, tie_word_embeddings=True),
+    "tiny": qwen2(8192, 128, 256, 2, 16, 8, tie_word_embeddings=True),
 }
 
 
