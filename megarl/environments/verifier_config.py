@@ -73,8 +73,8 @@ class ChoiceConfig(Config):
         require(
             len(set(self.labels)) == len(self.labels) >= 2
             and all(one.isascii() and (one.isupper() or one.isdigit()) for one in self.labels),
-            f"choice.labels is '{self.labels}'; set at least two capital letters or digits, each"
-            " once, such as 'ABCD'",
+            f"ChoiceConfig.labels is '{self.labels}'; set at least two capital letters or digits,"
+            " each once, such as 'ABCD'",
         )
 
 
@@ -91,8 +91,8 @@ class FormatConfig(Config):
         require(
             len(set(self.tags)) == len(self.tags) > 0
             and all(tag.replace("_", "").replace("-", "").isalnum() for tag in self.tags),
-            f"format.tags is {list(self.tags)}; set one or several names of letters, digits, _ and"
-            " -, each once, such as [think, answer]",
+            f"FormatConfig.tags is {list(self.tags)}; set one or several names of letters,"
+            " digits, _ and -, each once, such as [think, answer]",
         )
 
 
@@ -140,7 +140,7 @@ class LengthConfig(Config):
     def check(self) -> None:
         require(
             self.longest == 0 or self.longest > self.shortest,
-            f"length.longest is {self.longest}; set it above length.shortest ({self.shortest})",
+            f"LengthConfig.longest is {self.longest}; set it above shortest ({self.shortest})",
         )
 
 
