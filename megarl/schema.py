@@ -52,11 +52,12 @@ class Range:
 
 
 class Of:
-    """Marks a setting that does something only where the setting `key` of its class (dotted for one
-    of a section) has one of `values`, or without values is set. Elsewhere it must have its default.
+    """Marks a setting that has an effect only where another one has one of `values`, or without
+    values where it is set. Elsewhere the setting must have its default.
 
-    The error says `why`, by default what `key` is, and the `fix` beside leaving the setting out, by
-    default the values; an empty `fix` is none.
+    `key`: the other setting of the class, dotted for one of a section. `why`: the reason that the
+    error gives, by default the value of `key`. `fix`: what else to do than to leave the setting
+    out, by default to set `key`; empty for nothing.
     """
 
     def __init__(self, key: str, *values: object, why: str = "", fix: str | None = None) -> None:
