@@ -334,7 +334,13 @@ def read(
     where = f"recipe {path}"
     if overrides:
         changed = override(tree, kind, [presets.long_word(word) for word in overrides])
-        lines = {key: line for key, line in lines.items() if key not in changed}
+        leaves = [one for one in changed if not any(two.startswith(f"{one}.") for two in changed)]
+        inside = tuple(leaf + mark for leaf in leaves for mark in ".[")
+        lines = {
+            key: line
+            for key, line in lines.items()
+            if key not in changed and not key.startswith(inside)
+        }
         where += f" with {' '.join(overrides)}"
     return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 

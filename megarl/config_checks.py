@@ -209,6 +209,7 @@ def check_early_stop(config: RunConfig) -> None:
         ("kl_coefficient", algorithm.kl.target is not None, "algorithm.kl.target is null"),
         ("correction/", algorithm.correction.kind != "none", "algorithm.correction.kind is 'none'"),
         ("accuracy_greedy|reward/greedy", config.greedy_baseline, greedy),
+        ("groups/equal", config.skips_equal_groups, "every group is computed"),
         ("critic/", "critic" in config.other_roles, "algorithm.advantage is not 'gae'"),
         ("|".join(DISTILLATION_METRICS), "teacher" in config.other_roles, "there is no teacher"),
         ("eval_sampled/", evaluation.sampled_too, "evaluation.sampled_too is off"),

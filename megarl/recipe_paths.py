@@ -44,6 +44,8 @@ class IsPath:
 
     def read(self, text: str, info: ValidationInfo) -> str:
         """The path as it is used. Raises an error with what to set for one that cannot be."""
+        if "\0" in text:
+            raise refused(f"is {text!r}, which holds the character NUL; remove it")
         longest = max(len(part.encode()) for part in text.split("/"))
         if len(text.encode()) > LONGEST_PATH:
             raise refused(

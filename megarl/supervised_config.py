@@ -62,10 +62,16 @@ class SftConfig(SupervisedConfig):
 class PreferenceEvaluationConfig(HeldOutConfig):
     """Preferences that are not trained on, on which loss and accuracy are measured."""
 
-    preferences: Annotated[PreferencesConfig, Of("preferences.source", why="but no source")] = (
-        PreferencesConfig(shuffle=False)
-    )
+    preferences: PreferencesConfig = section(PreferencesConfig, shuffle=False)
     """Source of the preferences; empty for no evaluation. All of them are used."""
+
+    def check(self) -> None:
+        empty = PreferencesConfig(), PreferencesConfig(shuffle=False)
+        require(
+            bool(self.preferences.source) or self.preferences in empty,
+            "PreferenceEvaluationConfig.preferences has settings, but no source; leave it out, or"
+            " set PreferenceEvaluationConfig.preferences.source",
+        )
 
 
 class ReferenceConfig(Config):

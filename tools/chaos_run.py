@@ -42,7 +42,6 @@ SPANS = {
     "evaluate": "evaluate",
 }
 """{beginning of kind and name of a span of rank 0: the phase that it means}; the first counts."""
-TAIL_BYTES = 4096  # of a file, for what a process does now
 SLOW = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 SLOW_S = 100.0
 """Ray's processes that try for a minute to tell Ray's head, which is gone too, that their raylet
@@ -109,11 +108,11 @@ class Run:
         below = {one.pid for one in self.below()}
         for life in self._newest_lives():
             if life.process == "rank0" and life.steps and life.pid in below:
-                return life.pid, life.steps[-1][1]
+                return life.pid, life.steps[-1]["args"]["step"]
         return 0, 0
 
     def _newest_lives(self) -> list[Life]:
-        return read(self.folder / FOLDER, only_last=True, tail_bytes=TAIL_BYTES)
+        return read(self.folder / FOLDER, only_last=True)
 
     def below(self) -> list[psutil.Process]:
         """The living processes of the run, itself included."""
@@ -187,7 +186,7 @@ class Run:
         lives = read(self.folder / FOLDER)
         found = phases_of(lives, wall)
         ranks = (life for life in lives if life.process == "rank0")
-        stepped = any(at <= wall for life in ranks for at, *_ in life.steps)
+        stepped = any(step["ts"] <= 1e6 * wall for life in ranks for step in life.steps)
         return next((one for one in PHASES if one in found), "between" if stepped else "start")
 
     def name_of(self, pid: int) -> str:
@@ -216,13 +215,14 @@ def phases_of(lives: Iterable[Life], wall: float) -> set[str]:
         if life.begin > wall or (life.last < wall and life.is_alive is False):
             continue
         for span in life.spans.values():
-            if span.begin > wall or (span.end is not None and span.end <= wall):
+            if not span["ts"] <= 1e6 * wall < span.get("end", 1e6 * wall + 1):
                 continue
+            kind = span["cat"]
             if name == "rank":
-                text = f"{span.kind} {span.what}"
+                text = f"{kind} {span['name']}"
                 found |= {next((SPANS[one] for one in SPANS if text.startswith(one)), "")}
-            elif (name, span.kind) in (("engine", "generate"), ("environment", "score")):
-                found.add(span.kind)
+            elif (name, kind) in (("engine", "generate"), ("environment", "score")):
+                found.add(kind)
     return found
 
 

@@ -45,6 +45,10 @@ SAME_S = 30.0
 """The same, as long as a wait that the report names as overdue lasts."""
 
 
+MOST_RECENT = b"(most recent call first)"
+"""In what faulthandler writes of each thread."""
+
+
 class Stacks:
     """The stacks of this process, which answers the signal once this is made."""
 
@@ -64,6 +68,7 @@ class Stacks:
                     self._file.write(f"thread {one.ident or 0:#018x} is {one.name}\n")
                 self._file.flush()
                 faulthandler.dump_traceback(self._file, all_threads=True)
+                os.fsync(self._file.fileno())  # or another host reads it late, over NFS
 
 
 def stacks_of(
@@ -89,7 +94,8 @@ def stacks_of(
             time.sleep(0.05)
             for name in list(waiting):
                 text = content_of(files[name])[before[name] :]
-                if text and text == seen.get(name):  # it is whole
+                # Names of threads come first; the stacks of the last thread are the end.
+                if MOST_RECENT in text and text == seen.get(name):
                     found[name] = note + text.decode(errors="replace")
                     del waiting[name]
                 seen[name] = text

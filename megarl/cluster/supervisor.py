@@ -1,4 +1,5 @@
-"""Watches the engines of a run, ends those that hang, and replaces those that are dead.
+"""Watches the engines of a run, ends those that hang, and replaces those that are dead; watches
+Ray too (`RayHealth`).
 
     starting -> ready, without weights -> serving -> dead -> starting ...
 

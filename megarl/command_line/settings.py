@@ -116,6 +116,8 @@ def _values(kind: Any) -> str:
 
 def _choices(kind: Any) -> list[Any]:
     """The values of a truth value or a `Literal`, also of one that may be null."""
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
     found = [[True, False] if kind is bool else []]
     if typing.get_origin(kind) is typing.Literal:
         found = [list(typing.get_args(kind))]

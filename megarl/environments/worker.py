@@ -1,4 +1,5 @@
-"""Inside a worker process: requests are answered by number, and verifiers are called.
+"""Inside a worker process: requests are answered by number, verifiers are called, and memory is
+limited.
 
     (number, command, arguments) --Host--> {score, correct, metrics} | {failure, detail} | ...
 

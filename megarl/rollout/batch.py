@@ -339,9 +339,9 @@ def describe(
 
 def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
     """The metrics `staleness/token_mean` and `staleness/token_max`: age in versions of the tokens
-    that are trained on, which are those that the model generated in the rollouts of the `accepted`
-    groups, without greedy responses. A token's age is `step`, the trainer's version, less the
-    version of the weights that generated the token. Both are 0 without tokens.
+    that the model generated in the rollouts of the `accepted` groups, without greedy responses. A
+    token's age is `step`, the trainer's version, less the version of the weights that generated the
+    token. Both are 0 without tokens.
     """
     spans = [
         (step - version, count)

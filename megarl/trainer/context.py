@@ -1,4 +1,5 @@
-"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer.
+"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer;
+and what it says at the start: settings that changed, weights that rounding keeps.
 
     with open_run(config, inputs) as run:       # joins the ranks, makes the mesh and the run folder
         ...build the loop's roles...

@@ -1,4 +1,5 @@
-"""One optimizer step of a role, and the metrics that its micro-batches add up.
+"""One optimizer step of a role, the metrics that its micro-batches add up, and steps without a
+token to train on (`EmptySteps`).
 
     optimizer_step(role, micro_batches, loss, guard, metrics)
 

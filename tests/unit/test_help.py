@@ -184,6 +184,7 @@ CANDIDATES = {
     ("train", "r.yaml", "--resume", ""): ["true", "false", "auto"],
     ("train", "r.yaml", "--resume", "=", "a"): ["auto"],
     ("eval", "r.yaml", "--algorithm.loss", "ppo"): ["ppo_clip"],
+    ("train", "r.yaml", "--algorithm.credit", "tu"): ["turn"],
     ("distill", "r.yaml", "--teacher.mo"): ["--teacher.model."],
     ("torchrun", "--nproc-per-node", "2", "sf"): ["sft"],
     ("torchrun", "--nproc-per-node", "2", "sft", "r.yaml", "--demo"): ["--demonstrations."],

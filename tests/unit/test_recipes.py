@@ -28,8 +28,10 @@ from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
 from megarl.checks.evaluation_checks import check_eval
 from megarl.checks.preflight import check_run, check_train
+from megarl.data.config import PreferencesConfig
 from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
+from megarl.supervised_config import PreferenceEvaluationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
@@ -112,6 +114,13 @@ def test_a_recipe_on_a_data_set_passes_the_checks(name: str, place: Path) -> Non
     model = replace(found.model, path=str(place / "model"))
     small = replace(found, folder=str(place / name), model=model, **changes)
     assert len(check(small).rows) == 5
+
+
+def test_held_out_preferences_are_turned_off_by_an_empty_source() -> None:
+    for shuffle in (True, False):
+        PreferenceEvaluationConfig(preferences=PreferencesConfig(shuffle=shuffle))
+    with pytest.raises(ValueError, match="preferences has settings, but no source"):
+        PreferenceEvaluationConfig(preferences=PreferencesConfig(max_tokens=64))
 
 
 def distilled(place: Path, **changes: Any) -> Any:

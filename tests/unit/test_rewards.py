@@ -41,6 +41,7 @@ def write(path: Path, body: str) -> str:
 
 
 EXAMPLES: dict[str, dict[str, float]] = {
+    "answer_alone": {"<think>5</think> 7": 1.0, "<think>7</think> 5": 0.0},
     "ends_right": {"so it is 7": 1.0, "7 it is": 0.0, "": 0.0},
     "from_the_row": {"a cat and a dog": 1.0, "a cat": 0.5, "": 0.0},
     "judge": {"a 7": 1.0, "an 8": 0.0},

@@ -25,6 +25,7 @@ weights, and its engine has bfloat16 weights. The systems take turns, a run of e
 
 Both take the mean of a step's tokens and AdamW with the same settings. Advantages divide by the
 deviation of a group: TRL's of a sample, megarl's of a population, which makes megarl's 7 % larger.
+megarl does not compute groups of equal rewards in training, whose gradient is 0; TRL does.
 A run is refused where a step lacks samples, and the table where mean lengths of the first step,
 before any learning, differ by more than a fifth.
 

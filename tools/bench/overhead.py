@@ -180,7 +180,8 @@ def run_loop(
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
             raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
     lives = read(work / "run" / FOLDER)
-    begins = next([at for at, *_ in one.steps] for one in lives if one.process == "rank0")
+    begins = next(one.steps for one in lives if one.process == "rank0")
+    begins = [step["ts"] / 1e6 for step in begins]
     if len(begins) != sizes["steps"]:
         raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
     counted = records[SKIPPED : SKIPPED + args.steps]

@@ -53,7 +53,9 @@ def last_steps(run: Path) -> str:
     )
     at = {step["name"]: (step["ts"] - first) / (last - first) for step in marks}
     lines = "".join(f"M{CELLS * place:.1f} 0V10" for place in at.values())
-    axis = "".join(f'<span style="left:{100 * one:.2f}%">{name}</span>' for name, one in at.items())
+    axis = "".join(
+        f'<span style="left:{100 * one:.2f}%">{escape(name)}</span>' for name, one in at.items()
+    )
     drawn = "".join(
         f'<div class="who">{name}</div><div class="lane"><svg viewBox="0 0 {CELLS} 10"'
         f' preserveAspectRatio="none" role="img">{_row(row, (last - first) / 1e6 / CELLS)}'

@@ -6,7 +6,7 @@ Two buckets are in memory at once: while engines read one, trainer ranks write t
 r of every engine reads the same memory, so the bytes written do not grow with the number of
 engines.
 
-On a GPU machine every process registers the memory with CUDA (`pinned.py`), and copies between it
+On a GPU machine every process registers the memory with CUDA (`Pinned`), and copies between it
 and its GPU run while the process goes on. They are waited for before a bucket counts as written or
 as read.
 """
