@@ -25,7 +25,7 @@ def test_a_mistake_is_one_line_under_torchrun_too(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == [], "torchrun's folders are in the run's, and go with it"
     lines = done.err.strip().splitlines()
     assert len(lines) == 1, done.err
-    assert lines[0].startswith(f"megarl: error: {recipe}: stepz: unknown key")
+    assert lines[0].startswith(f"megarl: error: recipe {recipe}: line 2: stepz: unknown key")
 
 
 def test_a_mistake_is_said_once_whatever_restarts_are_allowed(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def test_rows_are_what_the_engine_recorded(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path))
     tool = str(ROOT / "tools" / "bench" / "turns.py")
     done = finish(
-        *start([sys.executable, tool, "exact", recipe, "--rollouts", "60"]), timeout_s=240.0
+        *start([sys.executable, tool, "exact", recipe, "--rollouts", "60", "--json"]),
+        timeout_s=240.0,
     )
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
     found = json.loads(done.out[done.out.index("{") :])
