@@ -113,7 +113,7 @@ class ReplayConfig(Config):
     """Steps to train again, from the first one; 0 for all that the run has finished."""
 
 
-OF_ONE_SOURCE = Excludes("prompts.sources", "each of which has epochs of its own")
+OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
 OF_KL = Of("algorithm.kl.coefficient")
 
 

@@ -373,7 +373,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"environment__mixture__math__answer_after": "#"}, ["environment.mixture.math.answer_after", "leave"]),
     ({"environment__mixture__math__verifier": "maths"}, ["environment.mixture.math", "'maths'", "exact_match"]),
     ({"environment__mixture": {}}, ["prompts.sources[0].environment is 'math'", "empty"]),
-    ({"epochs": 2.0}, ["epochs", "prompts.sources", "steps"]),
+    ({"epochs": 2.0}, ["epochs is 2.0 beside prompts.sources, with which a run has steps"]),
     ({"evaluation__prompts__environment_column": ""}, ["evaluation.prompts names no verifier", "environment_column"]),
 ]  # fmt: skip
 
