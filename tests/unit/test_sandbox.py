@@ -605,12 +605,12 @@ def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
         "write": f"open({str(tmp_path)!r} + '/x', 'w')",
         "daemon": DAEMON,
     }  # fmt: skip
+    settings = CodeConfig(time_limit_s=2.0, memory_mib=128, processes=8)
     script = f"""
-import base64, json, os
-from megarl.environments.code_config import CodeConfig
+import base64, json, os, types
 from megarl.apps.verifiers.code.sandbox import Sandbox
 assert os.getuid() == 1000
-made = Sandbox(CodeConfig(time_limit_s=2.0, memory_mib=128, processes=8))
+made = Sandbox(types.SimpleNamespace(**{settings.model_dump()!r}))  # this Python has no pydantic
 found = {{}}
 for name, program in {programs!r}.items():
     [result] = made.run("stdin", program, ["x"], total_s=8.0)

@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.apps.verifiers.code import program_server
-from megarl.environments.code_config import CodeConfig
+
+if TYPE_CHECKING:
+    from megarl.environments.code_config import CodeConfig
 
 LENGTH = struct.Struct("!Q")
 START_WITHIN_S = 30.0
