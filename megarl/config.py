@@ -40,6 +40,7 @@ from megarl.schema import (
     Range,
     Without,
     dotted,
+    leaves,
     problems,
     replace,
     require,
@@ -384,8 +385,12 @@ def from_tree(
             )
         said = [in_line(one, lines or {}) for one in problems(error, partial(hint, kind))]
         raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
-    for line in folder.found:
-        say(line)
+    settings = list(leaves(found.model_dump()))
+    for name, path, said in folder.found:
+        # Of a list of paths, the setting's name stands before the item's number.
+        same = [key for key, value in settings if f".{name}" in f".{key}" and value == path]
+        say(f"{same[0] if same else name}: {said}")
+        settings = [one for one in settings if one[0] not in same[:1]]
     return found
 
 

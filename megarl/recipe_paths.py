@@ -27,8 +27,9 @@ class Beside:
 
     folder: Path | None
     """None: relative paths are only those of the working folder."""
-    found: list[str] = field(default_factory=list)
-    """Which paths were found in it, each as a line for the user."""
+    found: list[tuple[str | None, str, str]] = field(default_factory=list)
+    """(setting without its sections, path as it is used, what to tell the user) of each path that
+    was found in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,8 @@ class IsPath:
         there = os.path.normpath(beside.folder / file)
         if not _is_there(there):
             return here
-        beside.found.append(
-            f"{info.field_name}: {here} is not in the working folder; {there}{rest} is taken"
-        )
+        said = f"{here} is not in the working folder; {there}{rest} is taken"
+        beside.found.append((info.field_name, there + rest, said))
         return there + rest
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -193,6 +193,19 @@ def replace(value: T, **changes: Any) -> T:
     return dataclasses.replace(value, **changes)  # pyright: ignore[reportArgumentType]
 
 
+def leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of each setting in nested dicts. Each item of a tuple is one, as in
+    `prompts.sources[0].weight`; a list is the value of one.
+    """
+    if isinstance(tree, dict | tuple) and tree:
+        inner = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in inner:
+            mark = f"[{key}]" if isinstance(tree, tuple) else f".{key}"
+            yield from leaves(value, f"{prefix}{mark}".removeprefix("."))
+    else:
+        yield prefix, tree
+
+
 CLASS_NAME = re.compile(r"\b[A-Z]\w*Config\.")
 """The name of a configuration class before a setting's, in the message of a check."""
 SHOULD = {
@@ -233,6 +246,8 @@ def problems(
 
 def shown(value: object) -> str:
     """A value as a recipe writes it, on one line."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else shortened(repr(value))
 
 

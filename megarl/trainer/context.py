@@ -44,7 +44,7 @@ from megarl.parallel.collectives import barrier, broadcast_object, gather_object
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.recipe_file import read_tree
-from megarl.schema import shortened
+from megarl.schema import leaves, shortened
 from megarl.trainer.attention import attention_line
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
@@ -413,7 +413,7 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """The settings of `config` that are not those of the run folder's file `recipe`, each as
     "section.key (old -> new)"; none where that file cannot be read.
     """
-    before, now = _settings(recipe), dict(_leaves(config.model_dump(mode="json")))
+    before, now = _settings(recipe), dict(leaves(config.model_dump(mode="json")))
     return [
         f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
         for name, value in now.items()
@@ -425,7 +425,7 @@ def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
     """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
     where that file cannot be read.
     """
-    now = {name for name, _ in _leaves(config.model_dump())}
+    now = {name for name, _ in leaves(config.model_dump(mode="json"))}
     return [name for name in _settings(recipe) if name not in now]
 
 
@@ -434,18 +434,9 @@ def _settings(recipe: Path) -> dict[str, object]:
     `megarl.checks.run_files` tells.
     """
     try:
-        return dict(_leaves(read_tree(recipe)))
+        return dict(leaves(read_tree(recipe)))
     except ValueError:
         return {}
-
-
-def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Each value of nested mappings under its dotted name."""
-    if not isinstance(tree, dict) or not tree:
-        yield prefix.removesuffix("."), tree
-        return
-    for key, value in tree.items():
-        yield from _leaves(value, f"{prefix}{key}.")
 
 
 LOOKED_AT = 4096

@@ -814,7 +814,7 @@ def test_a_kl_coefficient_without_a_target_stays() -> None:
     assert control.coefficient == 0.5
     with pytest.raises(ValueError, match=r"target is 0\.1, but .*coefficient is 0\.0"):
         KLConfig(target=0.1)
-    with pytest.raises(ValueError, match=r"gain is 0\.2, but .*target is None"):
+    with pytest.raises(ValueError, match=r"gain is 0\.2, but .*target is null"):
         KLConfig(coefficient=0.1, gain=0.2)
 
 
