@@ -147,7 +147,9 @@ def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool 
 
 
 def launch_logprobs(dtype: Any) -> None:
-    """Both passes over a chunk of logits."""
+    """Call the forward and backward kernels of the log-probs on one chunk of logits, so that Triton
+    compiles them for `dtype`.
+    """
     from megarl.kernels import logprobs_triton
 
     row = torch.arange(TOKENS)
@@ -157,7 +159,9 @@ def launch_logprobs(dtype: Any) -> None:
 
 
 def launch_elementwise(dtype: Any) -> None:
-    """Both passes of each gated activation and of the rotary embedding of part of a head."""
+    """Call the forward and backward kernels of every gated activation, and of rotary embedding on
+    96 of a head's 128 dimensions, so that Triton compiles them for `dtype`.
+    """
     from megarl.kernels.gated_triton import ACTIVATIONS, gated
     from megarl.kernels.rotary_triton import rotary
 

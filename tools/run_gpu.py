@@ -78,8 +78,9 @@ def counts(path: Path) -> Counter[str]:
 
 
 def json_of(out: str) -> Any:
-    """The JSON object that a step printed; libraries may have printed lines before it, and then it
-    is the last line. Raises `ValueError` where there is none."""
+    """The JSON value in `out`, the standard output of a step: the whole output, or, where libraries
+    printed lines before it, the last line. Raises `ValueError` if neither is JSON.
+    """
     try:
         return json.loads(out)
     except ValueError:

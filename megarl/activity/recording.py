@@ -175,9 +175,10 @@ class Recorder:
                 self.write({**about, "args": counts})
 
     def close(self) -> None:
-        """Write that this process ends as planned, end the thread and close the file. What is
-        recorded later is not written. The signal for stacks stays: another process may be about to
-        send it.
+        """Write the event `closed`, which says that this process ended in order; end the thread and
+        close the file. Spans that begin or end later are not written. The handler of `SIGNAL` stays
+        installed, because another process may be about to send that signal, which would otherwise
+        end this process.
         """
         self._ended.set()
         self._thread.join(5.0)

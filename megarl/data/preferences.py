@@ -343,9 +343,11 @@ def _label(config: PreferencesConfig, row: Row, place: str, setting: str) -> boo
 def _singles(
     prompts: TokenLists, responses: list[TokenLists], columns: Columns, setting: str
 ) -> tuple[TokenLists, list[TokenLists], list[bool]]:
-    """(prompts, [responses, responses to other prompts], labels) of single responses: of a pair the
-    chosen one, then the rejected one. The response to another prompt is that of the next row with
-    another prompt.
+    """The examples that KTO trains on, each a prompt, one response, and a label that says whether
+    the response is desirable. Returns (prompts, [responses, mismatched responses], labels), all of
+    the same length. A pair becomes two examples: its chosen response with label True, then its
+    rejected one with label False. The mismatched response of an example, with which KTO estimates
+    the KL divergence, is that of the next row whose prompt is another one.
     """
     num_rows, texts = len(prompts), columns.prompts
     require(

@@ -286,7 +286,7 @@ def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> st
 
 
 def _row_tools(config: PromptsConfig, table: Table, setting: str) -> list[list[dict[str, Any]]]:
-    """The tools of each row."""
+    """For each row of `table` the JSON schemas of its tools, from the column `tools_column`."""
     name, named = config.tools_column, f"{setting}.tools_column"
     return [
         tools_of(row, name, place=table.place(index), setting=named)
@@ -295,7 +295,10 @@ def _row_tools(config: PromptsConfig, table: Table, setting: str) -> list[list[d
 
 
 def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str] | None:
-    """For each row the name of its verifier; None if the settings name none."""
+    """For each row of `table` the name of its verifier in `environment.mixture`, from the column
+    `environment_column` or else the setting `environment`; None if both are empty. Raises
+    `ValueError` for a row without a name.
+    """
     if not config.environment_column:
         return [config.environment] * len(table.rows) if config.environment else None
     name, found = config.environment_column, []
@@ -312,7 +315,7 @@ def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str
 
 
 def _choices(config: PromptsConfig, table: Table, index: int, setting: str) -> Choices:
-    """The choices of a row."""
+    """The possible answers of row `index` of `table`, from the column `choices_column`."""
     place, named = table.place(index), f"{setting}.choices_column"
     value = column(table.rows[index], config.choices_column, place=place, setting=named)
     return Choices.of(value, place=place, setting=named)

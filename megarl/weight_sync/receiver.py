@@ -47,7 +47,9 @@ def not_loaded(problem: str) -> dict[str, Any]:
 
 
 class WeightSyncWorker:
-    """Methods added to vLLM's worker (`worker_extension_cls`), which the trainer calls by RPC."""
+    """A mixin that vLLM adds to the worker of each engine rank (its `worker_extension_cls`). The
+    engine actor calls the methods on all ranks by vLLM's `collective_rpc`.
+    """
 
     weight_transfer_engine: Any
     """The worker's `ReshardEngine`, which vLLM creates."""

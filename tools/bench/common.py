@@ -226,7 +226,9 @@ def in_turns(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, mean, standard deviation, smallest, largest, and all values by rounds."""
+    """Statistics of one measurement repeated: median, mean, standard deviation of a sample (0 for
+    one value), smallest, largest, and `values` themselves in their order.
+    """
     return {
         "median": statistics.median(values),
         "mean": statistics.fmean(values),
@@ -238,7 +240,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """The spread of the quotients, round by round."""
+    """The `spread` of ours / theirs, each pair measured in the same round."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 

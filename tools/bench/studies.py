@@ -20,12 +20,14 @@ DEADLINE_S = 1800.0
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, none where it is not there."""
+    """The records of a file of JSON lines; empty if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest_model(folder: Path) -> Path:
-    """The model of the newest checkpoint of a run. Raises `ValueError` where there is none."""
+    """Path of the Hugging Face model in the newest checkpoint of the run folder `folder`. Raises
+    `ValueError` if the run has no checkpoint.
+    """
     return max((folder / "checkpoints").glob("step_*")) / "model"
 
 

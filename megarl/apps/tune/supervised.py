@@ -68,7 +68,9 @@ def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) 
 
 
 def summary(folder: Path, seed: int) -> dict[str, Any]:
-    """First and last loss of a run folder, and its last evaluation."""
+    """What the command prints of a finished run: its first and last loss, its number of steps, the
+    metrics of its last evaluation, its seed and its seconds.
+    """
     found = read_run(folder)
     steps = [record for record in found.metrics if record.get("loss") is not None]
     last = found.evaluations[-1].metrics if found.evaluations else {}
@@ -91,8 +93,9 @@ def refuse_lost(context: RunContext) -> None:
 
 
 def train(context: RunContext, make: MakeTask) -> None:
-    """Train until `steps` steps are done. A signal ends the run after the present step, with a
-    checkpoint of it; raises `Ended` then.
+    """Train from step 0, or from the checkpoint that the run resumes, until the recipe's `steps`
+    are done; evaluate and save on the way. `make` builds the model and its data. A signal ends the
+    run after the present step: a checkpoint is written and `Ended` raised.
     """
     config = context.config
     assert isinstance(config, SupervisedConfig)
