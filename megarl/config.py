@@ -395,8 +395,8 @@ def from_tree(
 
 
 def in_line(said: str, lines: dict[str, int]) -> str:
-    """A mistake with the line of the first setting of the recipe that it names."""
-    words = re.findall(r"[\w.\[\]]+", said)
+    """A mistake with the recipe's line of the first setting that it names before its advice."""
+    words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
     keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
     return f"line {lines[keys[0]]}: {said}" if keys else said
 

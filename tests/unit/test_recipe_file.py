@@ -185,6 +185,9 @@ def test_what_the_command_line_sets_has_no_line(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(GOOD + "steps: 3\n")
     with pytest.raises(ValueError, match=r"with --steps 0: steps is 0; set it to a number >= 1"):
         read(RunConfig, tmp_path / "recipe.yaml", ["--steps", "0"])
+    (tmp_path / "recipe.yaml").write_text(GOOD + "rollout: {group_size: 2}\n")
+    with pytest.raises(ValueError, match=r"with --rollout.n 3: rollout.n: unknown key; here it is"):
+        read(RunConfig, tmp_path / "recipe.yaml", ["--rollout.n", "3"])
 
 
 @pytest.mark.parametrize(
