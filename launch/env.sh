@@ -126,6 +126,12 @@ if [ "$device" = cpu ]; then
   attempt "$torch+cpu" || install "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
 else
   install "$torch" -c "$pins"
+  # A version also matches its other builds, such as 2.13.0+cpu, and an index may have no build that fits.
+  needed=$(sed -n 's/^nvidia-cuda-runtime==\([0-9]*\.[0-9]*\).*/\1/p' "$pins")
+  found=$("$python" -c 'import torch; print(torch.version.cuda, torch.__version__)' 2>>"$log") || failed "torch does not import" "$log"
+  sources=$(env | grep -E '^UV_(DEFAULT_INDEX|INDEX|FIND_LINKS|NO_INDEX)=' | paste -sd ' ' || true)
+  [ "${found% *}" = "$needed" ] || refuse "torch ${found#* } is built for CUDA ${found% *}, not $needed; it came from ${sources:-PyPI};" \
+    "name an index or folder with torch for CUDA $needed (PIP_INDEX_URL, PIP_FIND_LINKS), remove .venv, and call this again"
 fi
 
 # DeepSpeed has no wheel: it is built beside the installation of all others, and so is its shared-memory operator,

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,49 @@ def test_flash_attention_is_installed_only_where_it_is_asked_for(
     # The output of `run_pip` goes to the log; what it was called with is in the file.
     assert (told.read_text().splitlines() if told.exists() else []) == installed
     assert (tmp_path / f".flash-attn-{asked}").exists() == bool(asked)
+
+
+def torch_wheel(folder: Path, version: str, cuda: str | None) -> None:
+    """Put a wheel of torch that knows nothing but its version into a folder."""
+    about = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch/version.py", f"cuda, __version__ = {cuda!r}, {version!r}")
+        wheel.writestr("torch/__init__.py", "from .version import __version__")
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "said"),
+    [
+        ("+cpu", None, "torch 2.13.0+cpu is built for CUDA None, not 13.0; it came from UV_"),
+        ("", "13.0", "pip install setuptools==78.1.1 wheel"),
+    ],
+)
+def test_a_torch_for_another_cuda_is_refused_before_all_else_is_installed(
+    build: str, cuda: str | None, said: str, tmp_path: Path
+) -> None:
+    """A folder of wheels has this torch and nothing else: what comes after torch is missing."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    torch_wheel(wheels, f"2.13.0{build}", cuda)
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    (tmp_path / "setup.py").touch()
+    sources = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    told = subprocess.run(
+        ["bash", str(tmp_path / "launch/env.sh")],
+        env=os.environ | sources | {"PYTHON": sys.executable, "MEGARL_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert told.returncode == (1 if cuda else 2) and said in told.stderr, told.stderr
+    assert cuda or (f"UV_FIND_LINKS={wheels}" in told.stderr and "remove .venv" in told.stderr)
 
 
 @pytest.mark.parametrize("version", LOCKS)
