@@ -7,7 +7,8 @@
 * torch: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches of documents
   of similar length through `scaled_dot_product_attention`.
 * flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_varlen`).
-* auto: flash_attn where FlashAttention-4 is installed and supports the GPU, in 16 bit; else torch.
+* auto: flash_attn where FlashAttention-4 is installed, supports the GPU and computes what the
+  reference does, in 16 bit; else torch.
 * reference: matrix products, in memory that grows with the square of the longest document.
 
 Kernels of variable length are compared with the reference in float64 before their first use.
@@ -43,6 +44,8 @@ ALIGNED = 8
 
 TRIED_LENGTHS = (1, 7, 130)
 """Tokens of the documents on which a kernel is compared with the reference."""
+TRIED_HEADS = (8, 2, 128)
+"""Query heads, key heads and width on which FlashAttention-4 is compared before `auto` takes it."""
 TRIED_ROUNDINGS = 8
 """Largest error of a kernel on them, in roundings of the largest value of the same result. A right
 kernel is within two; a wrong scale, mask or head is off by many times this bound."""
@@ -158,7 +161,23 @@ def automatic(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, 
         return "torch", f"{shown}, for which FlashAttention-4 is not made"
     if not has_module("flash_attn.cute"):
         return "torch", "FlashAttention-4 is not installed"
+    if fault := flash_attn_fault(dtype, device):
+        return "torch", f"FlashAttention-4 is installed, and fails: {fault}"
     return "flash_attn", f"FlashAttention-4, {shown}"
+
+
+def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
+    """What is wrong with the package that `flash_attn` stands for on this GPU, found by computing
+    with usual heads; "" if nothing is. torch's own kernel is put back where something is wrong.
+    """
+    from torch.nn.attention import restore_flash_attention_impl
+
+    try:
+        prove_varlen(varlen_function(_capability(device)), *TRIED_HEADS, dtype, device)
+    except Exception as error:  # whatever the package, or its compiler, raises
+        restore_flash_attention_impl(False)
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def reference_attention(

@@ -91,8 +91,11 @@ def varlen_function(capability: tuple[int, int]) -> Varlen:
     """
     chosen = provider(capability)
     if chosen == "FA4":
-        from torch.nn.attention import activate_flash_attention_impl
+        from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+        from torch.nn.attention._fa4 import register_flash_attention_fa4
 
+        register = functools.partial(register_flash_attention_fa4, __name__)
+        register_flash_attention_impl("FA4", register_fn=register)
         activate_flash_attention_impl("FA4")
         return torch_varlen
     if chosen == "FA2":
@@ -103,6 +106,22 @@ def varlen_function(capability: tuple[int, int]) -> Varlen:
         " '.[flash-attn-4]' (capability 9 and 10) or flash-attn; or set training.attention to"
         " 'torch'"
     )
+
+
+def _flash_attn_fwd(*tensors: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
+    """FlashAttention-4's forward kernel as torch 2.13 calls it: (output, log-sum-exp), without the
+    values that other versions of the package return besides. torch finds it by its name.
+    """
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface._flash_attn_fwd(*tensors, **settings)[:2]
+
+
+def _flash_attn_bwd(*tensors: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
+    """FlashAttention-4's backward kernel as torch 2.13 calls it: gradients of q, k and v."""
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface._flash_attn_bwd(*tensors, **settings)[:3]
 
 
 def _flash_attention_2(

@@ -163,6 +163,7 @@ def test_what_auto_stands_for_on_a_gpu(
     monkeypatch.setattr(f"{module}._capability", lambda device: capability)
     monkeypatch.setattr(f"{module}.has_module", lambda name: installed)
     monkeypatch.setattr(f"{module}.varlen_function", lambda capability: reference_attention)
+    monkeypatch.setattr(f"{module}.prove_varlen", lambda *heads: None)
     automatic.cache_clear()
     chosen, said = automatic(dtype, device)
     kernel = varlen_kernel("auto", dtype, device)
@@ -175,6 +176,50 @@ def test_what_auto_stands_for_on_a_gpu(
         assert kernel is reference_attention
     else:
         assert kernel is (torch_varlen if dtype == torch.bfloat16 else None)
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(1.0, "flash_attn"), (0.5, "torch")])
+def test_auto_is_torch_where_the_package_computes_something_else(
+    flash_attn: dict[str, Any], factor: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn["factor"] = factor
+    module, cpu = "megarl.kernels.packed_attention", torch.device("cpu")
+    monkeypatch.setattr(f"{module}._capability", lambda device: (9, 0))
+    monkeypatch.setattr(f"{module}.has_module", lambda name: True)
+    monkeypatch.setattr(f"{module}.prove_varlen", lambda *it: prove_varlen(*it[:-1], cpu))
+    automatic.cache_clear()
+    chosen, why = automatic(torch.bfloat16, torch.device("cuda", 0))
+    automatic.cache_clear()
+    assert chosen == wanted
+    assert wanted == "flash_attn" or "installed, and fails: RuntimeError: the attention" in why
+
+
+@pytest.mark.parametrize("values", [2, 4, 5])
+def test_flash_attention_4_may_return_more_than_torch_expects(
+    values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward kernel returns two, four or five values, depending on the version."""
+    from torch.nn import attention
+    from torch.nn.attention import _fa4
+
+    interface, cute = ModuleType("flash_attn.cute.interface"), ModuleType("flash_attn.cute")
+    made = [torch.full((2, 1), float(number)) for number in range(values)]
+    interface._flash_attn_fwd = lambda *tensors, **settings: tuple(made)  # type: ignore[attr-defined]
+    interface._flash_attn_bwd = lambda *tensors, **settings: tuple(made)  # type: ignore[attr-defined]
+    cute.interface = interface  # type: ignore[attr-defined]
+    outer = ModuleType("flash_attn")
+    for module in (outer, cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("megarl.kernels.packed_varlen.provider", lambda capability: "FA4")
+    varlen_function.cache_clear()
+    try:
+        assert varlen_function((9, 0)) is torch_varlen
+        nothing: Any = (None,) * 5
+        out, lse = _fa4._fa4_run_forward(*made[:1] * 3, *nothing, True, None, None, None)
+    finally:
+        attention.restore_flash_attention_impl(False)
+        varlen_function.cache_clear()
+    assert out is made[0] and torch.equal(lse, made[1])
 
 
 def test_auto_is_the_default_and_torch_on_the_cpu() -> None:

@@ -129,6 +129,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+FLASH_ATTENTION_4 = """from flash_attn.cute import flash_attn_varlen_func
+import torch
+if torch.cuda.is_available():
+    from megarl.kernels.packed_attention import flash_attn_fault
+    raise SystemExit(flash_attn_fault(torch.bfloat16, torch.device("cuda", 0)) or 0)
+"""
+"""Program that ends with 0 if the package can be imported and, where there is a GPU, computes there
+what a run compares it with."""
+
+
 def check_accelerated() -> list[Finding]:
     """Optional attention and optimizer packages, tested by importing a function from each.
 
@@ -139,7 +149,7 @@ def check_accelerated() -> list[Finding]:
         (
             "FlashAttention-4",
             "flash_attn.cute",
-            "from flash_attn.cute import flash_attn_varlen_func",
+            FLASH_ATTENTION_4,
         ),
         (
             "flash-attn",
@@ -155,7 +165,7 @@ def check_accelerated() -> list[Finding]:
             continue
         answer = ask_python(feature)
         if answer.code == 0:
-            findings.append(Finding(name, "ok", f"usable ({feature})"))
+            findings.append(Finding(name, "ok", f"usable ({feature.splitlines()[0]})"))
         else:
             fix = "optional: reinstall it for this torch, or remove it"
             findings.append(
