@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.transports import p2p_group
+from megarl.weight_sync.transports import forwarding, p2p_group
 from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, PeerGone
 from megarl.weight_sync.transports.rendezvous import Rendezvous
 
@@ -106,3 +106,39 @@ def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup)
     assert time.monotonic() < deadline + 60
     assert MADE[0].connected is not None
     Nccl.blocks.set()
+
+
+class Stream:
+    """A stream of a GPU that notes in `told` what it is asked to do, with the asking thread."""
+
+    def __init__(self, told: list[tuple[str, str]]) -> None:
+        self.told = told
+
+    def record_event(self) -> str:
+        self.told.append(("record", threading.current_thread().name))
+        return "written"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append((f"wait for {event}", threading.current_thread().name))
+
+
+def test_a_relay_sends_a_bucket_after_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads have streams of their own, so that nothing else orders the writing of a bucket and
+    the message that carries it.
+    """
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(told))
+    sends = lambda *_: told.append(("send", threading.current_thread().name))  # noqa: E731
+    group: Any = SimpleNamespace(
+        **{name: lambda *_: None for name in ("join", "wait", "leave")}, send=sends
+    )
+    relay = forwarding.Relay(group, 1, 2, lambda: None, lambda: None)
+    block: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
+    for number in (1, 2):
+        relay.offer(block)
+        while relay.sent < number and not relay.done():
+            time.sleep(0.001)
+    relay.check()
+    main, other = threading.current_thread().name, relay._thread.name
+    once = [("record", main), ("wait for written", other), ("send", other)]
+    assert told == once * 2

@@ -55,7 +55,8 @@ class Relay(Task):
         """
         self._to, self._number, self._count, self._watch = group, number, count, watch
         self._lose = lose
-        self._offered: list[torch.Tensor] = []
+        self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """Each bucket, and on a GPU what the thread's stream waits for: its last writing."""
         self._changed, self._is_closed = threading.Condition(), False
         self.sent = 0
         """Buckets that the other rank has received."""
@@ -66,8 +67,9 @@ class Relay(Task):
         uint8, which must not change before `sent` counts the bucket. Only vocabulary padding may
         change, because every rank sets it to zero by itself.
         """
+        written = torch.cuda.current_stream(block.device).record_event() if block.is_cuda else None
         with self._changed:
-            self._offered.append(block)
+            self._offered.append((block, written))
             self._changed.notify()
 
     def check(self) -> None:
@@ -111,7 +113,12 @@ class Relay(Task):
             while not self._is_closed and len(self._offered) <= number:
                 self._changed.wait(OFFER_POLL_S)
                 self._watch()
-            return None if self._is_closed else self._offered[number]
+            if self._is_closed:
+                return None
+            block, written = self._offered[number]
+        if written is not None:  # the current stream is per thread, and vLLM has one of its own
+            torch.cuda.current_stream(block.device).wait_event(written)
+        return block
 
 
 def slowest(relays: Sequence[Relay]) -> int:
