@@ -26,6 +26,8 @@ class Nccl:
     """Notes what torch's class would be given."""
 
     blocks = threading.Event()
+    hangs = threading.Event()
+    hangs.set()
     Options = SimpleNamespace
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
@@ -39,7 +41,8 @@ class Nccl:
         self.blocks.wait(30)
 
     def abort(self) -> None:
-        pass
+        self.aborted_by = threading.current_thread()
+        self.hangs.wait(60)
 
 
 @pytest.fixture
@@ -106,6 +109,24 @@ def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup)
     assert time.monotonic() < deadline + 60
     assert MADE[0].connected is not None
     Nccl.blocks.set()
+
+
+def test_an_abort_that_hangs_is_left_to_its_thread(
+    group: P2PGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends a communicator within the time of a message, which is a day here."""
+    Nccl.blocks.set()
+    group.join(1, lambda: None)
+    monkeypatch.setattr(Nccl, "hangs", threading.Event())
+    monkeypatch.setattr(p2p_group, "ABORT_TIMEOUT_S", 0.1, raising=False)
+    started_at = time.monotonic()
+    group.leave()
+    assert time.monotonic() < started_at + 30
+    assert MADE[0].aborted_by is not threading.current_thread()
+    Nccl.hangs.set()
+    group.join(2, lambda: None)  # another communicator can be made
+    assert len(MADE) == 2
+    group.leave()
 
 
 class Stream:

@@ -72,8 +72,9 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-NO_TIMEOUT_S, CANCEL_TIMEOUT_S = 86400.0, 0.2
-"""Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread."""
+NO_TIMEOUT_S, CANCEL_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 0.2, 10.0
+"""Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread; for
+NCCL's end of a communicator, which itself would wait as long as for a message."""
 
 
 class PeerGone(RuntimeError):
@@ -115,9 +116,9 @@ class Task:
             raise self._error
         return self._result
 
-    def join(self) -> None:
-        """Wait for the thread to end, at most `CANCEL_TIMEOUT_S`."""
-        self._thread.join(CANCEL_TIMEOUT_S)
+    def join(self, within_s: float = CANCEL_TIMEOUT_S) -> None:
+        """Wait for the thread to end, at most `within_s` seconds."""
+        self._thread.join(within_s)
 
 
 class InFlight(Task):
@@ -235,7 +236,7 @@ class P2PGroup:
         """Leave the group; messages in flight end, here and at the other ranks."""
         transfers, self._in_flight = self._in_flight, []
         if self._group is not None and self._device.type == "cuda":
-            self._group.abort()
+            Task(self._group.abort).join(ABORT_TIMEOUT_S)
         for transfer in transfers:
             transfer.cancel()
         self._number, self._group, store, self._store = 0, None, self._store, None
