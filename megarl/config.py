@@ -40,6 +40,7 @@ from megarl.schema import (
     Range,
     Without,
     dotted,
+    is_own,
     leaves,
     problems,
     replace,
@@ -150,11 +151,12 @@ class RunConfig(AnyRunConfig):
         check_run(self, longest_request(self))
 
     @property
-    def compares_groups(self) -> bool:
-        """Whether the policy learns from differences between the rewards of a group, so that a
-        group of equal rewards teaches nothing.
+    def group_filter(self) -> str:
+        """Which groups dynamic sampling keeps: `rollout.filter`, or its usual value. A group of
+        equal rewards teaches nothing where an advantage compares the samples of a group.
         """
-        return self.algorithm.advantage in COMPARING
+        usual = "differing" if self.algorithm.advantage in COMPARING else "all"
+        return self.rollout.filter or usual
 
     @property
     def skips_equal_groups(self) -> bool:
@@ -167,6 +169,8 @@ class RunConfig(AnyRunConfig):
             and algorithm.credit == "response"
             and algorithm.kl.coefficient == 0
             and algorithm.entropy_coefficient == 0
+            and not is_own(algorithm.loss)  # which may have a gradient there
+            and not is_own(algorithm.method)
             and not self.reward_models  # which change the rewards afterwards
         )
 
@@ -215,9 +219,9 @@ class DistillConfig(RunConfig):
     distillation: DistillationConfig = section(DistillationConfig)
 
     @property
-    def compares_groups(self) -> bool:
-        """False: the loss of a response does not depend on other responses to its prompt."""
-        return False
+    def group_filter(self) -> str:
+        """`rollout.filter`, or `all`: the loss of a response does not depend on other ones."""
+        return self.rollout.filter or "all"
 
     @property
     def skips_equal_groups(self) -> bool:
@@ -273,7 +277,7 @@ def made_with(config: RunConfig) -> str:
     model, data and seed.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
-    kinds = config.compares_groups, config.greedy_baseline
+    kinds = config.group_filter, config.greedy_baseline
     plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
     text = json.dumps(plain, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

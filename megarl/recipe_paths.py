@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationInfo
 from pydantic_core import core_schema
 
-from megarl.schema import refused
+from megarl.schema import FILE, is_own, refused, shortened
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 LONGEST_PATH, LONGEST_NAME = 4095, 255
@@ -39,6 +39,9 @@ class IsPath:
     use: Literal["read", "write", "code"] = "read"
     """`read`: looked for beside the recipe too. `write`: always in the working folder. `code`: may
     be another name than a file's; as `read` where it ends in .py."""
+    names: tuple[str, ...] = ()
+    """Of `code`: the names of the house, beside which only a file's function is allowed. Empty: any
+    other name is."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.with_info_after_validator_function(self.read, handler(source))
@@ -56,6 +59,11 @@ class IsPath:
             raise refused(
                 f"holds a name of {longest} bytes, longer than a file's; set a shorter one"
             )
+        if self.names and not is_own(text):
+            if text in self.names:
+                return text
+            known = ", ".join(filter(None, self.names))
+            raise refused(f"is '{shortened(text)}'; set it to one of {known}, or to {FILE}")
         beside = info.context
         if not isinstance(beside, Beside):
             return text

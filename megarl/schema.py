@@ -51,6 +51,15 @@ class Range:
         return value
 
 
+FILE = "path/to/file.py:function"
+"""Among the values of `Of`, any name of the user's own code, which may use the setting."""
+
+
+def is_own(name: object) -> bool:
+    """Whether the value of a setting names code of the user's own, as `FILE` does."""
+    return isinstance(name, str) and ".py:" in name
+
+
 class Of:
     """Marks a setting that has an effect only where another one has one of `values`, or without
     values where it is set. Elsewhere the setting must have its default.
@@ -67,6 +76,8 @@ class Of:
         """Raise `ValueError` if setting `name` of `owner` is set and does nothing."""
         found = operator.attrgetter(self.key)(owner)
         if owner.is_default(name) or (found in self.values if self.values else found):
+            return
+        if FILE in self.values and is_own(found):
             return
         other = f"{type(owner).__name__}.{self.key}"
         why = self.why or f"but {other} is {shown(found)}, which does not use it"

@@ -29,6 +29,7 @@ from megarl.checks.folder_checks import (
 )
 from megarl.checks.layout_checks import check_cut, check_layout
 from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
+from megarl.checks.objective_trial import try_filter, try_objectives
 from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.run_files import check_run_files
 from megarl.checks.verifier_trial import check_verifier, try_verifier
@@ -42,7 +43,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
-from megarl.schema import require
+from megarl.schema import is_own, require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
@@ -106,6 +107,8 @@ def check_run(
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
     if new:
+        device = torch.device("cpu") if on_cpu else local_device()
+        try_objectives(config, device, has_empty_ranks=layout.size > 1)
         check_places(config)
     else:
         check_writable(config.folder, setting="folder")
@@ -117,6 +120,11 @@ def check_run(
     names = config.other_roles if new else ()
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
     warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
+    if is_own(config.algorithm.advantage) and not config.rollout.filter:
+        warn(
+            "algorithm.advantage is a function of your own: groups of equal rewards are trained on;"
+            " set rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
+        )
     prompts, held_out, tools = read_prompts(config, tokenizer)
     # Ranks without the data leave its lengths to rank 0.
     longest = max((one.longest for one in (prompts, held_out) if one is not None), default=0)
@@ -135,6 +143,7 @@ def check_run(
         with_steps(config, len(prompts))
         variables = config.prompts.parts[0].template_variables
         try_verifier(config.environment, prompts, tokenizer, variables)
+        try_filter(config, prompts)
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     return RunInputs(

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from megarl.checks.layout_checks import check_cut, refuse_kernels
 from megarl.config import DistillConfig, RunConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.objectives.config import COMPARING
 from megarl.parallel.mesh import local_device
 from megarl.schema import require
 from megarl.trainer.attention import prove_attention, refuse_unsupported
@@ -99,7 +98,7 @@ def refuse_rejection(config: RunConfig) -> None:
     require(
         not config.reward_models
         or not config.rollout.dynamic_sampling.enabled
-        or config.algorithm.advantage not in COMPARING,
+        or config.group_filter != "differing",
         "rollout.dynamic_sampling.enabled is true, but groups are rejected before reward_models"
         " score them; set it to false",
     )

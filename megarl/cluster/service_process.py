@@ -71,7 +71,7 @@ def build_service(
         cursor=cursor,
         first_step=first_step,
         carried=carried,
-        compares_groups=config.compares_groups,
+        group_filter=config.group_filter,
         skips_equal_groups=config.skips_equal_groups,
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.recipe_file import is_section
 from megarl.recipe_paths import IsPath
-from megarl.schema import Config, Range
+from megarl.schema import FILE, Config, Range
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ def _values(kind: Any) -> str:
         ranges = [mark for mark in inner[1:] if isinstance(mark, Range) and mark.high < 8e307]
         said = "".join(f" from {one.low:.10g} to {one.high:.10g}" for one in ranges)
         zero = "0, or " if any(one.or_zero for one in ranges) else ""
-        is_path = any(isinstance(mark, IsPath) for mark in inner[1:])
-        return f"{zero}{'path' if is_path else _values(inner[0])}{said}"
+        if any(isinstance(mark, IsPath) for mark in inner[1:]):
+            return " | ".join(map(as_yaml, [*_choices(kind), FILE])) if _choices(kind) else "path"
+        return f"{zero}{_values(inner[0])}{said}"
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_values, sorted(inner, key=lambda one: one is not type(None))))
     if origin in (tuple, dict):
@@ -115,10 +116,14 @@ def _values(kind: Any) -> str:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """The values of a truth value or a `Literal`, also of one that may be null."""
+    """The values of a truth value or a `Literal`, also of one that may be null; of a setting that
+    may name a file's function, the names of the house.
+    """
+    found = []
     if typing.get_origin(kind) is typing.Annotated:
-        kind = typing.get_args(kind)[0]
-    found = [[True, False] if kind is bool else []]
+        kind, *marks = typing.get_args(kind)
+        found = [mark.names for mark in marks if isinstance(mark, IsPath)]
+    found += [[True, False] if kind is bool else []]
     if typing.get_origin(kind) is typing.Literal:
         found = [list(typing.get_args(kind))]
     elif type(None) in typing.get_args(kind):

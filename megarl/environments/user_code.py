@@ -8,11 +8,12 @@ middle of a run changes nothing, and a mistake in it ends nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -182,3 +183,33 @@ def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
     elif inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         what = "is a generator function, since it has `yield`; return one result"
     require(not what, f"{setting}: {name} {what}")
+
+
+def own_function(
+    name: str, setting: str, others: str = "", sources: Sources | None = None
+) -> Callable[..., Any]:
+    """The function of the user's that `name`, `path/to/file.py:function`, stands for. Raises
+    `ValueError` that names `setting`. `others`: see `split`; `sources`: see `load`.
+    """
+    path, attribute = split(name, setting, others)
+    found = load(path, attribute, setting, "function", inspect.isfunction, sources)
+    check_function(found, name, setting)
+    return found
+
+
+@functools.cache
+def _loaded(name: str, setting: str) -> Callable[..., Any]:
+    """As `own_function`; while the file is imported, it may import its neighbours."""
+    folder = str(split(name, setting)[0].resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        return own_function(name, setting)
+    finally:
+        sys.path.remove(folder)
+
+
+def named(name: str, table: Mapping[str, Callable[..., Any]], setting: str) -> Callable[..., Any]:
+    """The entry `name` of `table`, or the function of the user's that it stands for, whose file a
+    process reads once. Raises `ValueError` that names `setting`.
+    """
+    return table[name] if name in table else _loaded(name, setting)

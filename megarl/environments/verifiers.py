@@ -26,7 +26,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import Sources, check_function, load, split
+from megarl.environments.user_code import Sources, load, own_function, split
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -165,9 +165,8 @@ def load_functions(
         return functions
     setting = setting_of(config)
     for name in [name for name in local(config) if name not in VERIFIERS]:
-        path, attribute = split(name, setting, f"one of {', '.join(VERIFIERS)}, or to ")
-        found = load(path, attribute, setting, "function", inspect.isfunction, sources)
-        check_function(found, name, setting)
+        others = f"one of {', '.join(VERIFIERS)}, or to "
+        found = own_function(name, setting, others, sources)
         functions[name] = recognised(found, name, setting)
     return functions
 

@@ -31,7 +31,7 @@ from megarl.ledger.journal import Journal, LostError
 from megarl.types import Cursor, Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
-"""Why dynamic sampling rejects a group."""
+"""Why dynamic sampling rejects a group with `rollout.filter: differing`."""
 
 LONGEST_FAILURE = 300
 """Characters that are kept of the reason why generation failed."""
@@ -106,17 +106,18 @@ class Recorder:
         drawn: Sequence[int],
         accepted: Collection[int],
         swept: Sequence[int] = (),
+        reason: str = EQUAL_REWARDS,
     ) -> None:
         """Record that the batch of `step` (from 0) is complete. `drawn`: ordinals of all groups
         that the step has looked at; `accepted`: ordinals of those that are trained on, the others
-        are rejected; `swept`: ordinals of unfinished groups that are rejected too, because every
-        later step would find them too old.
+        are rejected for `reason`; `swept`: ordinals of unfinished groups that are rejected too,
+        because every later step would find them too old.
         """
         for ordinal in drawn:
             self._put(
                 Accepted(ordinal, step + 1)
                 if ordinal in accepted
-                else Rejected(ordinal, step + 1, EQUAL_REWARDS)
+                else Rejected(ordinal, step + 1, reason)
             )
         for ordinal in swept:
             self._put(Rejected(ordinal, step + 1, STALE))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from megarl import console
 from megarl.activity.spans import activity, step_begins
 from megarl.config import RunConfig, made_with
+from megarl.environments.user_code import named
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
 from megarl.loops.schedule import due, reached, save_due
@@ -50,7 +51,7 @@ class Method:
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
     """`megarl train`; see `run_command`."""
-    return run_command(config, inputs, Method(train, work))
+    return run_command(config, inputs, method_of(config))
 
 
 def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
@@ -126,6 +127,11 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         tell(parts, "train", step)
         with activity(f"training of step {step + 1}", kind="train"):
             report = method.train(parts, batch)
+        if not isinstance(report, StepReport):
+            raise UserError(
+                f"algorithm.method: {config.algorithm.method} has returned"
+                f" {type(report).__name__} in step {step + 1}; return the step's StepReport"
+            )
         if is_colocated:
             lend_memory(parts)
         trained_at = time.monotonic()
@@ -252,6 +258,15 @@ def work(parts: ServingParts, step: int) -> None:
         parts.critic.values(None, ())
         parts.critic.start(step, None)
         parts.critic.finish(step)
+
+
+METHODS: dict[str, Callable[[TrainingParts, StepBatch], StepReport]] = {"policy_gradient": train}
+"""{name in `algorithm.method`: function that trains on a step's batch}"""
+
+
+def method_of(config: RunConfig) -> Method:
+    """What `megarl train` does with the rollouts of a step."""
+    return Method(named(config.algorithm.method, METHODS, "algorithm.method"), work)
 
 
 def serve(parts: ServingParts, method: Method) -> None:

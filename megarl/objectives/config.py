@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 
 from megarl.limits import MOST_TOKENS
 from megarl.presets import PRESETS
-from megarl.schema import Config, Of, Range, require, section
+from megarl.recipe_paths import IsPath
+from megarl.schema import FILE, Config, Of, Range, require, section
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
 # TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
-_ByGroup = Literal["grpo", "dr_grpo", "gpg", "rloo", "remax"]
-_ByStep = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-AdvantageName = Literal[_ByGroup, _ByStep, "reinforce_plus_plus_tokens", "gae"]
+_BY_GROUP = ("grpo", "dr_grpo", "gpg", "rloo", "remax")
+_BY_STEP = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGE = IsPath("code", (*_BY_GROUP, *_BY_STEP, "reinforce_plus_plus_tokens", "gae"))
 _SomePresets = Literal["dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp"]
 _OtherPresets = Literal["reinforce_pp_baseline", "ppo", "gspo", "cispo", "sapo", "gpg"]
 PresetName = Literal["", _SomePresets, _OtherPresets]
@@ -25,10 +26,11 @@ WITH_GREEDY_BASELINE = ("remax",)
 """Advantages that compare each sample with a greedy response to the same prompt, which the engines
 generate beside the group and which is not trained on."""
 
-LossName = Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
-CLIPPED = Of("loss", "ppo_clip", "dual_clip", "gspo", "cispo")
+LOSS = IsPath("code", ("ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"))
+CLIPPED = Of("loss", "ppo_clip", "dual_clip", "gspo", "cispo", FILE)
+DUAL_CLIP = Of("loss", "dual_clip", FILE)
 OF_A_RATIO = Of(
-    *("loss", "ppo_clip", "dual_clip", "gspo", "cispo", "sapo"),
+    *("loss", "ppo_clip", "dual_clip", "gspo", "cispo", "sapo", FILE),
     why="the denominator of a ratio that algorithm.loss 'reinforce' does not have",
     fix="for rollouts of other weights set algorithm.correction.kind",
 )
@@ -36,7 +38,10 @@ BY_TRAINER = Of("old_logprobs", "trainer")
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
-CorrectionName = Literal["none", "decoupled", "tis", "icepop", "sequence_mask", "geometric_mask"]
+CORRECTION = IsPath(
+    "code", ("none", "decoupled", "tis", "icepop", "sequence_mask", "geometric_mask")
+)
+METHOD = IsPath("code", ("policy_gradient",))
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "decoupled": (None, 5.0),
     "tis": (None, 2.0),
@@ -82,14 +87,15 @@ class CorrectionConfig(Config):
     engine sampled.
     """
 
-    kind: CorrectionName = "none"
+    kind: Annotated[str, CORRECTION] = "none"
     """`decoupled`: w up to high, 0 above. `tis`: min(w, high). `icepop`: w inside [low, high], 0
     outside. `sequence_mask`: the product of a sample's w inside [low, high], 0 outside.
-    `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], otherwise 0."""
-    low: Annotated[float | None, Range(0.0, 1.0), Of("kind", *kinds_with(0))] = None
+    `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], otherwise 0.
+    A function of your own: docs/extending.md."""
+    low: Annotated[float | None, Range(0.0, 1.0), Of("kind", *kinds_with(0), FILE)] = None
     """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
     `geometric_mask`."""
-    high: Annotated[float | None, Range(1.0, 1e4), Of("kind", *kinds_with(1))] = None
+    high: Annotated[float | None, Range(1.0, 1e4), Of("kind", *kinds_with(1), FILE)] = None
     """Upper bound; null: 5 for `decoupled`, 2 for `tis`, 5 for `icepop`, 2 for `sequence_mask`,
     1.01 for `geometric_mask`."""
     allow_uncorrected: Annotated[bool, Of("kind", "none")] = False
@@ -142,22 +148,27 @@ class AlgorithmConfig(Config):
     preset: PresetName = ""
     """An algorithm by name, whose settings are filled in: an entry of
     megarl.presets.PRESETS. `algorithm: NAME` is short for it."""
-    advantage: AdvantageName = "grpo"
+    method: Annotated[str, METHOD] = "policy_gradient"
+    """What is done with the rollouts of a step: a name in `METHODS` of megarl.loops.rl, or a
+    function of your own (docs/extending.md)."""
+    advantage: Annotated[str, ADVANTAGE] = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
-    `TOKEN_ADVANTAGES` (one a token) of megarl.objectives. With `kl.where: reward`,
+    `TOKEN_ADVANTAGES` (one a token) of megarl.objectives, or a function of your own
+    (docs/extending.md). With `kl.where: reward`,
     `reinforce_plus_plus` charges a token for the KL of its whole sequence, and
     `reinforce_plus_plus_tokens` for that from the token on, as the paper does (arXiv:2501.03262,
     eq. 8).
     """
-    credit: Annotated[Literal["response", "turn"], Of("advantage", *COMPARING)] = "response"
+    credit: Annotated[Literal["response", "turn"], Of("advantage", *COMPARING, FILE)] = "response"
     """What an advantage is of, in rollouts of several turns: `response`, all tokens of a rollout by
     its total reward; `turn`, each turn by the rewards from this turn on, compared with the same
     turn of the group's other rollouts (megarl.objectives.token_advantages)."""
     turn_discount: Annotated[float, Range(0.0, 1.0), Of("credit", "turn")] = 1.0
     """With `credit: turn`: how much the reward of a turn counts for the turn before it, squared for
     the one before that, and so on. 0: each turn is judged by its own reward alone."""
-    loss: LossName = "ppo_clip"
-    """The policy loss: a name in megarl.objectives.losses.LOSSES."""
+    loss: Annotated[str, LOSS] = "ppo_clip"
+    """The policy loss: a name in megarl.objectives.losses.LOSSES, or a function of your own
+    (docs/extending.md)."""
     aggregation: AggregationName = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""
@@ -168,15 +179,15 @@ class AlgorithmConfig(Config):
     """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
     clip_high: Annotated[float, Range(0.0, 100.0), CLIPPED] = 0.28
     """The ratio's upper bound is 1 + clip_high; gspo needs about 4e-4."""
-    dual_clip: Annotated[float, Range(1.000001, 100, fix=ABOVE_1), Of("loss", "dual_clip")] = 3.0
+    dual_clip: Annotated[float, Range(1.000001, 100, fix=ABOVE_1), DUAL_CLIP] = 3.0
     """Loss `dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
-    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
+    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo", FILE)] = 1.0
     """Loss `sapo` only: how fast the gradient fades with the ratio, for positive advantages."""
-    sapo_negative: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.05
+    sapo_negative: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo", FILE)] = 1.05
     """Loss `sapo` only: the same for other advantages."""
     entropy_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the entropy bonus."""
-    gae: Annotated[GaeConfig, Of("advantage", "gae")] = section(GaeConfig)
+    gae: Annotated[GaeConfig, Of("advantage", "gae", FILE)] = section(GaeConfig)
     kl: KLConfig = section(KLConfig)
     correction: Annotated[CorrectionConfig, BY_TRAINER] = section(CorrectionConfig)
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"

@@ -7,6 +7,7 @@ line to `TOKEN_ADVANTAGES`, add its name to `AdvantageName` in `config.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -137,6 +138,13 @@ TOKEN_ADVANTAGES: dict[str, TokenAdvantage] = {
     "reinforce_plus_plus_tokens": reinforce_plus_plus_tokens,
     "gae": gae,
 }
+
+
+def is_per_token(function: Callable[..., Tensor]) -> bool:
+    """Whether an advantage is a `TokenAdvantage`, with two arguments, and no
+    `AdvantageFunction`, with three.
+    """
+    return len(inspect.signature(function).parameters) == 2
 
 
 def turn_of_tokens(mask: Tensor, sample_ids: Tensor) -> Tensor:

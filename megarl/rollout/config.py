@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 from megarl.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_TOKENS
+from megarl.recipe_paths import IsPath
 from megarl.schema import Config, Of, Range, require, section
 
 ENGINE_STARTS = 3
@@ -13,6 +14,7 @@ MOST_STOPS = 16
 DispatchName = Literal["ordered", "windowed"]
 """Names of the dispatch policies, which are in `megarl.rollout.dispatch.policy_table`."""
 WINDOWED = Of("dispatch", "windowed")
+FILTER = IsPath("code", ("", "differing", "all"))
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
 """Advice for a sampling temperature out of vLLM's range; below 0.01 vLLM samples at 0.01."""
 
@@ -69,10 +71,8 @@ PLAIN = Sampling()
 
 
 class DynamicSamplingConfig(Config):
-    """DAPO's dynamic sampling: a group whose rewards are all equal has zero advantages, and is
-    replaced by a new group. It is not used with an `algorithm.advantage` that does not compare the
-    samples of a group (`remax`, `reinforce_plus_plus`, `reinforce_plus_plus_tokens` and `gae`), nor
-    by `megarl distill`.
+    """DAPO's dynamic sampling: a group that `rollout.filter` does not keep, by default one whose
+    rewards are all equal, so that its advantages are zero, is replaced by a new group.
     """
 
     enabled: bool = True
@@ -127,6 +127,11 @@ class RolloutConfig(Config):
     null: (1 + max_staleness) x groups_per_step. More keep the engines fuller, and more groups are
     rejected as stale."""
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
+    filter: Annotated[str, FILTER, Of("dynamic_sampling.enabled")] = ""
+    """Which groups are trained on: `differing`, those whose rewards are not all equal; `all`; or a
+    function of your own (docs/extending.md). Empty: `differing` with an `algorithm.advantage` of
+    the house that compares the samples of a group, otherwise (`remax`, `reinforce_plus_plus`,
+    `reinforce_plus_plus_tokens`, `gae`, an advantage of your own, `megarl distill`) `all`."""
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds.
     Time in which the engine is paused, for new weights or a colocated trainer, does not count. It

@@ -19,12 +19,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.ledger.recorder import Recorder
+from megarl.environments.user_code import named
+from megarl.ledger.recorder import EQUAL_REWARDS, Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
+from megarl.rollout.filters import FILTERS
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Progress, PublishAgain, Waits
@@ -122,15 +124,15 @@ class RolloutService:
         cursor: Cursor = START,
         first_step: int = 0,
         carried: Sequence[Group] = (),
-        compares_groups: bool = True,
+        group_filter: str = "differing",
         skips_equal_groups: bool = False,
         greedy_baseline: Literal["", "reward", "tokens"] = "",
         max_turns: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
     ) -> None:
-        """`compares_groups`: whether the advantage is 0 for a group of equal rewards, so that
-        dynamic sampling rejects such groups. `skips_equal_groups`: whether such groups are not sent
+        """`group_filter`: which groups dynamic sampling keeps, as `RunConfig.group_filter`.
+        `skips_equal_groups`: whether such groups are not sent
         to the ranks where they are not rejected. `greedy_baseline`: whether each group has a greedy
         response to compare with, of which the trainer gets the reward or, for its reward models,
         the tokens too. `max_turns`: limit of model segments in a rollout, 0 for none.
@@ -151,8 +153,10 @@ class RolloutService:
         )
         self.prefix_saves, self.windows = prefix_saves, windows
         self.transcripts_per_step = transcripts_per_step
-        self._rejects = config.dynamic_sampling.enabled and compares_groups
-        self.limits = limits_of(config, rejects=self._rejects, last_step=last_step)
+        kept = group_filter if config.dynamic_sampling.enabled else "all"
+        self._accepts = named(kept, FILTERS, "rollout.filter")
+        self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
+        self.limits = limits_of(config, rejects=kept != "all", last_step=last_step)
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
         self.engines = EnginePool(engines, config)
         self._attempts = Attempts(
@@ -400,17 +404,6 @@ class RolloutService:
             self._transcripts[closed.step] = asyncio.create_task(written)
             await self._waits.notify()
 
-    def _accepts(self, group: Group) -> bool:
-        """Whether dynamic sampling keeps the group: its rewards, without length penalty, are not
-        all equal.
-        """
-        if not self._rejects:
-            return True
-        # Without the length penalty: answers that are all wrong stay a group to reject, however
-        # long they are.
-        scores = {round(rollout.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts}
-        return len(scores) > 1
-
     def _close(self) -> Callable[[], StepGroups] | None:
         """If the open batch is complete, a function that divides it over the ranks; otherwise
         None.
@@ -420,7 +413,7 @@ class RolloutService:
             return None
         drawn = self._finished.close(step, batch.drawn)
         chosen = set(batch.accepted)
-        self.ledger.close(step, batch.drawn, chosen, batch.swept)
+        self.ledger.close(step, batch.drawn, chosen, batch.swept, self._reason)
         for ordinal in batch.swept:
             self._tasks[ordinal].cancel()
         verdicts = [

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megarl.environments.user_code import named
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
@@ -25,7 +26,7 @@ from megarl.objectives.corrections import (
     weight_sums,
 )
 from megarl.objectives.kl import KL_ESTIMATORS, KLControl
-from megarl.objectives.losses import LOSSES
+from megarl.objectives.losses import LOSSES, LossTerms
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
@@ -229,10 +230,12 @@ class PolicyGradient:
             behaviour = columns["logprobs"][places] if "logprobs" in columns else current
         mean = SequenceMean(samples, micro.members, self.policy.mesh.sequence)
         advantages = columns["advantages"][places]
-        terms = LOSSES[algorithm.loss](logprobs, behaviour, advantages, mean, algorithm)
-        correction = CORRECTIONS[algorithm.correction.kind](
-            behaviour, engine_logprobs, mean.sum, algorithm.correction
-        )
+        loss_of = named(algorithm.loss, LOSSES, "algorithm.loss")
+        terms = loss_of(logprobs, behaviour, advantages, mean, algorithm)
+        if isinstance(terms, torch.Tensor):  # of a loss that clips nothing
+            terms = LossTerms(terms, torch.zeros_like(terms).bool(), terms.detach())
+        correct = named(algorithm.correction.kind, CORRECTIONS, "algorithm.correction.kind")
+        correction = correct(behaviour, engine_logprobs, mean.sum, algorithm.correction)
         policy_loss = (weight * correction * terms.per_token).sum()
         loss = policy_loss - algorithm.entropy_coefficient * (weight * entropy).sum()
         metrics.add(

@@ -268,5 +268,6 @@ def _equal_rewards(metrics: Mapping[str, float]) -> str:
         f"since the rewards of every group were equal (in this step {found['groups/drawn']:.0f}"
         f" groups, accuracy {found['accuracy']:.4g}, {found['length/truncated_share']:.0%} cut"
         " off); set prompts that are neither too hard nor too easy, a verifier that tells responses"
-        " apart, or a larger rollout.group_size or rollout.max_new_tokens"
+        " apart, a larger rollout.group_size or rollout.max_new_tokens, or a rollout.filter that"
+        " keeps groups"
     )

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from megarl.objectives.advantages import ADVANTAGES, check_rewards
+from megarl.environments.user_code import named
+from megarl.objectives.advantages import ADVANTAGES, AdvantageFunction, check_rewards
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.token_advantages import (
     TOKEN_ADVANTAGES,
     TokenRewards,
+    is_per_token,
     turn_advantages,
     turn_of_tokens,
     turn_sums,
@@ -64,11 +66,11 @@ def step_advantages(
         totals -= kl_coefficient * all_reduce(charges, data)
     groups = torch.from_numpy(batch.groups).to(device)
     tokens = torch.from_numpy(batch.response_tokens).to(device)
+    function = named(algorithm.advantage, ADVANTAGES | TOKEN_ADVANTAGES, "algorithm.advantage")
     if algorithm.credit == "turn":
         check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
-        return {"advantages": _of_turns(rewards, masks, ids, groups, algorithm, data)}
-    if algorithm.advantage in ADVANTAGES:
-        function = ADVANTAGES[algorithm.advantage]
+        return {"advantages": _of_turns(function, rewards, masks, ids, groups, algorithm, data)}
+    if not is_per_token(function):
         per_sample = function(totals.cpu(), groups.cpu(), tokens.cpu()).float().to(device)
         return {"advantages": [per_sample[index] for index in ids]}
     check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
@@ -81,7 +83,7 @@ def step_advantages(
         sum_over_ranks=lambda tensor: all_reduce(tensor, data),
         values=None if values is None else torch.cat([empty, *(part.double() for part in values)]),
     )
-    found = {"advantages": TOKEN_ADVANTAGES[algorithm.advantage](step, algorithm)}
+    found = {"advantages": function(step, algorithm)}
     if values is not None:
         found["returns"] = value_targets(step, algorithm)
     lengths = [len(mask) for mask in masks]
@@ -89,6 +91,7 @@ def step_advantages(
 
 
 def _of_turns(
+    function: AdvantageFunction,
     rewards: Column,
     masks: Column,
     ids: Column,
@@ -109,7 +112,7 @@ def _of_turns(
         sums[1] += turn_sums(torch.ones_like(reward), mask, of, shape)
     sums = all_reduce(sums, data).cpu()
     found = turn_advantages(
-        ADVANTAGES[algorithm.advantage],
+        function,
         sums[0],
         sums[1].long(),
         groups.cpu(),

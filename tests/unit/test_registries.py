@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from megarl.loops.rl import METHODS
 from megarl.objectives import config
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.corrections import CORRECTIONS
@@ -13,36 +14,45 @@ from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
 from megarl.objectives.token_advantages import TOKEN_ADVANTAGES
 from megarl.presets import PRESETS
+from megarl.recipe_paths import IsPath
+from megarl.rollout.config import FILTER, RolloutConfig
+from megarl.rollout.filters import FILTERS
 
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
     "advantages": (
-        config.AdvantageName,
+        config.ADVANTAGE,
         {**ADVANTAGES, **TOKEN_ADVANTAGES},
         config.AlgorithmConfig,
         "advantage",
     ),
-    "losses": (config.LossName, LOSSES, config.AlgorithmConfig, "loss"),
+    "losses": (config.LOSS, LOSSES, config.AlgorithmConfig, "loss"),
     "aggregations": (config.AggregationName, AGGREGATIONS, config.AlgorithmConfig, "aggregation"),
     "kl": (config.KLName, KL_ESTIMATORS, config.KLConfig, "estimator"),
     "presets": (config.PresetName, {"": None, **PRESETS}, config.AlgorithmConfig, "preset"),
-    "corrections": (config.CorrectionName, CORRECTIONS, config.CorrectionConfig, "kind"),
+    "corrections": (config.CORRECTION, CORRECTIONS, config.CorrectionConfig, "kind"),
+    "methods": (config.METHOD, METHODS, config.AlgorithmConfig, "method"),
+    "filters": (FILTER, {"": None, **FILTERS}, RolloutConfig, "filter"),
 }
 
 
 @pytest.mark.parametrize("registry", REGISTRIES)
 def test_names_are_the_keys(registry: str) -> None:
     names, entries, _, _ = REGISTRIES[registry]
-    assert list(get_args(names)) == list(entries)
+    known = names.names if isinstance(names, IsPath) else get_args(names)
+    assert list(known) == list(entries)
 
 
 @pytest.mark.parametrize("registry", REGISTRIES)
 def test_setting_uses_these_names_and_its_default_exists(registry: str) -> None:
     names, entries, settings, field = REGISTRIES[registry]
-    assert get_type_hints(settings)[field] == names
+    hint = get_type_hints(settings, include_extras=isinstance(names, IsPath))[field]
+    assert hint == names or names in get_args(hint)
     assert getattr(settings(), field) in entries
 
 
-@pytest.mark.parametrize("registry", [name for name in REGISTRIES if name != "presets"])
+@pytest.mark.parametrize(
+    "registry", [name for name in REGISTRIES if name not in ("presets", "methods", "filters")]
+)
 def test_every_entry_is_named_and_explained(registry: str) -> None:
     _, entries, _, _ = REGISTRIES[registry]
     for name, function in entries.items():

@@ -339,7 +339,7 @@ class Greedy(Engine):
 @pytest.mark.parametrize("mode", ["reward", "tokens"])
 def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
     """Each group has one; its tokens are sent only where reward models are to score it."""
-    made = service([Greedy()], ranks=2, compares_groups=False, greedy_baseline=mode)
+    made = service([Greedy()], ranks=2, group_filter="all", greedy_baseline=mode)
     for step, (batch, other) in enumerate(asyncio.run(drive(made, 2, range(3)))):
         assert len(batch.rewards) == 3 * 7
         greedy = batch.response_tokens == 0
@@ -873,7 +873,7 @@ def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
 
 def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
     """Dynamic sampling would reject every group of one sample."""
-    made = service([Engine()], compares_groups=False)
+    made = service([Engine()], group_filter="all")
     for (batch,) in asyncio.run(drive(made, 1, range(3))):
         assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0
 

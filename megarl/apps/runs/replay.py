@@ -45,7 +45,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     anything differs.
     """
     is_distillation = isinstance(config, DistillConfig)
-    method = Method(distill.train, distill.work) if is_distillation else Method(rl.train, rl.work)
+    method = Method(distill.train, distill.work) if is_distillation else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
     # The run has counted skipped and empty steps anew after each resume.
     training = replace(config.training, max_skipped_steps=MOST_STEPS, max_empty_steps=MOST_STEPS)

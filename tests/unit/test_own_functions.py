@@ -1,0 +1,255 @@
+"""Functions of a user's own file in the place of those of the house, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checks.objective_trial import Trial, try_filter, try_objectives
+from megarl.config import RunConfig, from_tree, read
+from megarl.environments.user_code import named
+from megarl.objectives.advantages import ADVANTAGES
+from megarl.schema import replace
+from megarl.types import Prompt
+
+RIGHT = """
+import torch
+from megarl.objectives.losses import LossTerms
+
+def advantage(rewards_N, groups_N, tokens_N):
+    return rewards_N - rewards_N.mean()
+
+def by_token(step, config):
+    return step.rewards * step.mask
+
+def loss(logp_T, old_T, advantages_T, sequence_mean, config):
+    return -(logp_T - old_T).exp() * advantages_T
+
+def of_terms(logp_T, old_T, advantages_T, sequence_mean, config):
+    return LossTerms(-sequence_mean(logp_T) * advantages_T, logp_T > 0, logp_T.exp().detach())
+
+def correction(trainer_logp_T, engine_logp_T, sequence_sum, config):
+    return sequence_sum(trainer_logp_T - engine_logp_T).exp().clamp(max=config.upper)
+
+def keep(group):
+    return max(one.reward for one in group.rollouts) > 0.5
+
+def method(parts, batch):
+    return None
+"""
+
+KEYS = {
+    "algorithm.advantage": "advantage",
+    "algorithm.loss": "loss",
+    "algorithm.correction.kind": "correction",
+    "rollout.filter": "keep",
+    "algorithm.method": "method",
+}
+"""{key: function of `RIGHT`}"""
+
+
+class Prompts(list[Prompt]):
+    def at(self, ordinal: int) -> Prompt:
+        return self[ordinal]
+
+
+def recipe(key: str, value: str) -> RunConfig:
+    section, _, rest = key.partition(".")
+    inner: Any = value
+    for part in reversed(rest.split(".")):
+        inner = {part: inner}
+    tree = {"folder": "run", "model": {"path": "m"}, "prompts": {"source": "p.jsonl"}}
+    return from_tree(RunConfig, tree | {section: inner}, where="recipe")
+
+
+def attempt(key: str, value: str) -> None:
+    config = recipe(key, value)
+    try_objectives(config, torch.device("cpu"), has_empty_ranks=True)
+    try_filter(config, Prompts([Prompt(0, "1+1=", [4, 5], "2")]))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_function_of_a_file_passes(key: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(RIGHT)
+    attempt(key, f"{tmp_path}/own.py:{KEYS[key]}")
+
+
+@pytest.mark.parametrize(
+    ("key", "function"), [("algorithm.advantage", "by_token"), ("algorithm.loss", "of_terms")]
+)
+def test_the_other_forms_pass(key: str, function: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(RIGHT)
+    attempt(key, f"{tmp_path}/own.py:{function}")
+
+
+ADVANTAGE = "def f(rewards_N, groups_N, tokens_N):\n    return "
+LOSS = "def f(logp_T, old_T, advantages_T, sequence_mean, config):\n    return "
+CORRECTION = "def f(trainer_logp_T, engine_logp_T, sequence_sum, config):\n    return "
+WRONG: dict[str, tuple[str, str, list[str]]] = {
+    "advantage raises": (
+        "algorithm.advantage",
+        ADVANTAGE + "nothing",
+        ["line 2", "NameError", "mend"],
+    ),
+    "advantage has one argument": (
+        "algorithm.advantage",
+        "x = 1\ndef f(rewards):\n    return rewards",
+        ["line 2", "TypeError", "(rewards_N, groups_N, tokens_N)"],
+    ),
+    "advantage of a group": (
+        "algorithm.advantage",
+        ADVANTAGE + "rewards_N[:2]",
+        ["[2]", "[N]", "[8]"],
+    ),
+    "advantage is no tensor": ("algorithm.advantage", ADVANTAGE + "[0.0]", ["list", "[N]"]),
+    "advantage divides by 0": (
+        "algorithm.advantage",
+        ADVANTAGE + "(rewards_N - 0.5) / (rewards_N - 0.5).abs()",
+        ["NaN", "equal rewards"],
+    ),
+    "advantage of int": ("algorithm.advantage", ADVANTAGE + "groups_N", ["int64", "float64"]),
+    "token advantage of samples": (
+        "algorithm.advantage",
+        "def f(step, config):\n    return step.rewards[:3]",
+        ["shape [3]", "[T]"],
+    ),
+    "loss has no gradient": (
+        "algorithm.loss",
+        LOSS + "-logp_T.detach() * advantages_T",
+        ["no gradient", "detach"],
+    ),
+    "loss of another tensor": (
+        "algorithm.loss",
+        LOSS + "advantages_T.clone().requires_grad_()",
+        ["no gradient"],
+    ),
+    "loss is a sum": (
+        "algorithm.loss",
+        LOSS + "(-logp_T * advantages_T).sum()",
+        ["shape []", "[T]"],
+    ),
+    "loss has NaN gradient": (
+        "algorithm.loss",
+        LOSS + "(logp_T - logp_T.detach()).abs().sqrt()",
+        ["gradient of NaN"],
+    ),
+    "loss is empty on a rank": (
+        "algorithm.loss",
+        LOSS + "-logp_T * advantages_T / logp_T.abs().max()",
+        ["line 2", "RuntimeError"],
+    ),
+    "loss is a class": ("algorithm.loss", "class f:\n    pass", ["is a class"]),
+    "loss is a generator": ("algorithm.loss", "def f(*_):\n    yield 1", ["generator"]),
+    "loss is no function": ("algorithm.loss", "f = 3\ndef g():\n    pass", ["is int", "g"]),
+    "no such function": ("algorithm.loss", "def g():\n    pass", ["no function 'f'", "g"]),
+    "file is no Python": (
+        "algorithm.loss",
+        "def f(:",
+        ["does not import", "SyntaxError", "line 1"],
+    ),
+    "correction raises": (
+        "algorithm.correction.kind",
+        CORRECTION + "1 / 0",
+        ["line 2", "ZeroDivision"],
+    ),
+    "correction of samples": (
+        "algorithm.correction.kind",
+        CORRECTION + "trainer_logp_T.new_ones(8)",
+        ["shape [8]", "[18]"],
+    ),
+    "filter returns a number": ("rollout.filter", "def f(group):\n    return 1", ["int", "True"]),
+    "filter reads tokens": (
+        "rollout.filter",
+        "def f(group):\n    return group.rollouts[0].segments[0].arrays.tokens > 1",
+        ["line 2", "AttributeError"],
+    ),
+    "filter has two arguments": (
+        "rollout.filter",
+        "def f(a, b):\n    pass",
+        ["TypeError", "(group)"],
+    ),
+    "method has one argument": (
+        "algorithm.method",
+        "def f(parts):\n    pass",
+        ["TypeError", "(parts, batch)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_function_is_told_in_one_line(case: str, tmp_path: Path) -> None:
+    key, text, words = WRONG[case]
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        attempt(key, f"{tmp_path}/own.py:f")
+    said = str(caught.value)
+    assert said.startswith(f"{key}: ") and "own.py" in said and "\n" not in said, said
+    assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_another_name_is_refused_with_those_there_are(key: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        recipe(key, "no_such")
+    said = str(caught.value)
+    assert f"{key} is 'no_such'" in said and "path/to/file.py:function" in said, said
+    assert {"algorithm.loss": "ppo_clip", "rollout.filter": "differing"}.get(key, "") in said
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_file_is_told(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{key} is '.*none.py:f', but there is no file"):
+        attempt(key, f"{tmp_path}/none.py:f")
+
+
+def test_a_file_lies_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(RIGHT)
+    (tmp_path / "recipe.yaml").write_text(
+        "folder: run\nmodel: {path: m}\nprompts: {source: p.jsonl}\n"
+        "algorithm: {loss: own.py:loss, clip_high: 0.4, sapo_positive: 2.0}\n"
+    )
+    found = read(RunConfig, tmp_path / "recipe.yaml").algorithm
+    assert found.loss == f"{tmp_path}/own.py:loss"
+    assert (found.clip_high, found.sapo_positive) == (0.4, 2.0), "a function may use any setting"
+
+
+def test_a_file_may_import_its_neighbour_and_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "names_beside.py").write_text("def f(*_):\n    return 7\n")
+    (tmp_path / "own.py").write_text("from names_beside import f\n")
+    name = f"{tmp_path}/own.py:f"
+    assert named(name, ADVANTAGES, "algorithm.advantage")() == 7
+    (tmp_path / "own.py").write_text("syntax error")
+    assert Trial("algorithm.advantage", name, "").function() == 7
+    assert named("grpo", ADVANTAGES, "algorithm.advantage") is ADVANTAGES["grpo"]
+
+
+def test_what_is_known_of_a_function_of_the_house_is_not_taken_for_granted(tmp_path: Path) -> None:
+    """Groups of equal rewards are computed and kept, unless the recipe says otherwise."""
+    (tmp_path / "own.py").write_text(RIGHT)
+    plain, own = recipe("algorithm.loss", "ppo_clip"), f"{tmp_path}/own.py:f"
+    assert (plain.skips_equal_groups, plain.group_filter) == (True, "differing")
+    assert not recipe("algorithm.loss", own).skips_equal_groups
+    assert not recipe("algorithm.method", own).skips_equal_groups
+    mine = recipe("algorithm.advantage", own)
+    assert (mine.skips_equal_groups, mine.group_filter) == (False, "all")
+    rollout = replace(mine.rollout, filter="differing")
+    assert replace(mine, rollout=rollout).group_filter == "differing"
+
+
+def test_a_filter_without_dynamic_sampling_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"filter is 'all', but .*dynamic_sampling.enabled is false"
+    ):
+        from_tree(
+            RunConfig,
+            {
+                "folder": "run",
+                "model": {"path": "m"},
+                "prompts": {"source": "p.jsonl"},
+                "rollout": {"filter": "all", "dynamic_sampling": {"enabled": False}},
+            },
+            where="recipe",
+        )
