@@ -33,6 +33,7 @@ setup(
         "psutil",
         "pydantic",
         "pyyaml",
+        "pyzmq",
         "regex",
         "safetensors",
         "starlette",

@@ -284,7 +284,7 @@ def made_with(config: RunConfig) -> str:
 
 
 NO_MATTER = {
-    *("engine", "num_engines", "engines_per_relay", "placement", "request_timeout_s"),
+    *("engine", "num_engines", "placement", "request_timeout_s"),
     "max_open_groups",
 }
 """Settings of `rollout` that a finished rollout does not depend on."""

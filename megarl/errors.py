@@ -27,12 +27,6 @@ class EngineUnreachable(RuntimeError):
     """
 
 
-class ArraysLost(RuntimeError):
-    """Token arrays of a rollout that were lost with the node that held them: the rollout begins
-    anew.
-    """
-
-
 class SessionLost(RuntimeError):
     """A session of an environment that was lost with its process: its rollout begins anew."""
 

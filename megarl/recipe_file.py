@@ -33,6 +33,7 @@ RENAMED = {
     "training.mini_batches": "training.num_mini_batches",
     "weight_sync.carrier": "weight_sync.transport",
     "publish": "weight_sync",
+    "rollout.engines_per_relay": "needless, as no run has relays; leave it out",
 }
 """{key of older recipes: its present name}; old keys are refused with the new name."""
 TAG = "tag:yaml.org,2002:"

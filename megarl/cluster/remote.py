@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ from ray.exceptions import ActorUnavailableError
 from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import activity
+from megarl.cluster.channel import Channel, ChannelActor, Remote
 from megarl.cluster.deaths import DEATHS, why_dead
-from megarl.cluster.inbox import Inbox
-from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
@@ -29,7 +27,7 @@ from megarl.environments.user_code import Sources
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.engine import Engine
 from megarl.signals import die_with_parent, keep_blocked_signals
-from megarl.types import Segment, TokenArrays
+from megarl.types import Segment
 
 ENVIRONMENT = "environment"
 """Name of the environment's process in the run's activity files."""
@@ -64,20 +62,19 @@ def die_with_raylet() -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What the rollout service sends to an engine to have the next tokens of a rollout generated.
-
-    Tokens of the rollout's earlier segments travel beside it as `TokenArrays`.
-    """
+    """What the rollout service sends to an engine to have the next segment of a rollout."""
 
     prompt_ids: np.ndarray
     """[P] int32 prompt tokens."""
+    earlier: list[np.ndarray]
+    """[T] int32 tokens of each earlier segment of the rollout."""
     seed: int
     max_tokens: int
     temperature: float
 
 
-class EngineActor(Inbox, Engine):
-    """Ray actor of an inference engine that answers the rollout service's requests in batches."""
+class EngineActor(ChannelActor, Engine):
+    """Ray actor of an inference engine that answers the rollout service's requests."""
 
     def __init__(self, *, recording: Recording | None = None, **arguments: Any) -> None:
         """`recording`: where the actor records what it does. For the others see `Engine`."""
@@ -111,11 +108,9 @@ class EngineActor(Inbox, Engine):
         """The actor's process; answered before `start` is called."""
         return own_process()
 
-    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
-        """Generate the next segment of a rollout. `arrays`: token arrays of its earlier
-        segments.
-        """
-        token_ids = np.concatenate([request.prompt_ids, *(one.token_ids for one in arrays)])
+    async def serve(self, request: GenerateRequest) -> Segment:
+        """Generate the next segment of a rollout."""
+        token_ids = np.concatenate([request.prompt_ids, *request.earlier])
         return await self.generate(
             token_ids.tolist(),
             seed=request.seed,
@@ -130,17 +125,16 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, handle: Any, pace: Pace, *, number: int = 0, deadline_s: float = 0.0
+        self, handle: Any, channel: Channel, *, number: int = 0, deadline_s: float = 0.0
     ) -> None:
-        """`number`: of the engine. `deadline_s`: seconds after which an unanswered request is
-        reported, not counting those of which `paused_s` says that the engine was paused; 0 for
-        none.
+        """`handle`: its actor. `deadline_s`: seconds after which an unanswered request is reported,
+        not counting those of which `paused_s` says that the engine was paused; 0 for none.
         """
         name = engine_name(number)
         busy = self._busy = Busy(
             f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s, judge_s=JUDGE_S
         )
-        self._mailbox, self._pace = Mailbox(handle, pace, busy, drops=True), pace
+        self._remote = Remote(channel, handle, busy, drops=True)
         self.handle, self.number, self.deadline_s = handle, number, deadline_s
 
     async def generate(
@@ -152,15 +146,14 @@ class RemoteEngine:
         max_tokens: int,
         temperature: float,
     ) -> Segment:
-        request = GenerateRequest(prompt_ids, seed, max_tokens, temperature)
-        started_at = time.monotonic()
-        answer = await self._ask(request, [part.arrays for part in segments])
-        self._pace.record(time.monotonic() - started_at)
-        return answer
+        earlier = [part.arrays.token_ids for part in segments]
+        request = GenerateRequest(prompt_ids, earlier, seed, max_tokens, temperature)
+        return await self._remote.ask(request)
 
-    async def _ask(self, request: GenerateRequest, arrays: Sequence[Any]) -> Segment:
-        """The engine's answer. Raises like `Mailbox.ask`."""
-        return await self._mailbox.ask(request, arrays)
+    def replaced_by(self, handle: Any) -> RemoteEngine:
+        """The actor `handle`, which takes the place of this one."""
+        channel, deadline_s = self._remote.channel, self.deadline_s
+        return RemoteEngine(handle, channel, number=self.number, deadline_s=deadline_s)
 
     async def paused_s(self, last_s: float) -> float:
         """See `megarl.rollout.requests.EngineHandle`. 0 if the engine does not say it within
@@ -185,7 +178,7 @@ class RemoteEngine:
         return found
 
 
-class EnvironmentActor(Inbox):
+class EnvironmentActor(ChannelActor):
     """Ray actor that runs the environment; the environment's worker processes are its children."""
 
     ABOUT = ("verdicts", "score")
@@ -213,20 +206,10 @@ class EnvironmentActor(Inbox):
         """The actor's process."""
         return own_process()
 
-    async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
-        """Call a method of the environment by name. `arrays`: token arrays of the segments in the
-        arguments.
-        """
+    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
+        """Call a method of the environment: (its name, arguments)."""
         name, arguments = request
-        if name == "begin":
-            return await self._environment.begin(**arguments)
-        if name == "step":
-            arguments["segment"] = replace(arguments["segment"], arrays=arrays[0])
-            return await self._environment.step(**arguments)
-        if name == "cut_off":
-            return await self._environment.cut_off(**arguments)
-        assert name == "text", name
-        return (await self._environment.texts([Segment("model", 0, arrays[0])]))[0]
+        return await getattr(self._environment, name)(**arguments)
 
     async def stop(self) -> None:
         await self._environment.close()

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording
 from megarl.cluster.asking import kill_actor
+from megarl.cluster.channel import Channel, Remote
 from megarl.cluster.deaths import DEATHS
-from megarl.cluster.mailbox import Mailbox, Pace
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.remote import ENVIRONMENT, EnvironmentActor
+from megarl.cluster.stored_arrays import loaded
 from megarl.console import say
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
@@ -30,13 +32,15 @@ from megarl.environments.workers import GRACE_S, START_WITHIN_S
 from megarl.errors import EngineLost, EngineUnreachable, SessionLost
 from megarl.rollout.config import ENGINE_STARTS
 from megarl.rollout.requests import MOST_LOSSES, UNREACHABLE_S
-from megarl.types import Prompt, Segment, Verdict
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 BEAT_S = 1.0
 """Seconds between two looks whether the environment answers."""
 
 ALIVE_S = 15.0
 """Seconds that the environment has to say that it lives, once verdicts are overdue."""
+
+NO_LOGPROBS = np.zeros(0, np.float32)
 
 ACTOR_START_S = 60.0
 """Seconds that the process of a new environment has to start, before it loads the user's files."""
@@ -56,7 +60,7 @@ class RemoteEnvironment:
         self,
         config: EnvironmentConfig,
         codec: Codec,
-        pace: Pace,
+        channel: Channel,
         token: Token | None = None,
         recording: Recording | None = None,
     ) -> None:
@@ -73,7 +77,7 @@ class RemoteEnvironment:
         # and makes the call again.
         self.silence_s = self.limit_s + loads_s + config.time_limit_s
         self._start_s = ACTOR_START_S + loads_s * (config.has_sessions + config.needs_verifier)
-        self.pace, self.has_start = pace, config.has_sessions
+        self._channel, self.has_start = channel, config.has_sessions
         self._answers = 0
         self._news = ""
         """What the next verdict is to tell as a warning."""
@@ -83,7 +87,7 @@ class RemoteEnvironment:
         self._sources: Sources | None = None
         """The user's files as the first environment read them, which every later one runs."""
         self._handle: Any = self._make()
-        self._mailbox = Mailbox(self._handle, pace, self._busy)
+        self._remote = Remote(channel, self._handle, self._busy)
 
     async def start(self) -> None:
         """Wait until the verifier is loaded; raises `ValueError` if it does not load."""
@@ -97,25 +101,19 @@ class RemoteEnvironment:
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
     ) -> Segment | Verdict:
-        bare = replace(segment, arrays=None)
-        arguments = {"key": key, "prompt": prompt, "segment": bare, "num_tokens": num_tokens}
-        return await self._ask(("step", arguments), [segment.arrays], in_session=self.has_start)
+        segment = _without_logprobs(segment)
+        arguments = {"key": key, "prompt": prompt, "segment": segment, "num_tokens": num_tokens}
+        return await self._ask(("step", arguments), in_session=self.has_start)
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
         arguments = {"key": key, "num_tokens": num_tokens}
         return await self._ask(("cut_off", arguments), in_session=self.has_start)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        asked = (self._ask(("text", {}), [part.arrays]) for part in segments)
-        return list(await asyncio.gather(*asked))
+        bare = [_without_logprobs(await loaded(part)) for part in segments]
+        return await self._ask(("texts", {"segments": bare}))
 
-    async def _ask(
-        self,
-        request: tuple[str, dict[str, Any]],
-        arrays: Sequence[Any] = (),
-        *,
-        in_session: bool = False,
-    ) -> Any:
+    async def _ask(self, request: tuple[str, dict[str, Any]], *, in_session: bool = False) -> Any:
         """The environment's answer. Raises `SessionLost` if the environment was replaced meanwhile
         and the request is about a session that has begun, and `RuntimeError` if `MOST_LOSSES`
         environments were lost while they answered.
@@ -124,7 +122,7 @@ class RemoteEnvironment:
         while True:
             handle = self._handle
             try:
-                answer = await self._mailbox.ask(request, arrays)
+                answer = await self._remote.ask(request)
             except EngineUnreachable as error:
                 # A request that is sent twice would be two turns, or two sessions.
                 if in_session or (self.has_start and request[0] == "begin"):
@@ -204,7 +202,7 @@ class RemoteEnvironment:
                     await asyncio.to_thread(_kill, fresh, None)
                     continue
                 self._handle, self._news = fresh, said
-                self._mailbox = Mailbox(fresh, self.pace, self._busy)
+                self._remote = Remote(self._channel, fresh, self._busy)
                 return
             raise RuntimeError(
                 f"{said}, but {ENGINE_STARTS} starts failed; the last: {problem}; see run.log"
@@ -216,6 +214,11 @@ class RemoteEnvironment:
             self._watcher.cancel()
         await self._handle.stop.remote()
         await asyncio.to_thread(kill_actor, self._handle)
+
+
+def _without_logprobs(segment: Segment) -> Segment:
+    """The segment with token ids only."""
+    return replace(segment, arrays=TokenArrays(segment.arrays.token_ids, NO_LOGPROBS))
 
 
 def _kill(handle: Any, process: Process | None) -> None:

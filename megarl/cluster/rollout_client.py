@@ -14,7 +14,7 @@ import ray
 from megarl.activity.spans import Span, activity
 from megarl.checkpoints.group_files import segments_of, with_arrays
 from megarl.cluster.asking import ActorDied, ActorUnreachable, ask, ask_service
-from megarl.cluster.mailbox import StoredArrays, fetch
+from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.waits import PublishAgain

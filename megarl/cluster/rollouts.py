@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.activity.recording import Recording
-from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays
+from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.mailbox import store
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
 from megarl.cluster.service_process import build_service, with_ledger
+from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
 from megarl.config_checks import TELL_S
 from megarl.console import say
@@ -161,7 +161,7 @@ def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> li
             f"{len(groups)} finished groups of {checkpoint.name} are trained on, those excepted"
             " that a step might find too old"
         )
-    return with_arrays(groups, store([part.arrays for part in segments_of(groups)]))
+    return store(groups)
 
 
 def object_store_bytes(rollout: RolloutConfig) -> int:

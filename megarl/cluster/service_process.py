@@ -5,16 +5,19 @@ while engines and trainer ranks need the CPU.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from megarl.activity.recording import Recording, close_recording
 from megarl.checkpoints.lease import Claim
-from megarl.cluster.mailbox import Pace
-from megarl.cluster.relay import close_relays, remote_engines, replaced
+from megarl.cluster.channel import Channel
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
@@ -23,6 +26,7 @@ from megarl.errors import UserError
 from megarl.ledger.journal import FILE, LostError
 from megarl.ledger.recorder import Recorder
 from megarl.parallel.layout import Layout
+from megarl.private_folder import MARK
 from megarl.rollout.batch import SharePlan
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
@@ -51,15 +55,20 @@ def build_service(
     the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
     service has no ledger; see `megarl.cluster.service_process.with_ledger`.
     """
-    pace = Pace()
+    host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
+    channel = Channel(folder, "" if folder and host.startswith("127.") else host)
+    deadline_s = config.rollout.request_timeout_s
     if recording is not None:
         recording.open("service")
-    environment = RemoteEnvironment(config.environment, codec, pace, token, recording)
+    environment = RemoteEnvironment(config.environment, codec, channel, token, recording)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
         prompts=prompts,
-        engines=remote_engines(handles, pace, config.rollout),
+        engines=[
+            RemoteEngine(handle, channel, number=number, deadline_s=deadline_s)
+            for number, handle in enumerate(handles)
+        ],
         environment=environment,
         num_data_ranks=layout.data,
         num_mini_batches=config.training.num_mini_batches,
@@ -76,6 +85,7 @@ def build_service(
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
         max_failure_share=config.environment.max_failure_share,
+        keep=lambda group: store([group])[0],
     )
     return service, environment
 
@@ -158,12 +168,11 @@ class ServiceActor:
         known = self._service.engines.engines[number]
         assert isinstance(known, RemoteEngine)
         if known.handle != handle:
-            self._service.use_engine(number, await replaced(known, handle, self._environment.pace))
+            self._service.use_engine(number, known.replaced_by(handle))
 
     async def stop(self) -> None:
         await self._service.stop()
         await self._environment.close()
-        await close_relays(self._service.engines.engines)
         close_recording()
 
 

@@ -9,7 +9,6 @@ Model tokens are handed on as sampled; they are never tokenised again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.errors import ArraysLost, SessionLost
+from megarl.errors import SessionLost
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
 from megarl.types import Prompt, Segment, Verdict
 
@@ -106,8 +105,8 @@ class Attempts:
 
         `place` identifies the rollout in the run, for example (group, sample). The seed of its
         first request is `request_seed(run_seed, *place)`, that of request n > 0 is
-        `request_seed(run_seed, *place, n)`. An attempt that is lost, with its session or with the
-        token arrays of its earlier turns, is made again. Raises `RuntimeError` after `MOST_LOSSES`.
+        `request_seed(run_seed, *place, n)`. An attempt whose session is lost is made again. Raises
+        `RuntimeError` after `MOST_LOSSES`.
         """
         key, lost = "/".join(map(str, place)), None
         try:
@@ -117,11 +116,6 @@ class Attempts:
                     return await self._attempt(key, prompt, place, temperature)
                 except SessionLost as error:
                     lost = error
-                except ArraysLost as error:
-                    lost = error
-                    if self.environment.has_start:  # or the next attempt would find it begun
-                        with contextlib.suppress(SessionLost):
-                            await self.environment.cut_off(key, 0)
             raise RuntimeError(
                 f"{MOST_LOSSES} attempts at the rollout {key} of prompt {prompt.index} were lost;"
                 f" the last: {lost}; look at run.log for what was printed last"

@@ -86,10 +86,6 @@ class RolloutConfig(Config):
 
     num_engines: Annotated[int, Range(1, MOST_RANKS)] = 1
     engine: EngineConfig = section(EngineConfig)
-    engines_per_relay: Annotated[int, Range(0, MOST_RANKS)] = 128
-    """Runs with so many engines or more have relays, each for so many: processes beside the rollout
-    service that collect the answers of their engines, since calls to each engine would take too
-    much of its time. 0: no relays."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """On GPUs: whether the engines have GPUs of their own or share those of the trainer."""
     groups_per_step: Annotated[int, Range(1, MOST_SAMPLES)] = 16

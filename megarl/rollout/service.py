@@ -1,5 +1,5 @@
 """The rollout service: decides which groups are generated, by which engine, and which step trains
-them. It keeps what is small; token arrays stay where they were made.
+them. It keeps what is small; the token arrays of finished groups are kept elsewhere.
 
     prompts --dispatch rule--> engines --Segment--> environment --Verdict--> Group --in order-->
     SharePlan per data rank
@@ -130,6 +130,7 @@ class RolloutService:
         max_turns: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
+        keep: Callable[[Group], Group] = lambda group: group,
     ) -> None:
         """`group_filter`: which groups dynamic sampling keeps, as `RunConfig.group_filter`.
         `skips_equal_groups`: whether such groups are not sent
@@ -139,7 +140,8 @@ class RolloutService:
         `max_failure_share`: the service fails if at least this share of the
         verdicts of a step or evaluation has failed. `carried`: finished groups of the checkpoint
         that the run goes on from, ascending. `ledger`: records what becomes of every
-        group; None records nothing. For the others see
+        group; None records nothing. `keep`: moves the token arrays of a finished group to where the
+        ranks read them; called in a thread. For the others see
         `megarl.cluster.service_process.build_service`. Raises `ValueError` if a carried group is
         one that `cursor` says is used.
         """
@@ -164,7 +166,7 @@ class RolloutService:
         )
         self._waits = Waits()
         self.moved = Progress()
-        self.ledger = ledger or Recorder()
+        self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)
         self._ready: dict[int, StepGroups] = {}
@@ -384,6 +386,7 @@ class RolloutService:
             rollouts = await asyncio.gather(*running)
             greedy = rollouts.pop() if self._greedy_baseline else None
             group = Group(ordinal, prompt, rollouts, greedy)
+            group = await asyncio.to_thread(self._keep, group)
             self.window.finish(ordinal, self._accepts(group))
             await self._add(group)
             await self._dispatch()

@@ -95,52 +95,6 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     assert audit.code == 0, audit.out + audit.err
 
 
-RELAYS = """
-import signal, sys
-import psutil
-from megarl.cluster.rollout_client import RolloutClient
-from megarl.console import say
-
-plain, calls = RolloutClient.release, []
-def release(self, *arguments):
-    calls.append(arguments)
-    number = {1: signal.SIGKILL, 2: signal.SIGSTOP}.get(len(calls))
-    if number:
-        relays = [
-            one for one in psutil.Process().children(recursive=True)
-            if one.cmdline() and one.cmdline()[0].startswith("ray::Relay")
-        ]
-        say(f"hit one of {len(relays)} relays")
-        relays[0].send_signal(number)
-    return plain(self, *arguments)
-RolloutClient.release = release
-from megarl.cli import main
-sys.exit(main())
-"""
-
-
-def test_a_run_goes_on_without_its_relays(tmp_path: Path) -> None:
-    """One dies and the other one hangs while the trainer waits for rollouts."""
-    model = write_model(tmp_path / "model")
-    tree = tiny_run(tmp_path, model, steps=3)
-    tree["rollout"] |= {"num_engines": 2, "engines_per_relay": 1}
-    command = [sys.executable, "-c", RELAYS, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
-    process, mark = start(command)
-    done = finish(process, mark, 300)
-    assert done.code == 0, done.err[-3000:]
-    assert done.survivors == []
-    assert re.findall(r"hit one of \d relays", done.err) == [
-        "hit one of 2 relays",
-        "hit one of 1 relays",
-    ]
-    log = (tmp_path / "run" / "run.log").read_text()
-    lost = re.findall(r"warning: relay \d was lost \((.*)\); its engines are asked dir", log)
-    assert sorted(why[:15] for why in lost) == ["it has not said", "its process die"], lost
-    steps = [row for row in records(tmp_path / "run" / "metrics.jsonl") if "groups/drawn" in row]
-    assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4] * 3
-    assert "it is replaced" not in done.err  # an engine
-
-
 RAY = """
 import time
 import psutil, ray

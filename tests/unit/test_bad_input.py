@@ -128,6 +128,10 @@ CASES = {
         ["rollout.samples_per_group: unknown key; it is now rollout.group_size"],
         {"rollout.samples_per_group": 4},
     ),
+    "needless key": Case(
+        ["rollout.engines_per_relay: unknown key; it is now needless, as no run has relays"],
+        {"rollout.engines_per_relay": 4},
+    ),
     "renamed section": Case(
         ["publish: unknown key; it is now weight_sync"], {"publish.timeout_s": 4.0}
     ),

@@ -179,7 +179,7 @@ CANDIDATES = {
     ("",): ["train", "--version", "doctor"],
     ("re",): ["reward-model", "replay", "report"],
     ("train", "r.yaml", "--roll"): ["--rollout."],
-    ("train", "r.yaml", "--rollout.e"): ["--rollout.engine.", "--rollout.engines_per_relay"],
+    ("train", "r.yaml", "--rollout.e"): ["--rollout.engine."],
     ("train", "r.yaml", "--pr"): ["--print-config", "--prompts."],
     ("train", "r.yaml", "--resume", ""): ["true", "false", "auto"],
     ("train", "r.yaml", "--resume", "=", "a"): ["auto"],

@@ -37,7 +37,6 @@ def steps(kind: str, epochs: float | None, num_rows: int, per_step: int) -> int:
     ("changed", "matters"),
     [
         ({"num_engines": 4}, False),
-        ({"engines_per_relay": 2}, False),
         ({"request_timeout_s": 500.0}, False),
         ({"group_size": 4}, True),
         ({"max_new_tokens": 77}, True),

@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.environments.scoring import observed
-from megarl.errors import ArraysLost, EngineLost, SessionLost
+from megarl.errors import EngineLost, SessionLost
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import shares
 from megarl.rollout.config import RolloutConfig
@@ -297,38 +296,6 @@ class Sessions(RandomEnvironment):
         assert key not in self.open
         self.open.add(key)
         return None
-
-
-def test_a_rollout_whose_arrays_are_lost_begins_anew() -> None:
-    """With the same seeds, and with a session that nothing of the lost attempt is left of."""
-
-    class Turns(Sessions):
-        async def step(
-            self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
-        ) -> Segment | Verdict:
-            if len(engine.asked) % 2:
-                return observed([9], 0.0)
-            self.open.discard(key)
-            return Verdict(1.0, correct=True)
-
-    class Losing(RandomEngine):
-        left = 1
-
-        async def generate(self, prompt_ids: Any, segments: Any, **rest: Any) -> Segment:
-            if segments and self.left:
-                self.left -= 1
-                self.asked.clear()
-                raise ArraysLost("its node is gone")
-            answer = await super().generate(prompt_ids, segments, **rest)
-            return replace(answer, finish="stop")
-
-    engine, environment = Losing(0, random.Random(4)), Turns(random.Random(1))
-    attempts = Attempts(EnginePool([engine], RolloutConfig()), environment, RUN_SEED, 50)
-    segments, verdict = asyncio.run(attempts.attempt(PROMPT, 7, 2, temperature=1.0))
-    assert verdict.correct and engine.left == 0 and not environment.open
-    assert [part.kind for part in segments] == ["model", "environment", "model"]
-    seeds = [seed for _, seed, _ in engine.asked]
-    assert seeds == [request_seed(RUN_SEED, 7, 2), request_seed(RUN_SEED, 7, 2, 1)]
 
 
 @pytest.mark.parametrize("losses", [MOST_LOSSES - 1, MOST_LOSSES])

@@ -9,20 +9,20 @@ import json
 import os
 import time
 from argparse import Namespace
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from megarl.cluster.inbox import Inbox
-from megarl.cluster.mailbox import Mailbox, Pace
-from megarl.cluster.relay import remote_engines
-from megarl.cluster.remote import GenerateRequest
+from megarl.activity.busy import Busy
+from megarl.cluster.channel import Channel, ChannelActor, Remote
+from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
+from megarl.cluster.stored_arrays import store
 from megarl.ledger.recorder import Recorder
+from megarl.private_folder import MARK
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.service import RolloutService
@@ -48,7 +48,7 @@ class SimulatedPrompts:
         return Prompt(ordinal, "text " * PROMPT_TOKENS, token_ids, "an answer", {"row": ordinal})
 
 
-class SimulatedEngine(Inbox):
+class SimulatedEngine(ChannelActor):
     """Answers each request, after a random time, as if it had generated tokens."""
 
     def __init__(self, seconds: float) -> None:
@@ -57,52 +57,47 @@ class SimulatedEngine(Inbox):
     async def pulse(self) -> Pulse:
         return Pulse(self.steps, 0, 0, 0, self.requests, is_paused=False, is_dead=False)
 
-    async def serve(self, request: GenerateRequest, arrays: list[TokenArrays]) -> Segment:
+    async def serve(self, request: GenerateRequest) -> Segment:
         share = min(1.0, float(np.exp(np.random.default_rng(request.seed).normal())) / 16)
         self.requests += 1
         await asyncio.sleep(share * self.seconds)
         self.requests, self.steps = self.requests - 1, self.steps + 1
         length = max(1, int(share * request.max_tokens))
-        few = TokenArrays(np.zeros(8, np.int32), np.zeros(8, np.float32))
-        return Segment("model", length, few, [(self.version, length)], "stop")
+        arrays = TokenArrays(np.zeros(length, np.int32), np.zeros(length, np.float32))
+        return Segment("model", length, arrays, [(self.version, length)], "stop")
 
 
-class SimulatedEnvironment(Inbox):
+class SimulatedEnvironment(ChannelActor):
     """Scores each response at once."""
 
     ABOUT = ("verdicts", "score")
 
-    async def serve(self, request: tuple[str, dict[str, Any]], arrays: list[TokenArrays]) -> Any:
-        if request[0] == "text":
-            return "a response"
+    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
+        if request[0] == "texts":
+            return ["a response"] * len(request[1]["segments"])
         return Verdict(float(request[1]["num_tokens"] % 2), True)
 
 
 class Fleet:
-    """Actor of many simulated engines, or of one environment, which counts the calls it gets."""
+    """Actor of many simulated engines, or of one environment."""
 
     def __init__(self, count: int, seconds: float) -> None:
         self._members: list[Any] = [SimulatedEngine(seconds) for _ in range(count)]
         self._members = self._members or [SimulatedEnvironment()]
-        self._calls: Counter[str] = Counter()
 
     async def call(self, member: int, name: str, *arguments: Any) -> Any:
-        self._calls[name] += 1
         return await getattr(self._members[member], name)(*arguments)
 
     async def load(self, version: int) -> None:
         for member in self._members:
             member.version = version
 
-    async def calls(self) -> dict[str, int]:
-        return dict(self._calls)
-
 
 class Member:
     """One member of a fleet, called as if it were an actor of its own."""
 
     def __init__(self, fleet: Any, number: int) -> None:
-        for name in ("submit", "collect", "drop", "leave", "pulse"):
+        for name in ("attach", "pulse"):
             setattr(self, name, Method(fleet.call, number, name))
 
 
@@ -112,9 +107,6 @@ class Method:
     def __init__(self, call: Any, number: int, name: str) -> None:
         self._call, self._member = call, (number, name)
 
-    def options(self, **options: Any) -> Method:
-        return Method(self._call.options(**options), *self._member)
-
     def remote(self, *arguments: Any) -> Any:
         return self._call.remote(*self._member, *arguments)
 
@@ -122,9 +114,9 @@ class Method:
 class FleetEnvironment(RemoteEnvironment):
     """The environment as the service calls it, answered by a fleet."""
 
-    def __init__(self, fleet: Any, pace: Pace) -> None:
-        self._handle, self._answers, self._news = fleet, 0, ""
-        self._mailbox, self.pace, self.has_start = Mailbox(Member(fleet, 0), pace), pace, False
+    def __init__(self, fleet: Any, channel: Channel) -> None:
+        self._handle, self._answers, self._news, self.has_start = fleet, 0, "", False
+        self._remote = Remote(channel, Member(fleet, 0), Busy("verdicts", kind="wait"))
 
     async def start(self) -> None:
         pass
@@ -181,27 +173,27 @@ async def heartbeat(file: Path) -> None:
 
 def build(scale: Namespace, fleets: list[Any], environment: Any, folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
-    pace = Pace()
+    channel = Channel("", "127.0.0.1") if scale.port else Channel(os.environ[MARK])
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
     config = RolloutConfig(
         groups_per_step=scale.samples // scale.group_size,
         group_size=scale.group_size,
         max_new_tokens=scale.tokens,
         dynamic_sampling=DynamicSamplingConfig(enabled=False),
-        engines_per_relay=scale.engines_per_relay,
     )
     service = RolloutService(
         config=config,
         seed=0,
         prompts=SimulatedPrompts(),
-        engines=remote_engines(members, pace, config),
-        environment=FleetEnvironment(environment, pace),
+        engines=[RemoteEngine(one, channel, number=n) for n, one in enumerate(members)],
+        environment=FleetEnvironment(environment, channel),
         num_data_ranks=scale.ranks,
         num_mini_batches=1,
         micro_batch_tokens=2 * scale.tokens,
         last_step=STEPS - 1,
         transcripts_per_step=2,
         ledger=Recorder(folder / "ledger.jsonl"),
+        keep=lambda group: store([group])[0],
     )
     beat = heartbeat(folder / "heartbeat.json")
     service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)

@@ -4,18 +4,15 @@ supervisor of the engines, and the plan of the weights. And what breaks first as
     python tools/bench/simulate_scale.py [--json] [--engines 512] [--ranks 256] [--samples 8192]
     python tools/bench/simulate_scale.py --grow 3      # also twice, four and eight times as large
 
-Real: Ray and its calls, the service with dispatch, ledger and mailboxes, the supervisor's thread,
+Real: Ray and its calls, the service with dispatch and ledger, its channel, the supervisor's thread,
 the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
-in a few actors. An engine answers after a random time with a segment that has as many tokens as it
-was asked for by its numbers, and arrays of a few tokens, which stay in the object store; token
-arrays do not pass through the service, so it costs the same. Lengths are log-normal (median 1/16 of
-the longest). Verdicts are made at once by one more simulated actor. A rank takes its share of the
-step and does not fetch arrays.
+in a few actors. An engine answers after a random time with a segment, whose length is log-normal
+(median 1/16 of the longest). Verdicts are made at once by one more simulated actor. A rank takes
+its share of the step and does not fetch arrays.
 
 cpu              CPU seconds of the process for the second of two steps
-memory           most resident memory, above that before the first step
-calls            Ray calls of the second step: by the service to engines and to the environment, and
-                 by ranks to the service
+memory           most resident memory, without shared memory, above that before the first step
+calls            Ray calls of the second step by ranks to the service
 loop blocked     longest time for which the service's event loop did not run
 supervisor       seconds of a look of rank 0 at all engines, which is due every second
 plan             CPU seconds, and memory, of a trainer rank's and of an engine rank's route
@@ -31,7 +28,6 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,7 +60,8 @@ OPTIONS = {
     "--group-size": (16, "samples of a group"),
     "--tokens": (65536, "longest response"),
     "--seconds": (60.0, "an engine answers within"),
-    "--engines-per-relay": (128, "0: engines are asked directly", int),
+    "--port": (False, "engines connect to a port, as from other machines"),
+    "--store-mib": (2048, "size of Ray's object store"),
     "--grow": (0, "doublings that are simulated as well"),
 }
 
@@ -72,7 +69,8 @@ OPTIONS = {
 def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
-    with Cluster(namespace=f"scale-{os.getpid()}", token=own_cluster_token()) as cluster:
+    name, size = f"scale-{os.getpid()}", scale.store_mib * 2**20
+    with Cluster(namespace=name, token=own_cluster_token(), object_store_bytes=size) as cluster:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
@@ -86,22 +84,18 @@ def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
         service = psutil.Process(json.loads(beat.read_text())["pid"])
         time.sleep(1.0)
         found: dict[str, Any] = {}
-        with Sampled(lambda: service.memory_info().rss) as memory:
+        with Sampled(lambda: own_bytes(service)) as memory:
             ray.get(handle.start.remote())
             for step in range(STEPS):  # the last counts: requests travel as they do in a long run
                 beat.unlink()
-                before, used, passed = _calls(fleets, environment), cpu_s(service), _relays()
+                used = cpu_s(service)
                 found = ray.get(
                     ranks.step.remote(step, scale.ranks, fleets), timeout=scale.seconds + 500
                 )
                 assert found.pop("samples") == scale.samples, "a sample is lost"
                 time.sleep(1.0)
                 found["cpu_s"] = cpu_s(service) - used
-                relays = _relays().items()
-                found["relays_cpu_s"] = [at - passed.get(pid, 0.0) for pid, at in relays]
-                asked = 2 * scale.ranks + found.pop("asked")
-                found["calls"] = dict(_calls(fleets, environment) - before)
-                found["calls"]["ranks to service"] = asked
+                found["calls"] = 2 * scale.ranks + found.pop("asked")
         blocked = json.loads(beat.read_text())
         found |= {
             "memory_mib": (memory.most - memory.begin) / 2**20,
@@ -113,27 +107,15 @@ def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
+def own_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process that no other shares, such as the object store."""
+    found = process.memory_info()
+    return found.rss - found.shared
+
+
 def cpu_s(process: psutil.Process) -> float:
     """CPU seconds of a process so far."""
     return sum(process.cpu_times()[:2])
-
-
-def _relays() -> dict[int, float]:
-    """{process id of a relay: its CPU seconds so far}"""
-    return {
-        one.pid: cpu_s(one)
-        for one in psutil.Process().children(recursive=True)
-        if "ray::RelayActor" in " ".join(one.cmdline()[:1])
-    }
-
-
-def _calls(fleets: list[Any], environment: Any) -> Counter[str]:
-    """Calls that simulated actors have got so far, by kind."""
-    made: Counter[str] = Counter()
-    for whom, actors in (("engines", fleets), ("environment", [environment])):
-        for one in ray.get([actor.calls.remote() for actor in actors]):
-            made.update({f"{kind} of {whom}": count for kind, count in one.items()})
-    return made
 
 
 class Group:
@@ -231,13 +213,11 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     columns = (
         "engines d; ranks d; samples d; CPU s=cpu_s .2f; memory MiB=memory_mib .1f;"
         " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"
-        " supervisor: a look s=supervisor_look_s .3f"
+        " calls of ranks=calls ,d; supervisor: a look s=supervisor_look_s .3f"
     )
     yield from table(result["scales"], columns)
     for one in result["scales"]:
         yield f"{one['engines']} engines:"
-        yield "  CPU s of relays: " + ", ".join(f"{s:.2f}" for s in one["relays_cpu_s"])
-        yield "  calls: " + ", ".join(f"{name} {n:,g}" for name, n in one["calls"].items())
         plan = ({"of": name, **found} for name, found in one["plan"].items())
         yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
 

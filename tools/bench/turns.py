@@ -101,8 +101,8 @@ class Here:
         self, prompt_ids: np.ndarray, segments: Sequence[Segment], **asked: Any
     ) -> Segment:
         asked["max_tokens"] = self._tokens or asked["max_tokens"]
-        request = GenerateRequest(prompt_ids, **asked)
-        made = await self._engine.serve(request, [part.arrays for part in segments])
+        earlier = [part.arrays.token_ids for part in segments]
+        made = await self._engine.serve(GenerateRequest(prompt_ids, earlier, **asked))
         return replace(made, finish="stop") if self._tokens else made
 
     async def paused_s(self, last_s: float) -> float:

@@ -18,7 +18,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console
-from megarl.cluster.mailbox import fetch
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.config import RunConfig, silence_s
 from megarl.loops.evaluate import answering, generate
@@ -53,7 +52,7 @@ def rollouts(config: RunConfig, inputs: RunInputs) -> list[dict[str, Any]]:
         temperature = config.rollout.temperature
         # A failure is what somebody who writes an environment wants to see.
         records = list(generate(client, prompts, temperature, ["shown"], inspects=True))
-        decode_whole(records, prompts, inputs.tokenizer, config.rollout.request_timeout_s)
+        decode_whole(records, prompts, inputs.tokenizer)
         return records
 
 
@@ -61,19 +60,17 @@ def decode_whole(
     records: Sequence[dict[str, Any]],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
-    timeout_s: float,
 ) -> None:
     """Replace the texts of `records`, of one rollout of each of `prompts`, by texts with the
-    special tokens, and take `segments` out. `timeout_s`: seconds that the tokens have to arrive.
+    special tokens, and take `segments` out.
     """
 
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     rollouts = [record.pop("segments") for record in records]
-    arrays = iter(fetch([part.arrays for one in rollouts for part in one], timeout_s))
     for record, prompt, segments in zip(records, prompts, rollouts, strict=True):
-        texts = [text_of(next(arrays).token_ids.tolist()) for _ in segments]
+        texts = [text_of(part.arrays.token_ids.tolist()) for part in segments]
         record |= {"prompt": text_of(prompt.token_ids), "response": "".join(texts)}
         for turn, text in zip(record.get("turns", ()), texts, strict=False):
             turn["text"] = text

@@ -1,0 +1,660 @@
+"""Requests to actors over a channel, with actors that are no Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayTaskError
+
+from megarl.activity.busy import Busy
+from megarl.activity.recording import POLL_S, Recording
+from megarl.cluster import asking, remote_environment
+from megarl.cluster import channel as channel_module
+from megarl.cluster.channel import Channel, ChannelActor, Place, Remote, packed
+from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.cluster.remote_environment import RemoteEnvironment
+from megarl.cluster.service_process import ServiceActor
+from megarl.cluster.stored_arrays import StoredArrays, fetch
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.workers import GRACE_S, START_WITHIN_S
+from megarl.errors import EngineLost, EngineUnreachable, SessionLost
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.pauses import Pauses
+from megarl.rollout.requests import EnginePool, Route
+from megarl.schema import replace
+from megarl.types import Prompt, Segment, TokenArrays, Verdict
+
+
+class Echo(ChannelActor):
+    """Answers n with a segment of n tokens, negative n with an error, 0 never, an array with its
+    sum.
+    """
+
+    began = ended = 0
+
+    async def serve(self, request: Any) -> Any:
+        if isinstance(request, np.ndarray):
+            return int(request.sum()), request
+        if request == 0:
+            self.began += 1
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.ended += 1
+        if request == -1:
+            raise ValueError("minus one")
+        if request == -2:
+            raise type("EngineDeadError", (Exception,), {})("gone")
+        if request == -3:
+            raise KeyError("three")
+        if request == -4:
+            return lambda: "cannot be pickled"
+        made = TokenArrays(np.full(request, request, np.int32), np.zeros(request, np.float32))
+        return Segment("model", request, made)
+
+
+class Method:
+    """A method of an actor that is called as Ray's are."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class Handle:
+    """Ray's part: calls the object of an actor, until that dies."""
+
+    start: Any = None
+    process: Any = None
+    paused_s: Any = None
+
+    def __init__(self, actor: Any = None) -> None:
+        self.actor, self.calls, self.attach = actor or Echo(), 0, Method(self._attach)
+        self.loop = asyncio.get_running_loop()
+        self.end: asyncio.Future[None] = self.loop.create_future()
+
+    def _attach(self, place: Place, route: bytes) -> Any:
+        self.calls += 1
+        return asyncio.ensure_future(self._run(place, route))
+
+    async def _run(self, place: Place, route: bytes) -> None:
+        work = asyncio.ensure_future(self.actor.attach(place, route))
+        try:
+            await asyncio.wait([work, self.end], return_when=asyncio.FIRST_COMPLETED)
+            await (self.end if self.end.done() else work)
+        finally:
+            work.cancel()
+
+    def die(self, error: Exception | None = None) -> None:
+        """What Ray raises, from now on, in whoever waits for the actor."""
+        if not self.end.done():
+            self.end.set_exception(error or ActorDiedError())
+
+
+@contextlib.contextmanager
+def channel(host: str = "") -> Iterator[Channel]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        made = Channel("" if host else folder, host)
+        try:
+            yield made
+        finally:
+            made.socket.close()
+
+
+def echo(made: Channel, handle: Any, *, drops: bool = False) -> Remote:
+    return Remote(made, handle, Busy("answers", kind="wait"), drops=drops)
+
+
+def run(scene: Any) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def run_with_channel(scene: Any) -> None:
+    async def with_channel() -> None:
+        with channel() as made:
+            await scene(made)
+
+    run(with_channel)
+
+
+async def until(true: Any) -> None:
+    while not true():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
+def test_every_request_gets_its_own_answer(host: str) -> None:
+    """Through the socket of a folder, and through a port. One Ray call serves for all."""
+
+    async def scene() -> None:
+        with channel(host) as made:
+            handle = Handle()
+            remote = echo(made, handle)
+            found = await asyncio.gather(*(remote.ask(n) for n in range(1, 301)))
+            for number, segment in enumerate(found, start=1):
+                assert segment.num_tokens == number
+                assert segment.arrays.token_ids.tolist() == [number] * number
+                assert segment.arrays.logprobs.tolist() == [0.0] * number
+            large = np.arange(2**22, dtype=np.int32)
+            total, same = await remote.ask(large)
+            assert total == large.sum(dtype=np.int64).astype(int) and np.array_equal(same, large)
+            other = Handle()
+            both = await asyncio.gather(remote.ask(5), echo(made, other).ask(6))
+            assert [one.num_tokens for one in both] == [5, 6]
+            assert handle.calls == other.calls == 1
+
+    run(scene)
+
+
+def test_failures_are_told_apart() -> None:
+    async def scene(made: Channel) -> None:
+        remote = echo(made, Handle())
+        asked = (remote.ask(-n) for n in (1, 2, 3, 4))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(error) for error in found] == [
+            *(ValueError, EngineLost, RuntimeError, RuntimeError)
+        ]
+        assert "KeyError: 'three'" in str(found[2]) and "pickle" in str(found[3])
+        assert (await remote.ask(3)).num_tokens == 3
+
+    run_with_channel(scene)
+
+
+def test_cancelled_requests_end_in_the_actor() -> None:
+    """Also one whose caller is cancelled before the actor is connected; others go on."""
+
+    async def scene(made: Channel) -> None:
+        handle = Handle()
+        actor, remote = handle.actor, echo(made, handle, drops=True)
+        waiting = [asyncio.create_task(remote.ask(0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        waiting.pop().cancel()
+        await until(lambda: actor.began == 4)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(remote.ask(0), 0.1)
+        waiting.pop().cancel()
+        await until(lambda: actor.ended == 2)
+        assert (await remote.ask(7)).num_tokens == 7
+        assert actor.began - actor.ended == 3 == len(waiting)
+        kept = echo(made, Handle(actor := Echo()))
+        asked = asyncio.create_task(kept.ask(0))
+        await until(lambda: actor.began)
+        asked.cancel()
+        assert (await kept.ask(3)).num_tokens == 3 and not actor.ended
+
+    run_with_channel(scene)
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) -> None:
+    """A dead one stays dead. One that was away for a moment is connected anew, and stops to serve
+    what nobody waits for.
+    """
+
+    async def scene(made: Channel) -> None:
+        handle = Handle()
+        actor, remote = handle.actor, echo(made, handle)
+        waiting = [asyncio.create_task(remote.ask(0)) for _ in range(3)]
+        await until(lambda: actor.began == 3)
+        kind = EngineLost if is_dead else EngineUnreachable
+        handle.die(None if is_dead else ActorUnavailableError("for a moment", None))
+        for found in await asyncio.gather(*waiting, return_exceptions=True):
+            assert type(found) is kind
+        if is_dead:
+            with pytest.raises(EngineLost, match="its process died"):
+                await remote.ask(1)
+        else:
+            handle.end = handle.loop.create_future()
+            assert (await remote.ask(1)).num_tokens == 1 and handle.calls == 2
+        await until(lambda: actor.ended == 3)
+
+    run_with_channel(scene)
+
+
+def test_a_connection_that_is_asked_for_again_replaces_the_one_before() -> None:
+    """Ray may say that an actor is away which still serves its former connection."""
+
+    async def scene(made: Channel) -> None:
+        actor, calls = Echo(), list[asyncio.Future[None]]()
+
+        def attach(place: Place, route: bytes) -> Any:
+            calls.append(asyncio.ensure_future(actor.attach(place, route)))
+            return away() if len(calls) == 1 else calls[1]
+
+        async def away() -> None:
+            await until(lambda: actor.began)
+            raise ActorUnavailableError("for a moment", None)
+
+        remote = echo(made, SimpleNamespace(attach=Method(attach)))
+        with pytest.raises(EngineUnreachable, match="for a moment"):
+            await remote.ask(0)
+        assert not calls[0].done()
+        assert (await remote.ask(2)).num_tokens == 2
+        await calls[0]
+        assert actor.ended == 1 and not calls[1].done()
+
+    run_with_channel(scene)
+
+
+def test_a_connection_that_breaks_is_made_again() -> None:
+    """A router between two machines drops it; both processes live."""
+
+    async def scene() -> None:
+        with channel("127.0.0.1") as made:
+            port, open_ = int(made.place.address.rpartition(":")[2]), list[Any]()
+
+            async def pump(reader: Any, writer: Any) -> None:
+                while data := await reader.read(2**16):
+                    writer.write(data)
+
+            async def forward(reader: Any, writer: Any) -> None:
+                far = await asyncio.open_connection("127.0.0.1", port)
+                open_.extend((writer, far[1]))
+                with contextlib.suppress(OSError):
+                    await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
+
+            between = await asyncio.start_server(forward, "127.0.0.1", 0)
+            address = f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}"
+            made.place = replace(made.place, address=address)
+            handle = Handle()
+            remote = echo(made, handle)
+            assert (await remote.ask(4)).num_tokens == 4
+            waiting = asyncio.create_task(remote.ask(0))
+            await until(lambda: handle.actor.began)
+            for writer in open_:
+                writer.close()
+            with pytest.raises(EngineUnreachable, match="its connection broke"):
+                await waiting
+            assert handle.actor.ended == 1
+            assert (await remote.ask(5)).num_tokens == 5 and handle.calls == 2
+            between.close()
+
+    run(scene)
+
+
+def test_an_address_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "CONNECT_S", 0.6)
+
+    async def scene(made: Channel) -> None:
+        made.place = replace(made.place, path="", address="tcp://127.0.0.1:1")
+        with pytest.raises(RuntimeError, match=r"rollout service at tcp://127.0.0.1:1 within"):
+            await echo(made, Handle()).ask(1)
+
+    run_with_channel(scene)
+
+
+@pytest.mark.parametrize("knows", ["nothing", "another key", "the key"])
+def test_strangers_are_not_heard(knows: str) -> None:
+    """Somebody who reaches the port, and even has the route of a connection, is not heard without
+    the key; with the key, an answer counts.
+    """
+
+    async def scene() -> None:
+        with (
+            channel("127.0.0.1") as made,
+            zmq.Context() as context,
+            contextlib.ExitStack() as stack,
+        ):
+            heard = list[bytes]()
+            made.hearers[b"a route"] = heard.extend
+            stranger = stack.enter_context(context.socket(zmq.DEALER))
+            stranger.linger, stranger.routing_id = 0, b"a route"
+            if knows != "nothing":
+                other = zmq.curve_keypair()[0]
+                stranger.curve_serverkey = made.place.key if knows == "the key" else other
+                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.connect(made.place.address)
+            stranger.send_multipart([b"1", *packed("an answer")])
+            if knows == "the key":
+                await until(lambda: heard)
+            else:
+                await asyncio.sleep(0.5)
+                assert not heard
+            assert (await echo(made, Handle()).ask(1)).num_tokens == 1
+
+    run(scene)
+
+
+ACTOR = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from megarl.cluster.channel import ChannelActor, Place
+
+class Doubles(ChannelActor):
+    async def serve(self, request):
+        await asyncio.sleep(0.05)
+        return 2 * request
+
+path, route = sys.argv[2:]
+asyncio.run(Doubles().attach(Place(path, "", b""), route.encode()))
+"""
+
+
+def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
+    root, processes = str(Path(__file__).parents[2]), list[subprocess.Popen[bytes]]()
+
+    def attach(place: Place, route: bytes) -> Any:
+        command = [sys.executable, "-c", ACTOR, root, place.path, route.decode()]
+        processes.append(subprocess.Popen(command))
+        return asyncio.ensure_future(asyncio.to_thread(processes[0].wait))
+
+    async def scene(made: Channel) -> None:
+        remote = echo(made, SimpleNamespace(attach=Method(attach)))
+        try:
+            assert await remote.ask(1) == 2
+            asked = [asyncio.create_task(remote.ask(n)) for n in range(100)]
+            await asyncio.sleep(0.02)
+            processes[0].send_signal(signal.SIGSTOP)
+            more = [asyncio.create_task(remote.ask(n)) for n in range(100, 200)]
+            await asyncio.sleep(2.0)
+            assert not any(one.done() for one in more)
+            processes[0].send_signal(signal.SIGCONT)
+            found = await asyncio.gather(*asked, *more)
+            assert found == [2 * n for n in range(200)] and len(processes) == 1
+        finally:
+            processes[0].kill()
+
+    run_with_channel(scene)
+
+
+def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: Any, timeout: float) -> Any:
+        raise ObjectLostError("00ff", b"an address", "a call site")
+
+    monkeypatch.setattr("megarl.cluster.stored_arrays.ray.get", get)
+    arrays = [StoredArrays("gone", 0), StoredArrays("gone", 1)]
+    wanted = r"of 2 segments of step 7 were lost with the node .*`--resume auto` goes on"
+    with pytest.raises(RuntimeError, match=wanted):
+        fetch(arrays, 1.0, "segments of step 7")
+
+
+def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
+    """Rank 0 asks again where it does not know whether the first call was heard."""
+
+    async def scene(made: Channel) -> None:
+        handles, used = [Handle(), Handle()], list[Any]()
+        engines = [RemoteEngine(handles[0], made, deadline_s=7.0)]
+
+        def use_engine(number: int, engine: RemoteEngine) -> None:
+            engines[number] = engine
+            used.append(engine)
+
+        actor: Any = ServiceActor.__new__(ServiceActor)
+        known = SimpleNamespace(engines=engines)
+        actor._service = SimpleNamespace(engines=known, use_engine=use_engine)
+        for _ in range(2):
+            await actor.use_engine(0, handles[1])
+        assert len(used) == 1 and used[0].handle is handles[1] and used[0].deadline_s == 7.0
+
+    run_with_channel(scene)
+
+
+class Paused(ChannelActor):
+    """An engine that is paused for the first second of a request. It answers `answers_s` later."""
+
+    def __init__(self, answers_s: float) -> None:
+        self.answers_s, self.pauses = answers_s, Pauses()
+
+    async def serve(self, request: GenerateRequest) -> Segment:
+        self.pauses.begin()
+        await asyncio.sleep(1.0)
+        self.pauses.end()
+        await asyncio.sleep(self.answers_s)
+        return Segment("model", 1, TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32)))
+
+    async def paused_s(self, last_s: float) -> float:
+        return self.pauses.within(last_s)
+
+
+async def one_token(pool: EnginePool) -> Segment:
+    """The answer of an engine of the pool to prompt 3."""
+    return await pool.generate(
+        Prompt(3, "p", [1, 2], "a"),
+        np.array([1, 2], np.int32),
+        [],
+        seed=1,
+        max_tokens=1,
+        temperature=1.0,
+        route=Route(),
+    )
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
+    is_late: bool, tmp_path: Path
+) -> None:
+    """A request has 0.6 s without the engine's pause of 1 s. One that is not late is not reported,
+    as it would be if the pause counted; a late one is, with the deadline that it had.
+    """
+    recording = Recording.of(tmp_path, "run", enabled=True)
+    assert recording is not None
+    recording.make(keep=False)
+
+    def reports() -> list[str]:
+        return [path.read_text() for path in tmp_path.glob("waits-*.txt")]
+
+    async def go() -> None:
+        handle = Handle(actor := Paused(60.0 if is_late else 0.1))
+        handle.paused_s = Method(actor.paused_s)
+        config = replace(RolloutConfig(), request_timeout_s=0.6)
+        with channel() as made:
+            engine = RemoteEngine(handle, made, deadline_s=config.request_timeout_s)
+            asked = one_token(EnginePool([engine], config))
+            if not is_late:
+                assert (await asked).num_tokens == 1
+            else:
+                with pytest.raises(RuntimeError, match=r"did not answer prompt 3 within 0\.6 s"):
+                    await asked
+            await asyncio.sleep(3 * POLL_S)
+
+    close = recording.open("service")
+    try:
+        asyncio.run(asyncio.wait_for(go(), 30))
+    finally:
+        close()
+    if is_late:
+        (text,) = reports()
+        waited_s, deadline_s = re.findall(
+            r"waited ([\d.]+) s for responses.*deadline ([\d.]+) s", text
+        )[0]
+        assert float(waited_s) >= float(deadline_s) >= 1.5
+    else:
+        assert reports() == []
+
+
+class Stopped(ChannelActor):
+    """An engine whose process is stopped: it takes a request, and nothing comes of any call."""
+
+    async def serve(self, request: GenerateRequest) -> Segment:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def paused_s(self, last_s: float) -> float:
+        await asyncio.sleep(600)
+        return 0.0
+
+
+def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(tmp_path: Path) -> None:
+    """Although it may take longer to say whether it was paused before it is given up, and once."""
+    recording = Recording.of(tmp_path, "run", enabled=True)
+    assert recording is not None
+    recording.make(keep=False)
+
+    async def go() -> float:
+        handle, deadline_s = Handle(actor := Stopped()), 0.5
+        handle.paused_s = Method(actor.paused_s)
+        with channel() as made:
+            engine = RemoteEngine(handle, made, number=3, deadline_s=deadline_s)
+            pool = EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s))
+            asked = asyncio.ensure_future(one_token(pool))
+            began = time.monotonic()
+            while not list(tmp_path.glob("waits-*.txt")):
+                assert not asked.done()
+                await asyncio.sleep(0.02)
+            named_s = time.monotonic() - began
+            with pytest.raises(RuntimeError, match="did not answer prompt 3 within"):
+                await asked
+            await asyncio.sleep(3 * POLL_S)
+        return named_s - deadline_s
+
+    close = recording.open("service")
+    try:
+        late_s = asyncio.run(asyncio.wait_for(go(), 120))
+    finally:
+        close()
+    (report,) = tmp_path.glob("waits-*.txt")
+    assert " s for responses of engine3 (deadline 0.5 s)" in report.read_text()
+    assert late_s < 60
+
+
+async def nothing() -> Any:
+    return None
+
+
+async def sources() -> dict[str, bytes]:
+    return {"own.py": b"as it was"}
+
+
+class Nursery:
+    """Ray's part for an environment: hands out actors, one after another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Handle] = []
+        monkeypatch.setattr(remote_environment, "ray", self)
+        monkeypatch.setattr(asking, "ray", self)
+        monkeypatch.setattr(remote_environment, "BEAT_S", 0.005)
+
+    def remote(self, actor: Any) -> Any:
+        return self
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=self._make)
+
+    def _make(self, *_: Any, **known: Any) -> Handle:
+        handle = Handle()
+        self.known = known
+        handle.start, handle.process = Method(sources), Method(nothing)
+        handle.actor.serve = self.serve
+        self.made.append(handle)
+        return handle
+
+    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
+        """The first environment gives no answer."""
+        if len(self.made) == 1:
+            await asyncio.sleep(60)
+        return Verdict(reward=len(self.made), correct=True, metrics={})
+
+    async def never(self) -> None:
+        await asyncio.sleep(60)
+
+    def kill(self, handle: Handle) -> None:
+        handle.loop.call_soon_threadsafe(handle.die)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "is_stopped", "why"),
+    [
+        (False, False, "has given no verdict for"),
+        (False, True, "has not said for 0.05 s that it lives"),
+        (True, True, ""),
+    ],
+)
+def test_an_environment_that_gives_no_answer_is_replaced(
+    sessions: bool, is_stopped: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go(made: Channel) -> None:
+        nursery = Nursery(monkeypatch)
+        config = EnvironmentConfig()
+        environment = RemoteEnvironment(config, None, made)  # pyright: ignore[reportArgumentType]
+        assert environment.limit_s == config.time_limit_s + GRACE_S
+        assert environment.silence_s >= 2 * config.time_limit_s + START_WITHIN_S + GRACE_S
+        environment.limit_s, environment.has_start = 0.1, sessions
+        if is_stopped:
+            monkeypatch.setattr(remote_environment, "ALIVE_S", 0.05)
+            nursery.made[0].process = Method(nursery.never)
+        else:
+            environment.silence_s = 0.2
+        asked_process, nursery.made[0].process = nursery.made[0].process, Method(nothing)
+        await environment.start()
+        nursery.made[0].process = asked_process
+        await asyncio.sleep(0.3)
+        assert len(nursery.made) == 1, "nothing was asked: there is no silence"
+        asked = [environment.cut_off(str(number), 3) for number in range(4)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert len(nursery.made) == 2, "one environment takes the place, whoever asks"
+        assert nursery.known == {"known": {"own.py": b"as it was"}}
+        if sessions:
+            assert all(isinstance(one, SessionLost) for one in found), found
+            return
+        assert [one.reward for one in found if isinstance(one, Verdict)] == [2] * 4
+        told = [one.warning for one in found if isinstance(one, Verdict) and one.warning]
+        assert len(told) == 1 and why in told[0], "told once"
+
+    run_with_channel(go)
+
+
+def test_environments_that_die_over_the_same_request_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go(made: Channel) -> None:
+        nursery = Nursery(monkeypatch)
+        plain = nursery._make
+
+        def make(*_: Any, **known: Any) -> Handle:
+            handle = plain()
+            handle.die()
+            return handle
+
+        nursery._make = make
+        environment = RemoteEnvironment(EnvironmentConfig(), None, made)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(RuntimeError, match=r"lost 5 times while .* its process died"):
+            await environment.cut_off("a", 1)
+        assert len(nursery.made) == 5
+
+    run_with_channel(go)
+
+
+def test_an_environment_that_does_not_load_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three starts, whatever they raise, and the last reason; the watcher goes on."""
+    starts = []
+
+    async def breaks() -> Any:
+        starts.append(1)
+        raise RayTaskError("start", "Traceback", ValueError("no such column"))
+
+    async def go(made: Channel) -> None:
+        nursery = Nursery(monkeypatch)
+        environment = RemoteEnvironment(EnvironmentConfig(), None, made)  # pyright: ignore[reportArgumentType]
+        await environment.start()
+        nursery.made[0].die()
+        monkeypatch.setattr(Handle, "start", Method(breaks))
+        plain = nursery._make
+
+        def make(*_: Any, **known: Any) -> Handle:
+            handle = plain(**known)
+            handle.start = Method(breaks)
+            return handle
+
+        environment._make = make  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(RuntimeError, match="3 starts failed; the last: no such column"):
+            await environment.cut_off("a", 1)
+        assert len(starts) == 3 and environment._watcher is not None
+        assert not environment._watcher.done()
+
+    run_with_channel(go)
