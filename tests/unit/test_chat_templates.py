@@ -438,14 +438,11 @@ def test_variables_without_a_template(kind: Any) -> None:
         kind(source="x", template_variables={"enable_thinking": False})
 
 
-@pytest.mark.parametrize(
-    ("load", "kind"),
-    [
-        (load_prompts, PromptsConfig),
-        (load_demonstrations, DemonstrationsConfig),
-        (load_preferences, PreferencesConfig),
-    ],
-)
+@pytest.mark.parametrize(("load", "kind"), [
+    (load_prompts, PromptsConfig),
+    (load_demonstrations, DemonstrationsConfig),
+    (load_preferences, PreferencesConfig),
+])  # fmt: skip
 def test_other_variables_are_other_data(load: Any, kind: Any, tmp_path: Path) -> None:
     row = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a", "rejected": "b"}
     read: dict[str, Any] = {"source": written(tmp_path, row), "template": "chat"}
@@ -479,12 +476,9 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         single: dict[str, Any] = {"response_column": "text", "label_column": "good"}
         rows = [
             load_prompts(PromptsConfig(**read), tokenizer, seed=1),
-            load_prompts(
-                PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat"),
-                tokenizer,
-                seed=1,
-            ),
-        ]
+            load_prompts(PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat"),
+             tokenizer, seed=1),
+        ]  # fmt: skip
         data = [
             load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1),
             load_demonstrations(

@@ -308,12 +308,9 @@ ROWS = {
     "stdin": {"input_output": {"inputs": ["1"], "outputs": ["86420975"]}},
     "calls": {"input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [86420975]}},
     "asserts": {"test_list": ["assert f(1) == 86420975"]},
-    "check": {
-        "entry_point": "f",
-        "prompt": "def f(n):\n    pass\n",
-        "test": "def check(candidate):\n    assert candidate(1) == 86420975\n",
-    },
-}
+    "check": {"entry_point": "f", "prompt": "def f(n):\n    pass\n",
+     "test": "def check(candidate):\n    assert candidate(1) == 86420975\n"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", FORGERIES)
@@ -611,12 +608,9 @@ ASSERTED = {
     "np": {"test_list": ["assert np.allclose(f(1), 1)"]},
     "pd": {"test": "def check(candidate):\n    assert pd.isna(candidate(1))", "entry_point": "f"},
     "Point": {"test_list": ["assert Point.origin() == f(0)"]},
-    "": {
-        "test_list": ["assert np.allclose(f(1), 1) and math.isnan(f(2)) and f.count == g(3).x"],
-        "test_setup_code": "import numpy as np\ndef g(x):",
-        "test_imports": ["from own import f"],
-    },
-}
+    "": {"test_list": ["assert np.allclose(f(1), 1) and math.isnan(f(2)) and f.count == g(3).x"],
+     "test_setup_code": "import numpy as np\ndef g(x):", "test_imports": ["from own import f"]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("used", ASSERTED)

@@ -41,16 +41,13 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
     devices.why_unseen.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "mig", "said"),
-    [
-        (None, "580.65.06", "[N/A]", ["2 GPUs", "built for CPUs", "MEGARL_DEVICE=cuda bash"]),
-        ("13.0", "570.133", "[N/A]", ["driver is 570.133", "CUDA 13.0, which needs driver 580"]),
-        ("12.8", "470.82", "[N/A]", ["driver is 470.82", "driver 525 or newer; update"]),
-        ("13.0", "580.65.06", "Disabled", ["torch for CUDA 13.0 sees none", "torch.cuda.init()"]),
-        ("13.0", "580.65.06", "Enabled", ["MIG is on", "nvidia-smi -L"]),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "driver", "mig", "said"), [
+    (None, "580.65.06", "[N/A]", ["2 GPUs", "built for CPUs", "MEGARL_DEVICE=cuda bash"]),
+    ("13.0", "570.133", "[N/A]", ["driver is 570.133", "CUDA 13.0, which needs driver 580"]),
+    ("12.8", "470.82", "[N/A]", ["driver is 470.82", "driver 525 or newer; update"]),
+    ("13.0", "580.65.06", "Disabled", ["torch for CUDA 13.0 sees none", "torch.cuda.init()"]),
+    ("13.0", "580.65.06", "Enabled", ["MIG is on", "nvidia-smi -L"]),
+])  # fmt: skip
 def test_no_run_takes_the_cpu_beside_gpus(
     cuda: str | None,
     driver: str,
@@ -121,13 +118,10 @@ def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatc
     assert mesh.local_device().type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["NVIDIA H100"], "torch sees 1 (CUDA_VISIBLE_DEVICES is '4'); start as many ranks"),
-        (["NVIDIA A100 MIG 1g.5gb"], "a process sees one slice, so that a run has one rank"),
-    ],
-)
+@pytest.mark.parametrize(("names", "said"), [
+    (["NVIDIA H100"], "torch sees 1 (CUDA_VISIBLE_DEVICES is '4'); start as many ranks"),
+    (["NVIDIA A100 MIG 1g.5gb"], "a process sees one slice, so that a run has one rank"),
+])  # fmt: skip
 def test_fewer_gpus_than_ranks(
     names: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,15 +141,10 @@ def test_fewer_gpus_than_ranks(
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("toolkit", "cuda", "status"),
-    [
-        ("13.0", "13.0", "ok"),
-        ("13.1", "13.0", "ok"),
-        ("12.4", "13.0", "warn"),
-        ("13.0", "12.8", "warn"),
-    ],
-)
+@pytest.mark.parametrize(("toolkit", "cuda", "status"), [
+    ("13.0", "13.0", "ok"), ("13.1", "13.0", "ok"), ("12.4", "13.0", "warn"),
+    ("13.0", "12.8", "warn"),
+])  # fmt: skip
 def test_a_toolkit_that_disagrees_is_told(toolkit: str, cuda: str, status: str) -> None:
     finding = doctor.toolkit_finding(toolkit, cuda, "/usr/local/cuda/bin/nvcc")
     assert (finding.status, bool(finding.fix)) == (status, status != "ok")

@@ -104,30 +104,22 @@ def test_a_python_without_pins_is_refused(tmp_path: Path) -> None:
     assert "set PYTHON to one of Python 3.11,Python 3.12,Python 3.13, or make it" in said
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"MEGARL_FLASH_ATTN": "yes"}, "MEGARL_FLASH_ATTN is 'yes'; set it to 4 or 2"),
-        (
-            {"MEGARL_FLASH_ATTN": "4", "MEGARL_DEVICE": "cpu"},
-            "MEGARL_FLASH_ATTN is '4', which needs MEGARL_DEVICE=cuda",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("variables", "said"), [
+    ({"MEGARL_FLASH_ATTN": "yes"}, "MEGARL_FLASH_ATTN is 'yes'; set it to 4 or 2"),
+    ({"MEGARL_FLASH_ATTN": "4", "MEGARL_DEVICE": "cpu"},
+     "MEGARL_FLASH_ATTN is '4', which needs MEGARL_DEVICE=cuda"),
+])  # fmt: skip
 def test_flash_attention_is_asked_for_by_its_number(
     variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     assert said in start(tmp_path, **variables)
 
 
-@pytest.mark.parametrize(
-    ("asked", "installed"),
-    [
-        ("", []),
-        ("4", ["install -c pins flash-attn-4>=4.0.0b36"]),
-        ("2", ["run_pip --no-build-isolation flash-attn==2.8.3.post2"]),
-    ],
-)
+@pytest.mark.parametrize(("asked", "installed"), [
+    ("", []),
+    ("4", ["install -c pins flash-attn-4>=4.0.0b36"]),
+    ("2", ["run_pip --no-build-isolation flash-attn==2.8.3.post2"]),
+])  # fmt: skip
 def test_flash_attention_is_installed_only_where_it_is_asked_for(
     asked: str, installed: list[str], tmp_path: Path
 ) -> None:

@@ -53,33 +53,27 @@ def interpreted(program: str, given: str, folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("program", "given", "printed"),
-    [
-        ("72x*-3+.", "4\n5\n", "2\n0\n"),
-        ("72x*-3+.", "", ""),
-        ("x.x.", "-12\n", "-12\n-12\n"),
-        ("9 8\n-.", "0\n", "1\n"),
-        ("xx*.", "99\n11\n", "9801\n121\n"),
-        ("x", "1\n", ""),
-        ("", "1\n", ""),
-    ],
-)
+@pytest.mark.parametrize(("program", "given", "printed"), [
+    ("72x*-3+.", "4\n5\n", "2\n0\n"),
+    ("72x*-3+.", "", ""),
+    ("x.x.", "-12\n", "-12\n-12\n"),
+    ("9 8\n-.", "0\n", "1\n"),
+    ("xx*.", "99\n11\n", "9801\n121\n"),
+    ("x", "1\n", ""),
+    ("", "1\n", ""),
+])  # fmt: skip
 def test_the_tiny_language(program: str, given: str, printed: str, tmp_path: Path) -> None:
     assert interpreted(program, given, tmp_path) == (0, printed, "")
 
 
-@pytest.mark.parametrize(
-    ("program", "given", "said"),
-    [
-        ("x+.", "1\n", "command 2 ('+') finds too few numbers on the stack"),
-        ("x..", "1\n", "command 3 ('.') finds too few numbers on the stack"),
-        ("x2/.", "1\n", "character 3 ('/') is no command"),
-        ("x\N{SUPERSCRIPT TWO}.", "1\n", "is no command"),
-        ("x.", "one\n", "invalid literal"),
-        ("x" * 600 + "*" * 599 + ".", "99\n", "makes a number above 10**1000"),
-    ],
-)
+@pytest.mark.parametrize(("program", "given", "said"), [
+    ("x+.", "1\n", "command 2 ('+') finds too few numbers on the stack"),
+    ("x..", "1\n", "command 3 ('.') finds too few numbers on the stack"),
+    ("x2/.", "1\n", "character 3 ('/') is no command"),
+    ("x\N{SUPERSCRIPT TWO}.", "1\n", "is no command"),
+    ("x.", "one\n", "invalid literal"),
+    ("x" * 600 + "*" * 599 + ".", "99\n", "makes a number above 10**1000"),
+])  # fmt: skip
 def test_a_wrong_program_of_the_tiny_language(
     program: str, given: str, said: str, tmp_path: Path
 ) -> None:

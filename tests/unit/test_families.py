@@ -37,14 +37,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3, tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "llama": ("llama", {}),
-    "llama, biases, key heads unsaid": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None},
-    ),
-    "llama, biases of attention, wide heads, tied": (
-        "llama",
-        {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True},
-    ),
+    "llama, biases, key heads unsaid": ("llama",
+     {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None}),
+    "llama, biases of attention, wide heads, tied": ("llama",
+     {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("mistral", {}),
     "mistral, wide heads, one key head": ("mistral", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma3_text": ("gemma3_text", {"head_dim": 8}),
@@ -52,22 +48,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 8}),
     "gemma2, biases": ("gemma2", {"head_dim": 16, "attention_bias": True}),
     "granite": ("granite", {}),
-    "granite, biases, tied": (
-        "granite",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
+    "granite, biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True,
+     "tie_word_embeddings": True}),
     "phi3": ("phi3", {"pad_token_id": 0}),
     "phi3, tied": ("phi3", {"tie_word_embeddings": True, "pad_token_id": 0}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "qwen3_moe, a dense layer, wide heads, tied": (
-        "qwen3_moe",
-        EXPERTS | {"mlp_only_layers": [1], "head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "qwen3_moe, every second layer": (
-        "qwen3_moe",
-        EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": 4},
-    ),
-}
+    "qwen3_moe, a dense layer, wide heads, tied": ("qwen3_moe",
+     EXPERTS | {"mlp_only_layers": [1], "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe, every second layer": ("qwen3_moe",
+     EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+}  # fmt: skip
 """Name -> (model type, changes of SMALL)."""
 
 
@@ -178,106 +168,54 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
     assert len(changes) == len(set(changes))
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (
-            {"model_type": "gpt2"},
-            (
-                r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known:"
-                r" qwen2, "
-            ),
-        ),
-        (
-            {"model_type": "olmo2"},
-            r"olmo2 has no parameter table \(vLLM has no implementation of its",
-        ),
-        ({}, "model type None has no parameter table"),
-        (
-            {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
-            "mistral3 has no parameter table",
-        ),
-        (
-            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.*set model.path",
-        ),
-        (
-            {"model_type": "qwen3", "attention_bias": True},
-            "vLLM has no bias on o_proj and drops the model's",
-        ),
-        ({"model_type": "qwen3_moe", "attention_bias": True}, "vLLM has no bias on o_proj"),
-        (
-            {"model_type": "qwen2", "head_dim": 64},
-            "head_dim is 64, but vLLM takes hidden_size / num_attention_heads",
-        ),
-        *(
-            ({"model_type": kind, "use_sliding_window": True, **windows}, "sliding window in part")
-            for kind in ("qwen2", "qwen3")
-            for windows in (
-                {"max_window_layers": 2},
-                {
-                    "num_hidden_layers": 2,
-                    "max_window_layers": 2,
-                    "layer_types": ["sliding_attention", "full_attention"],
-                },
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "says"), [
+    ({"model_type": "gpt2"},
+     (r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known:"
+     r" qwen2, ")),
+    ({"model_type": "olmo2"}, r"olmo2 has no parameter table \(vLLM has no implementation of its"),
+    ({}, "model type None has no parameter table"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+     "mistral3 has no parameter table"),
+    ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+     "quantization_config.*set model.path"),
+    ({"model_type": "qwen3", "attention_bias": True},
+     "vLLM has no bias on o_proj and drops the model's"),
+    ({"model_type": "qwen3_moe", "attention_bias": True}, "vLLM has no bias on o_proj"),
+    ({"model_type": "qwen2", "head_dim": 64},
+     "head_dim is 64, but vLLM takes hidden_size / num_attention_heads"),
+    *(({"model_type": kind, "use_sliding_window": True, **windows}, "sliding window in part")
+      for kind in ("qwen2", "qwen3")
+      for windows in ({"max_window_layers": 2}, {"num_hidden_layers": 2, "max_window_layers": 2,
+                      "layer_types": ["sliding_attention", "full_attention"]})),
+])  # fmt: skip
 def test_what_engines_would_compute_wrongly_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parameter_table(config)
 
 
-@pytest.mark.parametrize(
-    "windows",
-    [
-        {"use_sliding_window": True, "max_window_layers": 0},
-        {"use_sliding_window": True, "max_window_layers": 32},
-        {"use_sliding_window": False, "max_window_layers": 2},
-        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2},
-    ],
-)
+@pytest.mark.parametrize("windows", [
+    {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": True, "max_window_layers": 32},
+    {"use_sliding_window": False, "max_window_layers": 2},
+    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2},
+])  # fmt: skip
 def test_a_window_in_all_layers_or_in_none_is_published(windows: dict[str, Any]) -> None:
     assert parameter_table({"model_type": "qwen2", **windows})
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "tensor", "says"),
-    [
-        (
-            "llama",
-            {"num_attention_heads": 6},
-            4,
-            "is 4, .*num_attention_heads = 6; set it to a divisor",
-        ),
-        (
-            "llama",
-            {"intermediate_size": 50},
-            4,
-            "is 4, which does not divide the model's intermediate_size = 50",
-        ),
-        (
-            "qwen3_moe",
-            {"intermediate_size": 50, "moe_intermediate_size": 6},
-            4,
-            "moe_intermediate_size = 6; set it to a divisor",
-        ),
-        (
-            "llama",
-            {"num_attention_heads": 12, "num_key_value_heads": 3},
-            2,
-            "num_key_value_heads 3: neither divides the other",
-        ),
-        (
-            "llama",
-            {"num_attention_heads": 6, "num_key_value_heads": 3},
-            3,
-            "vocab_size padded to a multiple of 64 = 128",
-        ),
-        ("qwen3_moe", {"num_experts": 3}, 4, "more than the model's num_experts = 3; lower it"),
-    ],
-)
+@pytest.mark.parametrize(("case", "changes", "tensor", "says"), [
+    ("llama", {"num_attention_heads": 6}, 4,
+     "is 4, .*num_attention_heads = 6; set it to a divisor"),
+    ("llama", {"intermediate_size": 50}, 4,
+     "is 4, which does not divide the model's intermediate_size = 50"),
+    ("qwen3_moe", {"intermediate_size": 50, "moe_intermediate_size": 6}, 4,
+     "moe_intermediate_size = 6; set it to a divisor"),
+    ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, 2,
+     "num_key_value_heads 3: neither divides the other"),
+    ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 3,
+     "vocab_size padded to a multiple of 64 = 128"),
+    ("qwen3_moe", {"num_experts": 3}, 4, "more than the model's num_experts = 3; lower it"),
+])  # fmt: skip
 def test_what_does_not_divide_is_refused(
     case: str, changes: dict[str, Any], tensor: int, says: str
 ) -> None:

@@ -162,19 +162,14 @@ def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
 HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 2)}"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"PK\x03\x04" + b"x" * 50,
-        b"",
-        b"nonsense",
-        *(
-            b"\x93NUMPY\x01\0v\0" + (HUGE % rows).ljust(117) + b"\n" + bytes(48)
-            for rows in (6 * 10**13, 2**62, 2**70, 10**40, -3)
-        ),
-        b"\x93NUMPY\x01\0v\0" + (b"(" * 100).ljust(117) + b"\n",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"PK\x03\x04" + b"x" * 50,
+    b"",
+    b"nonsense",
+    *(b"\x93NUMPY\x01\0v\0" + (HUGE % rows).ljust(117) + b"\n" + bytes(48)
+     for rows in (6 * 10**13, 2**62, 2**70, 10**40, -3)),
+    b"\x93NUMPY\x01\0v\0" + (b"(" * 100).ljust(117) + b"\n",
+])  # fmt: skip
 def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
@@ -189,18 +184,15 @@ def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content
     assert read(path, 3) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "record"),
-    [
-        ("metrics", '{"step": 3, "loss": "x"}'),
-        ("metrics", '{"step": 3, "reward/mean": [1]}'),
-        ("metrics", '{"step": 3, "time/step_s": {"a": 1}}'),
-        ("metrics", '{"step": 3, "loss": ' + "9" * 400 + "}"),
-        ("metrics", '{"step": ' + "9" * 400 + "}"),
-        ("evaluations", '{"step": 3, "eval/accuracy": "x"}'),
-        ("evaluations", '{"step": 3, "eval/accuracy": 1, "transcripts": 7}'),
-    ],
-)
+@pytest.mark.parametrize(("name", "record"), [
+    ("metrics", '{"step": 3, "loss": "x"}'),
+    ("metrics", '{"step": 3, "reward/mean": [1]}'),
+    ("metrics", '{"step": 3, "time/step_s": {"a": 1}}'),
+    ("metrics", '{"step": 3, "loss": ' + "9" * 400 + "}"),
+    ("metrics", '{"step": ' + "9" * 400 + "}"),
+    ("evaluations", '{"step": 3, "eval/accuracy": "x"}'),
+    ("evaluations", '{"step": 3, "eval/accuracy": 1, "transcripts": 7}'),
+])  # fmt: skip
 def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: str) -> None:
     from megarl.checks.run_files import check_run_files
 

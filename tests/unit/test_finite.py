@@ -19,17 +19,10 @@ ALONE = Axis("world", 1, 0, (0,), None)
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("second", "third", "norm", "name"),
-    [
-        (1.0, 1.0, 0, ""),
-        (1.0, NAN, 0, "third"),
-        (-INF, NAN, 0, "second"),
-        (1e30, 1.0, 0, ""),
-        (1e30, 1.0, 2, "second"),
-        (None, INF, 2, "third"),
-    ],
-)
+@pytest.mark.parametrize(("second", "third", "norm", "name"), [
+    (1.0, 1.0, 0, ""), (1.0, NAN, 0, "third"), (-INF, NAN, 0, "second"), (1e30, 1.0, 0, ""),
+    (1e30, 1.0, 2, "second"), (None, INF, 2, "third"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_broken_tensor_is_named(
     second: float | None, third: float, norm: int, name: str, dtype: torch.dtype
@@ -48,14 +41,11 @@ def test_the_first_broken_tensor_is_named(
     assert first_broken(parts, ALONE, torch.device("cpu"), norm=norm) == name
 
 
-@pytest.mark.parametrize(
-    ("trainer", "engine", "said"),
-    [
-        ([-1.0, NAN], [-1.0, NAN], "the trainer's log-probs of the probe text are not finite"),
-        ([-1.0, -2.0], [-1.0, INF], "engine 0's log-probs of the probe text are not finite"),
-        ([-1.0, -2.0], [-1.0, -2.5], "are not those published"),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "engine", "said"), [
+    ([-1.0, NAN], [-1.0, NAN], "the trainer's log-probs of the probe text are not finite"),
+    ([-1.0, -2.0], [-1.0, INF], "engine 0's log-probs of the probe text are not finite"),
+    ([-1.0, -2.0], [-1.0, -2.5], "are not those published"),
+])  # fmt: skip
 def test_the_probe_blames_who_computes_nan(
     trainer: list[float], engine: list[float], said: str
 ) -> None:
@@ -81,16 +71,10 @@ def test_reinforce_with_several_updates_is_warned_about() -> None:
     assert not algorithm_warning(AlgorithmConfig(loss="reinforce"), 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "high"),
-    [
-        ("decoupled", 5.0),
-        ("tis", 2.0),
-        ("icepop", 5.0),
-        ("sequence_mask", 2.0),
-        ("geometric_mask", 1.01),
-    ],
-)
+@pytest.mark.parametrize(("kind", "high"), [
+    ("decoupled", 5.0), ("tis", 2.0), ("icepop", 5.0), ("sequence_mask", 2.0),
+    ("geometric_mask", 1.01),
+])  # fmt: skip
 def test_each_correction_has_its_usual_bound(kind: str, high: float) -> None:
     assert CorrectionConfig(kind=kind).upper == high  # pyright: ignore[reportArgumentType]
     assert CorrectionConfig(kind=kind, high=3.0).upper == 3.0  # pyright: ignore[reportArgumentType]

@@ -43,28 +43,25 @@ from megarl.types import Prompt, Segment, TokenArrays
 YES_NO = {"yes": 1.0, "No": 0.0, "not sure": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "choices", "text", "score"),
-    [
-        (r"Score: (\d+)", {}, "Score: 3, no. Score: 8", 8.0),
-        (r"Score: (-?\d+(?:\.\d+)?)", {}, "Score: -2.5", -2.5),
-        (r"\[\[(\w+)\]\]", {"A": 1.0, "B": -1.0}, "[[a]] or rather [[ B ]] [[b]]", -1.0),
-        ("", YES_NO, "No... yes, YES.", 1.0),
-        ("", YES_NO, "yes or no", 0.0),
-        ("", YES_NO, "Yes! I am not\n sure", 0.5),
-        ("", YES_NO, "know yesterday no1", None),
-        ("", {"correct": 1.0, "incorrect": 0.0}, "It is incorrect.", 0.0),
-        ("", {"good": 1.0, "not good": 0.0}, "it is not good", 0.0),
-        ("", {"sure": 1.0, "sure not": 0.0}, "sure not", 0.0),
-        ("", {"a.c": 1.0}, "abc", None),
-        (r"Score: (\d+)", {}, "score 3", None),
-        (r"Score: (\w+)", {}, "Score: high", None),
-        (r"Score: (\w+)", {}, "Score: nan", None),
-        (r"Score: (\d+)?", {}, "Score: 3, Score: ", None),
-        (r"\[\[(\w+)\]\]", {"A": 1.0}, "[[A]] [[C]]", None),
-        ("", YES_NO, "", None),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "choices", "text", "score"), [
+    (r"Score: (\d+)", {}, "Score: 3, no. Score: 8", 8.0),
+    (r"Score: (-?\d+(?:\.\d+)?)", {}, "Score: -2.5", -2.5),
+    (r"\[\[(\w+)\]\]", {"A": 1.0, "B": -1.0}, "[[a]] or rather [[ B ]] [[b]]", -1.0),
+    ("", YES_NO, "No... yes, YES.", 1.0),
+    ("", YES_NO, "yes or no", 0.0),
+    ("", YES_NO, "Yes! I am not\n sure", 0.5),
+    ("", YES_NO, "know yesterday no1", None),
+    ("", {"correct": 1.0, "incorrect": 0.0}, "It is incorrect.", 0.0),
+    ("", {"good": 1.0, "not good": 0.0}, "it is not good", 0.0),
+    ("", {"sure": 1.0, "sure not": 0.0}, "sure not", 0.0),
+    ("", {"a.c": 1.0}, "abc", None),
+    (r"Score: (\d+)", {}, "score 3", None),
+    (r"Score: (\w+)", {}, "Score: high", None),
+    (r"Score: (\w+)", {}, "Score: nan", None),
+    (r"Score: (\d+)?", {}, "Score: 3, Score: ", None),
+    (r"\[\[(\w+)\]\]", {"A": 1.0}, "[[A]] [[C]]", None),
+    ("", YES_NO, "", None),
+])  # fmt: skip
 def test_the_last_verdict_counts(
     pattern: str, choices: dict[str, float], text: str, score: float | None
 ) -> None:
@@ -92,14 +89,11 @@ def test_a_slow_pattern_has_a_deadline() -> None:
         reader.read("a" * 60 + "b")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "says"),
-    [
-        ("yes|no", "has 0 groups; set one with exactly one group"),
-        ("(a)(b)", "has 2 groups"),
-        ("(a", "is no regular expression"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "says"), [
+    ("yes|no", "has 0 groups; set one with exactly one group"),
+    ("(a)(b)", "has 2 groups"),
+    ("(a", "is no regular expression"),
+])  # fmt: skip
 def test_patterns_that_are_refused(pattern: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"judge\.verdict") as told:
         VerdictReader(pattern, {})
@@ -109,19 +103,16 @@ def test_patterns_that_are_refused(pattern: str, says: str) -> None:
 # What the judge reads
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{prompt}", "has no field {response}, so that the judge would not see"),
-        ("{response} {question}", "has the unknown field {question}; use {prompt}"),
-        ("{response} {}", "has the unknown field {}"),
-        ("{response} {fields.}", "has the unknown field {fields.}"),
-        ("{response!r}", "has the unknown field {response!"),
-        ("{response:>9}", "has the unknown field {response:>9}"),
-        ('{response} {"score": 1}', "{{ and }}"),
-        ("{response} }", "has a brace without its other half"),
-    ],
-)
+@pytest.mark.parametrize(("template", "says"), [
+    ("{prompt}", "has no field {response}, so that the judge would not see"),
+    ("{response} {question}", "has the unknown field {question}; use {prompt}"),
+    ("{response} {}", "has the unknown field {}"),
+    ("{response} {fields.}", "has the unknown field {fields.}"),
+    ("{response!r}", "has the unknown field {response!"),
+    ("{response:>9}", "has the unknown field {response:>9}"),
+    ('{response} {"score": 1}', "{{ and }}"),
+    ("{response} }", "has a brace without its other half"),
+])  # fmt: skip
 def test_templates_that_are_refused(template: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"^judge\.template has") as told:
         parse(template, "judge.template")
@@ -173,15 +164,12 @@ def test_plain_text_is_tokenised_as_a_whole(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize(
-    "filled",
-    [
-        {"response": "1<eos>2", "answer": ""},
-        {"response": "<eos>", "answer": "<pad>"},
-        {"response": "1<e", "answer": "os>2"},
-        {"response": "<<eos><eos>", "answer": "<unk>"},
-    ],
-)
+@pytest.mark.parametrize("filled", [
+    {"response": "1<eos>2", "answer": ""},
+    {"response": "<eos>", "answer": "<pad>"},
+    {"response": "1<e", "answer": "os>2"},
+    {"response": "<<eos><eos>", "answer": "<unk>"},
+])  # fmt: skip
 def test_no_text_becomes_a_control_token(tokenizer: Any, chat: bool, filled: Any) -> None:
     """Also not one that begins in one field and ends in the next."""
     made = JudgePrompt(tokenizer, "1+{response}{answer}=<eos>3", setting="x", chat=chat)

@@ -58,15 +58,9 @@ def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
 ROPE = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
+    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+     "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rope", ROPE)
@@ -380,14 +374,11 @@ def test_state_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(read_state(tmp_path / "good.pt")["x"], torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"do_sample": false, "temperature": 0.6}',
-        '{"eos_token_id": 1, "our_own": {"x": [1, 2]},   "top_k": "many"}\n\n',
-        '{"num_beams": 1, "length_penalty": 0.5, "early_stopping": true}',
-    ],
-)
+@pytest.mark.parametrize("content", [
+    '{"do_sample": false, "temperature": 0.6}',
+    '{"eos_token_id": 1, "our_own": {"x": [1, 2]},   "top_k": "many"}\n\n',
+    '{"num_beams": 1, "length_penalty": 0.5, "early_stopping": true}',
+])  # fmt: skip
 def test_a_generation_config_is_carried_over_as_it_is(tmp_path: Path, content: str) -> None:
     config = ModelConfig(path=str(write_model(tmp_path)))
     file, out = tmp_path / "generation_config.json", tmp_path / "out"

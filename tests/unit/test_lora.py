@@ -96,23 +96,20 @@ def settings(folder: str, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"r": 4}, "has r 4 where this run has 2; set training.lora.rank to 4"),
-        ({"lora_alpha": 8}, "set training.lora.alpha to 8"),
-        ({"use_dora": True}, "has use_dora True where this run has False; set another adapter"),
-        ({"peft_type": "IA3"}, "has peft_type 'IA3' where this run has 'LORA'"),
-        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', with which PEFT changes the"),
-        ({"init_lora_weights": "olora"}, "with which PEFT changes the base model"),
-        ({"init_lora_weights": "corda"}, "with which PEFT changes the base model"),
-        ({"alora_invocation_tokens": [3, 5]}, "has alora_invocation_tokens"),
-        ({"use_qalora": True}, "has use_qalora"),
-        ({"layers_to_transform": [0]}, "has layers_to_transform"),
-        ({"r": None}, "has no rank"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"r": 4}, "has r 4 where this run has 2; set training.lora.rank to 4"),
+    ({"lora_alpha": 8}, "set training.lora.alpha to 8"),
+    ({"use_dora": True}, "has use_dora True where this run has False; set another adapter"),
+    ({"peft_type": "IA3"}, "has peft_type 'IA3' where this run has 'LORA'"),
+    ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+    ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', with which PEFT changes the"),
+    ({"init_lora_weights": "olora"}, "with which PEFT changes the base model"),
+    ({"init_lora_weights": "corda"}, "with which PEFT changes the base model"),
+    ({"alora_invocation_tokens": [3, 5]}, "has alora_invocation_tokens"),
+    ({"use_qalora": True}, "has use_qalora"),
+    ({"layers_to_transform": [0]}, "has layers_to_transform"),
+    ({"r": None}, "has no rank"),
+])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(
     model: str, adapter: LoraConfig, change: dict[str, Any], message: str
 ) -> None:
@@ -121,14 +118,11 @@ def test_an_adapter_of_another_kind_is_refused(
         check_adapters(adapter, ModelConfig(path=model))
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["down_proj", "q_proj"], "set training.lora.targets to ['down_proj', 'q_proj'], or"),
-        ("all-linear", "set training.lora.targets to [] (the adapter's target_modules is 'all-"),
-        (".*(q|down)_proj", "target_modules '.*(q|down)_proj', a regular expression, matches"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "message"), [
+    (["down_proj", "q_proj"], "set training.lora.targets to ['down_proj', 'q_proj'], or"),
+    ("all-linear", "set training.lora.targets to [] (the adapter's target_modules is 'all-"),
+    (".*(q|down)_proj", "target_modules '.*(q|down)_proj', a regular expression, matches"),
+])  # fmt: skip
 def test_other_layers_are_named_as_they_are_set(
     model: str, adapter: LoraConfig, targets: Any, message: str
 ) -> None:

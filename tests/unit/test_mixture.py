@@ -167,15 +167,11 @@ def test_the_fingerprint_tells_mixtures_apart(place: Path) -> None:
     found = [
         one,
         replace(one, sources=parts[::-1]),
-        replace(
-            one,
-            sources=tuple(
-                replace(part, weight=weight) for part, weight in zip(parts, (0.6, 0.4), strict=True)
-            ),
-        ),
+        replace(one, sources=tuple(replace(part, weight=weight) for part,
+         weight in zip(parts, (0.6, 0.4), strict=True))),
         replace(one, shuffle=False),
         replace(one, sources=(replace(parts[0], environment="letter"), parts[1])),
-    ]
+    ]  # fmt: skip
     digests = [load(config, place).fingerprint for config in found]
     assert len(set(digests)) == len(digests) and digests[0] == load(one, place).fingerprint
     assert all(digest.startswith("17 rows, xxh3-128 ") for digest in digests)
@@ -316,25 +312,15 @@ def tree(place: Path, **changes: Any) -> dict[str, Any]:
     whole = tiny_run(place, place / "model", 3)
     whole["folder"] = str(place / "run")
     whole["prompts"] = {
-        "sources": [
-            {"source": str(place / "sums.jsonl"), "weight": 0.7, "environment": "math"},
-            {
-                "source": str(place / "words.jsonl"),
-                "weight": 0.3,
-                "environment": "letter",
-                "prompt_column": "question",
-                "answer_column": "gold.text",
-            },
-        ],
+        "sources": [{"source": str(place / "sums.jsonl"), "weight": 0.7, "environment": "math"},
+         {"source": str(place / "words.jsonl"), "weight": 0.3, "environment": "letter",
+         "prompt_column": "question", "answer_column": "gold.text"}],
         "max_prompt_tokens": 8,
-    }
+    }  # fmt: skip
     whole["evaluation"] = {
-        "prompts": {
-            "source": str(place / "both.jsonl"),
-            "environment_column": "judge",
-            "max_prompt_tokens": 8,
-        }
-    }
+        "prompts": {"source": str(place / "both.jsonl"), "environment_column": "judge",
+         "max_prompt_tokens": 8},
+    }  # fmt: skip
     whole["environment"] = {
         "mixture": {"math": {"verifier": "math"}, "letter": {"answer_after": "#"}}
     }

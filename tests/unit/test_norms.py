@@ -12,16 +12,9 @@ from torch import nn
 from megarl.trainer.norms import use_torch_norms
 
 KINDS = {
-    "qwen2": 5,
-    "qwen3": 9,
-    "llama": 5,
-    "mistral": 5,
-    "phi3": 5,
-    "granite": 5,
-    "olmo2": 9,
-    "gemma2": 9,
-    "gemma3_text": 13,
-}
+    "qwen2": 5, "qwen3": 9, "llama": 5, "mistral": 5, "phi3": 5, "granite": 5, "olmo2": 9,
+    "gemma2": 9, "gemma3_text": 13,
+}  # fmt: skip
 """Model type -> its norms with two layers."""
 
 

@@ -209,56 +209,33 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "equal sides": ([PAIR, PAIR | {"rejected": "3"}], {}, r"row 1.*are equal"),
     "equal but for an end": ([PAIR, PAIR | {"rejected": "3<eos>"}], {}, r"row 1.*are equal"),
     "equal but for ends": ([OTHER | {"rejected": "4<eos>\n <eos> "}], {}, r"row 0.*are equal"),
-    "equal as written": (
-        [{"prompt": "1+2", "chosen": "3", "rejected": "3<eos>"}],
-        {"template": "chat"},
-        r"row 0.*are equal",
-    ),
-    "equal tokens": (
-        [PAIR | {"chosen": "3\u00e9", "rejected": "3\u00e8"}],
-        {},
-        r"row 0.*are equal",
-    ),
+    "equal as written": ([{"prompt": "1+2", "chosen": "3", "rejected": "3<eos>"}],
+     {"template": "chat"}, r"row 0.*are equal"),
+    "equal tokens": ([PAIR | {"chosen": "3\u00e9", "rejected": "3\u00e8"}], {},
+     r"row 0.*are equal"),
     "empty side": ([PAIR | {"rejected": " "}], {}, r"response \(column 'rejected'\) is empty"),
     "no prompt": ([{"chosen": "1", "rejected": "2"}], {}, "no column 'prompt'"),
     "empty prompt": ([PAIR | {"prompt": ""}], {}, "the prompt"),
     "a list": ([PAIR | {"chosen": [TURN]}], {}, "template to 'chat'"),
     "a number of turns": ([PAIR | {"chosen": {"a": 1}}], {}, "response"),
-    "too long": (
-        [PAIR],
-        {"max_tokens": 5},
-        r"1 of 1 rows .*preferences\.max_tokens = 5 \(the longest 6",
-    ),
+    "too long": ([PAIR], {"max_tokens": 5},
+     r"1 of 1 rows .*preferences\.max_tokens = 5 \(the longest 6"),
     "margin": ([PAIR | {"by": "much"}], {"margin_column": "by"}, "the margin .* is 'much'"),
     "infinite margin": ([PAIR | {"by": 1e999}], {"margin_column": "by"}, "not a finite number"),
-    "label": (
-        [{"prompt": "1", "r": "2", "label": "yes"}],
-        {"response_column": "r", "single": True},
-        "label .* is 'yes', not true or false",
-    ),
-    "one label": (
-        [{"prompt": "1", "r": "2", "label": True}, {"prompt": "2", "r": "2", "label": 1}],
-        {"response_column": "r", "single": True},
-        "all responses are desirable",
-    ),
+    "label": ([{"prompt": "1", "r": "2", "label": "yes"}], {"response_column": "r", "single": True},
+     "label .* is 'yes', not true or false"),
+    "one label": ([{"prompt": "1", "r": "2", "label": True}, {"prompt": "2", "r": "2", "label": 1}],
+     {"response_column": "r", "single": True}, "all responses are desirable"),
     "one prompt": ([PAIR, PAIR | {"chosen": "5"}], {"single": True}, "all rows have the same prom"),
-    "other prompts": (
-        [{"chosen": [*USER, TURN], "rejected": [{"role": "user", "content": "2"}, WORSE]}],
-        {"template": "chat"},
-        "differ before their last turn",
-    ),
-    "ends with the user": (
-        [{"chosen": [*USER, TURN, *USER], "rejected": [*USER, TURN, *USER]}],
-        {"template": "chat"},
-        "ends with a turn of 'user'",
-    ),
+    "other prompts": ([{"chosen": [*USER, TURN],
+     "rejected": [{"role": "user", "content": "2"}, WORSE]}], {"template": "chat"},
+     "differ before their last turn"),
+    "ends with the user": ([{"chosen": [*USER, TURN, *USER], "rejected": [*USER, TURN, *USER]}],
+     {"template": "chat"}, "ends with a turn of 'user'"),
     "a reply alone": ([{"chosen": [TURN], "rejected": [WORSE]}], {"template": "chat"}, "no column"),
-    "no user": (
-        [{"chosen": [{"role": "system", "content": "x"}, TURN], "rejected": [USER[0], WORSE]}],
-        {"template": "chat"},
-        "system message only",
-    ),
-}
+    "no user": ([{"chosen": [{"role": "system", "content": "x"}, TURN],
+     "rejected": [USER[0], WORSE]}], {"template": "chat"}, "system message only"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -270,34 +247,20 @@ def test_a_wrong_row_is_named(name: str, tokenizer: Any, tmp_path: Path) -> None
 
 RECIPES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no data": (PreferenceConfig, {"preferences": {}}, r"preferences\.source is empty"),
-    "single responses": (
-        PreferenceConfig,
-        {"preferences": {"source": "x", "response_column": "r"}},
-        "'dpo' needs pairs",
-    ),
-    "single responses for rewards": (
-        RewardModelConfig,
-        {"preferences": {"source": "x", "response_column": "r"}},
-        "learns from pairs",
-    ),
-    "margins": (
-        PreferenceConfig,
-        {"preferences": {"source": "x", "margin_column": "m"}},
-        "only megarl reward-model uses",
-    ),
-    "a reference without use": (
-        PreferenceConfig,
-        {"loss": {"method": "simpo"}, "reference": {"cache": "x"}},
-        "reference has settings, but loss.method uses no reference",
-    ),
-    "a reference without path": (
-        PreferenceConfig,
-        {"reference": {"model": {"tokenizer": "x"}}},
-        "settings, but no path",
-    ),
+    "single responses": (PreferenceConfig, {"preferences": {"source": "x", "response_column": "r"}},
+     "'dpo' needs pairs"),
+    "single responses for rewards": (RewardModelConfig,
+     {"preferences": {"source": "x", "response_column": "r"}}, "learns from pairs"),
+    "margins": (PreferenceConfig, {"preferences": {"source": "x", "margin_column": "m"}},
+     "only megarl reward-model uses"),
+    "a reference without use": (PreferenceConfig,
+     {"loss": {"method": "simpo"}, "reference": {"cache": "x"}},
+     "reference has settings, but loss.method uses no reference"),
+    "a reference without path": (PreferenceConfig, {"reference": {"model": {"tokenizer": "x"}}},
+     "settings, but no path"),
     "mini-batches": (RewardModelConfig, {"training": {"num_mini_batches": 2}}, "leave it out"),
     "unknown method": (PreferenceConfig, {"loss": {"method": "ppo"}}, r"loss\.method"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)

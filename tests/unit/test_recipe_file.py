@@ -33,14 +33,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 WRONG: dict[str, tuple[str | bytes, list[str]]] = {
-    "a key twice": (
-        GOOD + "rollout: {group_size: 4}\nsteps: 3\nrollout: {group_size: 8}\n",
-        ["line 6", "'rollout'", "line 4", "join the two"],
-    ),
-    "a nested key twice": (
-        GOOD + "rollout:\n  group_size: 4\n  group_size: 4\n",
-        ["line 6", "line 5"],
-    ),
+    "a key twice": (GOOD + "rollout: {group_size: 4}\nsteps: 3\nrollout: {group_size: 8}\n",
+     ["line 6", "'rollout'", "line 4", "join the two"]),
+    "a nested key twice": (GOOD + "rollout:\n  group_size: 4\n  group_size: 4\n",
+     ["line 6", "line 5"]),
     "aliases that stand for gigabytes": (GOOD + BOMB, ["values with its aliases written out"]),
     "a list that contains itself": (GOOD + "a: &a [*a]\n", ["nested deeper"]),
     "nesting": (GOOD + "a: " + "[" * 5000 + "]" * 5000, ["nested deeper"]),
@@ -58,7 +54,7 @@ WRONG: dict[str, tuple[str | bytes, list[str]]] = {
     "no text": (b"PAR1\xff\xfe\x00", ["recipe.yaml", "is no text", ".yaml file"]),
     "no mapping": ("[1, 2]\n", ["not a mapping of settings"]),
     "larger than a recipe": ("#" * 2_000_000, ["2,000,000 bytes"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -74,22 +70,11 @@ def test_a_wrong_file_is_one_line(name: str, tmp_path: Path) -> None:
         assert part in said
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("010", 10),
-        ("0x10", 16),
-        ("0o17", 15),
-        ("1_000", 1000),
-        ("2024-01-01", "2024-01-01"),
-        ("12:30", "12:30"),
-        (".5", 0.5),
-        ("-3", -3),
-        ("true", True),
-        ("~", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-4", 1e-4), ("010", 10), ("0x10", 16), ("0o17", 15), ("1_000", 1000),
+    ("2024-01-01", "2024-01-01"), ("12:30", "12:30"), (".5", 0.5), ("-3", -3), ("true", True),
+    ("~", None),
+])  # fmt: skip
 def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
     found = recipe_file.parse(text)
     assert (found, type(found)) == (value, type(value))
@@ -106,38 +91,27 @@ def write(folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"evaluation": {"prompts": {"max_prompt_tokens": 0}}},
-            "evaluation.prompts.max_prompt_tokens is 0",
-        ),
-        (
-            {"evaluation": {"prompts": {"system": "a"}}},
-            "evaluation.prompts.system is 'a', but evaluation.prompts.template is 'none'",
-        ),
-        ({"prompts": {"source": "a", "limit": 0}}, "prompts.limit is 0"),
-        ({"reference": {"layout": {"tensor": 0}}}, "reference.layout.tensor is 0"),
-        ({"reference": {"ranks": [1, -1]}}, "reference.ranks is -1"),
-        (
-            {"algorithm": {"aggregation": "constant", "constant_tokens": -5}},
-            "algorithm.constant_tokens is -5",
-        ),
-        ({"rollout": {"temperature": 2.5}}, "rollout.temperature is 2.5"),
-        ({"rollout": {"temperature": 1e-30}}, "rollout.temperature is 1e-30"),
-        ({"rollout": {"groups_per_step": 10**7}}, "rollout.groups_per_step is 10000000"),
-        ({"training": {"num_threads": 10**6}}, "training.num_threads is 1000000"),
-        ({"environment": {"correct": math.nan}}, "environment.correct is nan"),
-        ({"environment": {"wrong": -1e308}}, "environment.wrong is -1e+308"),
-        ({"environment": {"time_limit_s": math.inf}}, "environment.time_limit_s is inf"),
-        ({"seed": 2**31}, "seed is 2147483648"),
-        (
-            {"rollout": {"engine": {"max_num_sequences": 9000, "max_batched_tokens": 512}}},
-            "rollout.engine.max_batched_tokens is 512",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"evaluation": {"prompts": {"max_prompt_tokens": 0}}},
+     "evaluation.prompts.max_prompt_tokens is 0"),
+    ({"evaluation": {"prompts": {"system": "a"}}},
+     "evaluation.prompts.system is 'a', but evaluation.prompts.template is 'none'"),
+    ({"prompts": {"source": "a", "limit": 0}}, "prompts.limit is 0"),
+    ({"reference": {"layout": {"tensor": 0}}}, "reference.layout.tensor is 0"),
+    ({"reference": {"ranks": [1, -1]}}, "reference.ranks is -1"),
+    ({"algorithm": {"aggregation": "constant", "constant_tokens": -5}},
+     "algorithm.constant_tokens is -5"),
+    ({"rollout": {"temperature": 2.5}}, "rollout.temperature is 2.5"),
+    ({"rollout": {"temperature": 1e-30}}, "rollout.temperature is 1e-30"),
+    ({"rollout": {"groups_per_step": 10**7}}, "rollout.groups_per_step is 10000000"),
+    ({"training": {"num_threads": 10**6}}, "training.num_threads is 1000000"),
+    ({"environment": {"correct": math.nan}}, "environment.correct is nan"),
+    ({"environment": {"wrong": -1e308}}, "environment.wrong is -1e+308"),
+    ({"environment": {"time_limit_s": math.inf}}, "environment.time_limit_s is inf"),
+    ({"seed": 2**31}, "seed is 2147483648"),
+    ({"rollout": {"engine": {"max_num_sequences": 9000, "max_batched_tokens": 512}}},
+     "rollout.engine.max_batched_tokens is 512"),
+])  # fmt: skip
 def test_an_error_names_the_setting(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         read(RunConfig, write(tmp_path, **changes))
@@ -145,31 +119,19 @@ def test_an_error_names_the_setting(changes: dict[str, Any], says: str, tmp_path
 
 
 LINES: dict[str, tuple[str, list[str]]] = {
-    "values": (
-        "steps: many\nrollout:\n  group_size: 0\n",
-        ["line 4: steps is 'many'; ", "; line 6: rollout.group_size is 0; set it to a number >= 1"],
-    ),
-    "keys": (
-        "rollout:\n  n: 2\n  engine: {tensors: 2}\n",
-        ["line 5: rollout.n: unknown key", "line 6: rollout.engine.tensors: unknown key"],
-    ),
-    "a list": (
-        "reward_models:\n  judge: {model: {path: m},\n    ranks: [1,\n    -1]}\n",
-        ["line 6: reward_models.judge.ranks is -1"],
-    ),
-    "two settings that do not fit": (
-        "training:\n  num_mini_batches: 3\n",
-        ["line 5: rollout.groups_per_step is 16, not divisible by training.num_mini_batches = 3"],
-    ),
-    "an alias": (
-        "rollout: &same {group_size: 0}\nreference: *same\n",
-        ["line 4: rollout.group_size is 0", "line 4: reference.group_size: unknown key"],
-    ),
-    "a section for another": (
-        "algorithm: {loss: gspo,\n  dual_clip: 2.0}\n",
-        ["line 5: algorithm.dual_clip is 2.0, but algorithm.loss is 'gspo', which does not use it"],
-    ),
-}
+    "values": ("steps: many\nrollout:\n  group_size: 0\n",
+     ["line 4: steps is 'many'; ", "; line 6: rollout.group_size is 0; set it to a number >= 1"]),
+    "keys": ("rollout:\n  n: 2\n  engine: {tensors: 2}\n",
+     ["line 5: rollout.n: unknown key", "line 6: rollout.engine.tensors: unknown key"]),
+    "a list": ("reward_models:\n  judge: {model: {path: m},\n    ranks: [1,\n    -1]}\n",
+     ["line 6: reward_models.judge.ranks is -1"]),
+    "two settings that do not fit": ("training:\n  num_mini_batches: 3\n",
+     ["line 5: rollout.groups_per_step is 16, not divisible by training.num_mini_batches = 3"]),
+    "an alias": ("rollout: &same {group_size: 0}\nreference: *same\n",
+     ["line 4: rollout.group_size is 0", "line 4: reference.group_size: unknown key"]),
+    "a section for another": ("algorithm: {loss: gspo,\n  dual_clip: 2.0}\n",
+     ["line 5: algorithm.dual_clip is 2.0, but algorithm.loss is 'gspo', which does not use it"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -215,28 +177,23 @@ def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["--training.optimizer.learning_rat", "1"],
-            "training.optimizer.learning_rat: unknown key; did you mean 'learning_rate'?",
-        ),
-        (["--steps", "many"], "steps is 'many'; it should be a valid integer"),
-        (["--steps"], "--steps has 0 values"),
-        (["--steps", "1", "2"], "--steps has 2 values"),
-        (["--rollout", "1"], "--rollout is a section"),
-        (["--folder.x", "1"], " --folder.x 1: folder is {'x': '1'}; it should be a valid string"),
-        (["steps", "1"], "'steps' is no setting; did you mean --steps 1?"),
-        (["steps=5"], "'steps=5' is no setting; did you mean --steps 5?"),
-        (["-steps=5"], "did you mean --steps 5?"),
-        (["rollout.group-size"], "did you mean --rollout.group-size VALUE?"),
-        (["nonsense=5"], "'nonsense=5' is no setting; write --section.key value"),
-        (["--steps", "9" * 5000], "--steps"),
-        (["--resume", "perhaps"], "resume is 'perhaps'; it should be true, false or 'auto'"),
-        (["--training.zero_stage", "7"], "training.zero_stage"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (["--training.optimizer.learning_rat", "1"],
+     "training.optimizer.learning_rat: unknown key; did you mean 'learning_rate'?"),
+    (["--steps", "many"], "steps is 'many'; it should be a valid integer"),
+    (["--steps"], "--steps has 0 values"),
+    (["--steps", "1", "2"], "--steps has 2 values"),
+    (["--rollout", "1"], "--rollout is a section"),
+    (["--folder.x", "1"], " --folder.x 1: folder is {'x': '1'}; it should be a valid string"),
+    (["steps", "1"], "'steps' is no setting; did you mean --steps 1?"),
+    (["steps=5"], "'steps=5' is no setting; did you mean --steps 5?"),
+    (["-steps=5"], "did you mean --steps 5?"),
+    (["rollout.group-size"], "did you mean --rollout.group-size VALUE?"),
+    (["nonsense=5"], "'nonsense=5' is no setting; write --section.key value"),
+    (["--steps", "9" * 5000], "--steps"),
+    (["--resume", "perhaps"], "resume is 'perhaps'; it should be true, false or 'auto'"),
+    (["--training.zero_stage", "7"], "training.zero_stage"),
+])  # fmt: skip
 def test_a_wrong_command_line_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         read(RunConfig, write(tmp_path), words)
@@ -323,17 +280,11 @@ def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
     return folder / "recipe.yaml"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "$UNSET_HERE/x",
-            r"prompts.source is '\$UNSET_HERE/x', but the variable UNSET_HERE is not",
-        ),
-        ("x/${UNSET_HERE}", r"prompts.source .*variable UNSET_HERE is not set"),
-        ("~nobody-of-that-name/x", r"prompts.source .*no user's name; write \./~nobody"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("$UNSET_HERE/x", r"prompts.source is '\$UNSET_HERE/x', but the variable UNSET_HERE is not"),
+    ("x/${UNSET_HERE}", r"prompts.source .*variable UNSET_HERE is not set"),
+    ("~nobody-of-that-name/x", r"prompts.source .*no user's name; write \./~nobody"),
+])  # fmt: skip
 def test_a_path_that_cannot_be_expanded_is_refused(text: str, says: str, at_home: Path) -> None:
     path = write(at_home, prompts={"source": text})
     with pytest.raises(ValueError, match=says):
@@ -429,17 +380,14 @@ def test_a_preset_is_named_on_the_command_line(words: list[str], tmp_path: Path)
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "says"),
-    [
-        (SftConfig, "grpo", "is for megarl train; megarl sft has no key .*prompts, "),
-        (RunConfig, "programs_sft", "is for megarl sft; megarl train has no key samples_per_step"),
-        (PreferenceConfig, "grpo", "is for megarl train"),
-        (RunConfig, "dpo", "is for megarl preference"),
-        (RewardModelConfig, "dpo", r"preference; megarl reward-model has no key loss\.method"),
-        (RunConfig, "serve_reward", "is for megarl serve-reward"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "says"), [
+    (SftConfig, "grpo", "is for megarl train; megarl sft has no key .*prompts, "),
+    (RunConfig, "programs_sft", "is for megarl sft; megarl train has no key samples_per_step"),
+    (PreferenceConfig, "grpo", "is for megarl train"),
+    (RunConfig, "dpo", "is for megarl preference"),
+    (RewardModelConfig, "dpo", r"preference; megarl reward-model has no key loss\.method"),
+    (RunConfig, "serve_reward", "is for megarl serve-reward"),
+])  # fmt: skip
 def test_a_recipe_of_another_command_is_said_in_a_line(kind: Any, name: str, says: str) -> None:
     with pytest.raises(ValueError, match=rf"^recipe \S*{name}\.yaml .*{says}"):
         read(kind, RECIPES / f"{name}.yaml")

@@ -368,12 +368,8 @@ def test_sources_of_no_one_layout_are_refused(kept: list[Box]) -> None:
 
 FIRST, PADDING = Piece("w", UPPER, "flat", 0, 3), Piece(ZEROS, UPPER, "flat", 12, 3)
 SECONDS = {
-    "lost": [],
-    "early": [(3, 3)],
-    "late": [(9, 3)],
-    "apart": [(6, 4)],
-    "twice": [(6, 3), (6, 3)],
-}
+    "lost": [], "early": [(3, 3)], "late": [(9, 3)], "apart": [(6, 4)], "twice": [(6, 3), (6, 3)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", [*SECONDS, "padded", "nothing"])

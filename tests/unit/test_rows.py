@@ -128,11 +128,8 @@ def test_narrow_floats_are_the_decimals_that_were_written(tmp_path: Path) -> Non
         "none": (f4, None, None),
         "list": (pyarrow.list_(f4), [1.1, None], [1.1, None]),
         "fixed": (pyarrow.list_(f2, 2), [0.1, 0.2], [0.1, 0.2]),
-        "struct": (
-            pyarrow.struct({"x": f4, "y": pyarrow.list_(pyarrow.struct({"z": f4}))}),
-            {"x": 0.7, "y": [{"z": 0.3}, None]},
-            {"x": 0.7, "y": [{"z": 0.3}, None]},
-        ),
+        "struct": (pyarrow.struct({"x": f4, "y": pyarrow.list_(pyarrow.struct({"z": f4}))}),
+         {"x": 0.7, "y": [{"z": 0.3}, None]}, {"x": 0.7, "y": [{"z": 0.3}, None]}),
         "map": (pyarrow.map_(pyarrow.string(), f4), {"k": 1.1}, [("k", 1.1)]),
         "decimal": (pyarrow.decimal128(9, 2), Decimal("1.50"), Decimal("1.50")),
         "integer": (pyarrow.uint64(), 2**64 - 1, 2**64 - 1),
@@ -140,13 +137,10 @@ def test_narrow_floats_are_the_decimals_that_were_written(tmp_path: Path) -> Non
         "date": (pyarrow.date32(), date(2024, 1, 2), "2024-01-02"),
         "time": (pyarrow.time64("us"), time(3, 4), "03:04:00"),
         "stamp": (pyarrow.timestamp("us"), datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
-        "zone": (
-            pyarrow.timestamp("ns", "UTC"),
-            datetime(2024, 1, 2, 3, tzinfo=UTC),
-            "2024-01-02T03:00:00+00:00",
-        ),
+        "zone": (pyarrow.timestamp("ns", "UTC"), datetime(2024, 1, 2, 3, tzinfo=UTC),
+         "2024-01-02T03:00:00+00:00"),
         "stamps": (pyarrow.list_(pyarrow.date32()), [date(2024, 1, 2)], ["2024-01-02"]),
-    }
+    }  # fmt: skip
     table = pyarrow.table(
         {name: pyarrow.array([value], kind) for name, (kind, value, _) in kinds.items()}
     )

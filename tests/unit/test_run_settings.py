@@ -33,15 +33,12 @@ def steps(kind: str, epochs: float | None, num_rows: int, per_step: int) -> int:
     return with_steps(from_tree(SftConfig, tree, where=""), num_rows).steps
 
 
-@pytest.mark.parametrize(
-    ("changed", "matters"),
-    [
-        ({"num_engines": 4}, False),
-        ({"request_timeout_s": 500.0}, False),
-        ({"group_size": 4}, True),
-        ({"max_new_tokens": 77}, True),
-    ],
-)
+@pytest.mark.parametrize(("changed", "matters"), [
+    ({"num_engines": 4}, False),
+    ({"request_timeout_s": 500.0}, False),
+    ({"group_size": 4}, True),
+    ({"max_new_tokens": 77}, True),
+])  # fmt: skip
 def test_finished_rollouts_are_kept_if_they_do_not_depend_on_a_change(
     changed: dict[str, Any], matters: bool
 ) -> None:
@@ -73,13 +70,10 @@ def test_a_truncated_law_needs_the_engines_logprobs(name: str) -> None:
     assert run().rollout.sampling.truncation == {}
 
 
-@pytest.mark.parametrize(
-    ("staleness", "algorithm", "said"),
-    [
-        (0, {}, "rollout.max_staleness is 0, .* raise max_staleness"),
-        (1, {"old_logprobs": "engine"}, "old_logprobs is 'engine', .* to 'trainer'"),
-    ],
-)
+@pytest.mark.parametrize(("staleness", "algorithm", "said"), [
+    (0, {}, "rollout.max_staleness is 0, .* raise max_staleness"),
+    (1, {"old_logprobs": "engine"}, "old_logprobs is 'engine', .* to 'trainer'"),
+])  # fmt: skip
 def test_leave_to_use_old_rollouts_that_allows_nothing_is_refused(
     staleness: int, algorithm: dict[str, Any], said: str
 ) -> None:

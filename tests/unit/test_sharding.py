@@ -99,19 +99,13 @@ def test_a_plan_that_leaves_out_a_layer_of_the_same_input_is_refused() -> None:
         shard_model(whole, axis(2, 0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "tensor", "says"),
-    [
-        ({"num_attention_heads": 6}, 4, "num_attention_heads = 6"),
-        ({"intermediate_size": 50}, 4, "intermediate_size = 50"),
-        (
-            {"num_attention_heads": 12, "num_key_value_heads": 3},
-            2,
-            "num_key_value_heads 3: neither divides the other",
-        ),
-        ({"vocab_size": 3}, 4, "has 3 words"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "tensor", "says"), [
+    ({"num_attention_heads": 6}, 4, "num_attention_heads = 6"),
+    ({"intermediate_size": 50}, 4, "intermediate_size = 50"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2,
+     "num_key_value_heads 3: neither divides the other"),
+    ({"vocab_size": 3}, 4, "has 3 words"),
+])  # fmt: skip
 def test_what_does_not_divide_is_refused(changes: dict[str, int], tensor: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         refuse_tensor(small(**changes), tensor)
@@ -252,14 +246,10 @@ def test_a_block_without_soft_caps_is_refused_for_a_model_that_has_one() -> None
         refuse_block(training, transformers.Gemma2Config(**SMALL, head_dim=8))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Gemma2Config(**SMALL, head_dim=8),
-        transformers.GraniteConfig(**SMALL, logits_scaling=2.0),
-    ],
-    ids=["gemma2", "granite"],
-)
+@pytest.mark.parametrize("config", [
+    transformers.Gemma2Config(**SMALL, head_dim=8),
+    transformers.GraniteConfig(**SMALL, logits_scaling=2.0),
+], ids=["gemma2", "granite"])  # fmt: skip
 def test_distillation_refuses_models_that_change_their_logits(
     config: transformers.PreTrainedConfig,
 ) -> None:

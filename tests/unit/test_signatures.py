@@ -83,25 +83,22 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "expected"),
-    [
-        ("own", {}, (1.0, 0.0)),
-        ("one_column", {}, (1.0, 0.0)),
-        ("one_column", {"answer": "8"}, (0.0, 1.0)),
-        ("with_prompts", {}, (5.0, 4.0)),
-        ("with_solution", {"solution": "8"}, (0.0, 1.0)),
-        ("chat", {"prompt": CHAT}, (1.0, 0.0)),
-        ("chat", {"messages": CHAT}, (1.0, 0.0)),
-        ("annotated", {}, (1.0, 0.0)),
-        ("later", {}, (1.0, 0.0)),
-        ("compute_score", {"data_source": "gsm8k"}, (1.0, 0.0)),
-        ("numpy_types", {}, (2.0, 2.0)),
-        ("fine", {}, (1.0, 1.0)),
-        ("also_fine", {}, (1.0, 1.0)),
-        ("number", {"reward_model": {"ground_truth": "8", "style": "rule"}}, (0.0, 1.0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "expected"), [
+    ("own", {}, (1.0, 0.0)),
+    ("one_column", {}, (1.0, 0.0)),
+    ("one_column", {"answer": "8"}, (0.0, 1.0)),
+    ("with_prompts", {}, (5.0, 4.0)),
+    ("with_solution", {"solution": "8"}, (0.0, 1.0)),
+    ("chat", {"prompt": CHAT}, (1.0, 0.0)),
+    ("chat", {"messages": CHAT}, (1.0, 0.0)),
+    ("annotated", {}, (1.0, 0.0)),
+    ("later", {}, (1.0, 0.0)),
+    ("compute_score", {"data_source": "gsm8k"}, (1.0, 0.0)),
+    ("numpy_types", {}, (2.0, 2.0)),
+    ("fine", {}, (1.0, 1.0)),
+    ("also_fine", {}, (1.0, 1.0)),
+    ("number", {"reward_model": {"ground_truth": "8", "style": "rule"}}, (0.0, 1.0)),
+])  # fmt: skip
 def test_functions_of_other_libraries(
     own: str, name: str, fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
@@ -134,40 +131,34 @@ def test_a_call_finds_the_row_as_it_is(own: str) -> None:
     assert [one.reward for one in found] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("too_many", "returned 2 rewards, [1.0, 0.0], for one completion"),
-        ("no_list", "returned no list, 1.0, for one completion"),
-        ("no_column", "has the parameter level, but the row has no such column; it has answer"),
-        ("no_score", "a dict with acc, but without 'score'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("too_many", "returned 2 rewards, [1.0, 0.0], for one completion"),
+    ("no_list", "returned no list, 1.0, for one completion"),
+    ("no_column", "has the parameter level, but the row has no such column; it has answer"),
+    ("no_score", "a dict with acc, but without 'score'"),
+])  # fmt: skip
 def test_what_such_a_function_does_wrong_is_said(own: str, name: str, said: str) -> None:
     (found,) = verdicts(EnvironmentConfig(verifier=f"{own}:{name}"), "x", prompt=PROMPT)
     assert found.failure == "error" and said in found.detail, found
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("both", r"both\(completions, solution_str\), which names the response twice"),
-        ("twice", r"twice\(completions, response\), which names the response twice"),
-        ("swapped", r"swapped\(response, prompt\), but is called with .*, in this order; write"),
-        ("old", r"old\(completion, answer\), but is called with .*, in this order; write"),
-        ("solved", r"solved\(solution, gold\), but is called with .*prompt\.answer"),
-        ("predicted", r"predicted\(prediction, answer\), but is called with .*, in this order"),
-        ("with_truth", r"with_truth\(text, truth\), but is called with .*, in this order"),
-        ("hypothesis", r"hypothesis\(hypothesis, x\), but is called with .*, in this order"),
-        ("expected", r"expected\(x, expected\), but is called with .*, in this order"),
-        ("unknown", r"unknown\(x, answer, \*args\), but is called with .*, in this order"),
-        ("needs_more", "verl's form does not give tokenizer; give these parameters defaults"),
-        ("three", r"called with \(prompt, response\); give it these two parameters, or write it"),
-        ("yields", "yields is a generator function"),
-        ("yields_later", "yields_later is a generator function"),
-        ("Reward", "Reward is a class; write a function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("both", r"both\(completions, solution_str\), which names the response twice"),
+    ("twice", r"twice\(completions, response\), which names the response twice"),
+    ("swapped", r"swapped\(response, prompt\), but is called with .*, in this order; write"),
+    ("old", r"old\(completion, answer\), but is called with .*, in this order; write"),
+    ("solved", r"solved\(solution, gold\), but is called with .*prompt\.answer"),
+    ("predicted", r"predicted\(prediction, answer\), but is called with .*, in this order"),
+    ("with_truth", r"with_truth\(text, truth\), but is called with .*, in this order"),
+    ("hypothesis", r"hypothesis\(hypothesis, x\), but is called with .*, in this order"),
+    ("expected", r"expected\(x, expected\), but is called with .*, in this order"),
+    ("unknown", r"unknown\(x, answer, \*args\), but is called with .*, in this order"),
+    ("needs_more", "verl's form does not give tokenizer; give these parameters defaults"),
+    ("three", r"called with \(prompt, response\); give it these two parameters, or write it"),
+    ("yields", "yields is a generator function"),
+    ("yields_later", "yields_later is a generator function"),
+    ("Reward", "Reward is a class; write a function"),
+])  # fmt: skip
 def test_what_fits_no_form_is_refused(own: str, name: str, said: str) -> None:
     for settings in ({"verifier": f"{own}:{name}"}, {"rewards": {f"{own}:{name}": 1.0}}):
         with pytest.raises(ValueError, match=said):

@@ -111,49 +111,43 @@ SCHEMA = json.dumps(
 )
 
 
-@pytest.mark.parametrize(
-    ("response", "right"),
-    [
-        ('{"total": 5}', True),
-        ('  {"total": 5, "name": "a"}\n', True),
-        ('{"total": -5}', False),
-        ('{"name": "a"}', False),
-        ('{"total": 5, "other": 1}', False),
-        ('I think:\n```json\n{"total": 1}\n```\nno:\n```json\n{"total": 2}\n```\nDone.', True),
-        ('```json\n{"total": 1}\n```\n```json\n{"total": "x"}\n```', False),
-        ('Here: {"total": 5}', False),
-        ('{"total": NaN}', False),
-        ("", False),
-        ("[" * 100_000, False),
-        ('{"total": ' + "9" * 100_000 + "}", False),
-    ],
-)
+@pytest.mark.parametrize(("response", "right"), [
+    ('{"total": 5}', True),
+    ('  {"total": 5, "name": "a"}\n', True),
+    ('{"total": -5}', False),
+    ('{"name": "a"}', False),
+    ('{"total": 5, "other": 1}', False),
+    ('I think:\n```json\n{"total": 1}\n```\nno:\n```json\n{"total": 2}\n```\nDone.', True),
+    ('```json\n{"total": 1}\n```\n```json\n{"total": "x"}\n```', False),
+    ('Here: {"total": 5}', False),
+    ('{"total": NaN}', False),
+    ("", False),
+    ("[" * 100_000, False),
+    ('{"total": ' + "9" * 100_000 + "}", False),
+])  # fmt: skip
 def test_json_schema(response: str, right: bool) -> None:
     config = house("json_schema", JsonSchemaConfig(schema=SCHEMA))
     assert ask(config, "", response) == float(right)
 
 
-@pytest.mark.parametrize(
-    ("place", "answer", "response", "right"),
-    [
-        ("total", "5", '{"total": 5.0}', True),
-        ("total", "1,234", '{"total": 1234}', True),
-        ("total", "5", '{"total": 6}', False),
-        ("total", "5", '{"total": "5"}', True),
-        ("items.1.name", "pen", '{"items": [{}, {"name": " pen "}]}', True),
-        ("items.2.name", "pen", '{"items": [{}, {"name": "pen"}]}', False),
-        ("ok", "true", '{"ok": true}', True),
-        ("ok", "1", '{"ok": true}', False),
-        ("list", "[1, 2]", '{"list": [1, 2]}', True),
-        ("total", "null", '{"other": 5}', False),
-        ("total", "1e999999999", '{"total": 5}', False),
-        ("list", "[1]", '{"list": [true]}', False),
-        ("list", '{"a": [0, 2]}', '{"list": {"a": [false, 2.0]}}', False),
-        ("list", '{"a": [0, 2]}', '{"list": {"a": [0.0, 2]}}', True),
-        ("list", "[1, 2]", '{"list": [1]}', False),
-        ("list", '{"a": 1}', '{"list": {"b": 1}}', False),
-    ],
-)
+@pytest.mark.parametrize(("place", "answer", "response", "right"), [
+    ("total", "5", '{"total": 5.0}', True),
+    ("total", "1,234", '{"total": 1234}', True),
+    ("total", "5", '{"total": 6}', False),
+    ("total", "5", '{"total": "5"}', True),
+    ("items.1.name", "pen", '{"items": [{}, {"name": " pen "}]}', True),
+    ("items.2.name", "pen", '{"items": [{}, {"name": "pen"}]}', False),
+    ("ok", "true", '{"ok": true}', True),
+    ("ok", "1", '{"ok": true}', False),
+    ("list", "[1, 2]", '{"list": [1, 2]}', True),
+    ("total", "null", '{"other": 5}', False),
+    ("total", "1e999999999", '{"total": 5}', False),
+    ("list", "[1]", '{"list": [true]}', False),
+    ("list", '{"a": [0, 2]}', '{"list": {"a": [false, 2.0]}}', False),
+    ("list", '{"a": [0, 2]}', '{"list": {"a": [0.0, 2]}}', True),
+    ("list", "[1, 2]", '{"list": [1]}', False),
+    ("list", '{"a": 1}', '{"list": {"b": 1}}', False),
+])  # fmt: skip
 def test_a_value_of_the_json(place: str, answer: str, response: str, right: bool) -> None:
     config = house("json_schema", JsonSchemaConfig(schema="{}", value=place))
     assert ask(config, answer, response) == float(right)
@@ -214,16 +208,13 @@ def _failure(config: EnvironmentConfig) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#/nothing"},
-        {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"a": {}}},
-        {"$ref": "#/other/a", "other": {"a": {"$ref": "#/other/b"}}},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "not": {"$ref": "other.json"}},
-        {"$dynamicRef": "#nothing"},
-    ],
-)
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#/nothing"},
+    {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"a": {}}},
+    {"$ref": "#/other/a", "other": {"a": {"$ref": "#/other/b"}}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "not": {"$ref": "other.json"}},
+    {"$dynamicRef": "#nothing"},
+])  # fmt: skip
 def test_a_schema_that_refers_to_nothing_is_said_before_a_run(schema: Any) -> None:
     config = house("json_schema", JsonSchemaConfig(schema=json.dumps(schema)))
     with pytest.raises(
@@ -263,39 +254,36 @@ def test_a_wrong_schema_is_said_before_a_run(schema: str) -> None:
 # numeric
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("1,234.50", ["1234.5"]),
-        ("$1,234", ["1234"]),
-        ("-$5 and $-5", ["-5", "-5"]),
-        ("1.5e3 2E-2", ["1500", "0.02"]),
-        ("1.5 \\times 10^{3}, 2 x 10^-2", ["1500", "0.02"]),
-        ("50%", ["50"]),
-        ("3/4", ["3/4"]),
-        ("-\\frac{3}{4}", ["-3/4"]),
-        (".5", ["0.5"]),
-        ("7.", ["7"]),
-        ("3-4", ["3", "4"]),
-        ("x2 and 3rd", ["3"]),
-        ("1/0", [None]),
-        ("9" * 500, [None]),
-        ("\u22125", ["-5"]),
-        ("1,23", ["1", "23"]),
-        ("", []),
-        ("1e999", ["1"]),
-        ("25 m^2", ["25"]),
-        ("9.8 m/s^{2}", ["9.8"]),
-        ("5 s^-1 or 6 s^{-12}", ["5", "6"]),
-        ("4 m^ 2, 4 m ^ 2", ["4", "4"]),
-        ("10^3, 10^{-2}", ["1000", "0.01"]),
-        ("-2^10", ["-1024"]),
-        ("1,000^2 and 0.5 ^ 2", ["1000000", "0.25"]),
-        ("0^-1 9^999", [None, None]),
-        ("45^\\circ", ["45"]),
-        ("50%^2 **5**", ["50", "5"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "values"), [
+    ("1,234.50", ["1234.5"]),
+    ("$1,234", ["1234"]),
+    ("-$5 and $-5", ["-5", "-5"]),
+    ("1.5e3 2E-2", ["1500", "0.02"]),
+    ("1.5 \\times 10^{3}, 2 x 10^-2", ["1500", "0.02"]),
+    ("50%", ["50"]),
+    ("3/4", ["3/4"]),
+    ("-\\frac{3}{4}", ["-3/4"]),
+    (".5", ["0.5"]),
+    ("7.", ["7"]),
+    ("3-4", ["3", "4"]),
+    ("x2 and 3rd", ["3"]),
+    ("1/0", [None]),
+    ("9" * 500, [None]),
+    ("\u22125", ["-5"]),
+    ("1,23", ["1", "23"]),
+    ("", []),
+    ("1e999", ["1"]),
+    ("25 m^2", ["25"]),
+    ("9.8 m/s^{2}", ["9.8"]),
+    ("5 s^-1 or 6 s^{-12}", ["5", "6"]),
+    ("4 m^ 2, 4 m ^ 2", ["4", "4"]),
+    ("10^3, 10^{-2}", ["1000", "0.01"]),
+    ("-2^10", ["-1024"]),
+    ("1,000^2 and 0.5 ^ 2", ["1000000", "0.25"]),
+    ("0^-1 9^999", [None, None]),
+    ("45^\\circ", ["45"]),
+    ("50%^2 **5**", ["50", "5"]),
+])  # fmt: skip
 def test_numbers_in_text(text: str, values: list[str | None]) -> None:
     if text == "1e999":  # three digits of exponent are read, more are not
         assert next(numbers(text)) == Fraction(10) ** 999
@@ -309,26 +297,23 @@ def test_any_number_is_read_as_python_writes_it(value: Any) -> None:
         assert next(numbers(form.format(value))) == Fraction(value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer", "response", "right"),
-    [
-        (NumericConfig(), "3.14", "5 steps give 3.14", True),
-        (NumericConfig(), "3.14", "3.14 after 5", False),
-        (NumericConfig(), "3.14", "3.1415", False),
-        (NumericConfig(relative=0.01), "3.14", "3.1415", True),
-        (NumericConfig(relative=0.01), "3.14", "3.19", False),
-        (NumericConfig(absolute=0.5), "0", "0.5", True),
-        (NumericConfig(absolute=0.5), "0", "-0.51", False),
-        (NumericConfig(relative=0.0), "0.1", "1/10", True),
-        (NumericConfig(), "50%", "0.5", False),
-        (NumericConfig(percent="hundredths"), "50%", "0.5", True),
-        (NumericConfig(), "6.02e23", "6.02 \\times 10^{23}", True),
-        (NumericConfig(), "5", "no number", False),
-        (NumericConfig(), "5", "", False),
-        (NumericConfig(), "5", "5" * 1_000_000, False),
-        (NumericConfig(), "5", "1," * 500_000 + " 5", True),
-    ],
-)
+@pytest.mark.parametrize(("settings", "answer", "response", "right"), [
+    (NumericConfig(), "3.14", "5 steps give 3.14", True),
+    (NumericConfig(), "3.14", "3.14 after 5", False),
+    (NumericConfig(), "3.14", "3.1415", False),
+    (NumericConfig(relative=0.01), "3.14", "3.1415", True),
+    (NumericConfig(relative=0.01), "3.14", "3.19", False),
+    (NumericConfig(absolute=0.5), "0", "0.5", True),
+    (NumericConfig(absolute=0.5), "0", "-0.51", False),
+    (NumericConfig(relative=0.0), "0.1", "1/10", True),
+    (NumericConfig(), "50%", "0.5", False),
+    (NumericConfig(percent="hundredths"), "50%", "0.5", True),
+    (NumericConfig(), "6.02e23", "6.02 \\times 10^{23}", True),
+    (NumericConfig(), "5", "no number", False),
+    (NumericConfig(), "5", "", False),
+    (NumericConfig(), "5", "5" * 1_000_000, False),
+    (NumericConfig(), "5", "1," * 500_000 + " 5", True),
+])  # fmt: skip
 def test_numeric(settings: NumericConfig, answer: str, response: str, right: bool) -> None:
     begun = time.monotonic()
     assert ask(house("numeric", settings), answer, response) == float(right)
@@ -398,23 +383,20 @@ def test_labels_of_ones_own_and_a_marker() -> None:
 # format
 
 
-@pytest.mark.parametrize(
-    ("response", "loose", "alone"),
-    [
-        ("<think>a</think><answer>b</answer>", 1, 1),
-        (" <think></think>\n<answer>b</answer>\n", 1, 1),
-        ("x<think>a</think> <answer>b</answer>", 1, 0),
-        ("<think>a</think> so <answer>b</answer>", 1, 0),
-        ("<think>a</think><answer>b</answer> bye", 1, 0),
-        ("<answer>b</answer><think>a</think>", 0, 0),
-        ("<think>a</think><answer>b", 0, 0),
-        ("<think>a</think><think>a</think><answer>b</answer>", 0, 0),
-        ("<think>a<answer>b</answer></think>", 0, 0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0),
-        ("<Think>a</Think><answer>b</answer>", 0, 0),
-        ("", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "loose", "alone"), [
+    ("<think>a</think><answer>b</answer>", 1, 1),
+    (" <think></think>\n<answer>b</answer>\n", 1, 1),
+    ("x<think>a</think> <answer>b</answer>", 1, 0),
+    ("<think>a</think> so <answer>b</answer>", 1, 0),
+    ("<think>a</think><answer>b</answer> bye", 1, 0),
+    ("<answer>b</answer><think>a</think>", 0, 0),
+    ("<think>a</think><answer>b", 0, 0),
+    ("<think>a</think><think>a</think><answer>b</answer>", 0, 0),
+    ("<think>a<answer>b</answer></think>", 0, 0),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0),
+    ("<Think>a</Think><answer>b</answer>", 0, 0),
+    ("", 0, 0),
+])  # fmt: skip
 def test_format(response: str, loose: int, alone: int) -> None:
     assert ask(house("format"), "", response) == loose
     assert ask(house("format", FormatConfig(alone=True)), "", response) == alone
@@ -594,21 +576,18 @@ def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], says:
         EnvironmentConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: RegexConfig(pattern="a", answer_is_pattern=True), "one of the two"),
-        (lambda: JsonSchemaConfig(schema="{}", schema_column="a"), "one of the two"),
-        (lambda: ChoiceConfig(labels="AA"), "each once"),
-        (lambda: ChoiceConfig(labels="A"), "at least two"),
-        (lambda: FormatConfig(tags=()), "set one or several"),
-        (lambda: FormatConfig(tags=("<a>",)), "letters, digits"),
-        (lambda: LengthConfig(kind="cosine", shortest=5), "LengthConfig.shortest is 5"),
-        (lambda: LengthConfig(alpha=0.5), "LengthConfig.alpha is 0.5"),
-        (lambda: LengthConfig(shortest=5, longest=5), "set it above"),
-        (lambda: LengthConfig(kind="l1_max", target=5, target_column="a"), "one of the two"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: RegexConfig(pattern="a", answer_is_pattern=True), "one of the two"),
+    (lambda: JsonSchemaConfig(schema="{}", schema_column="a"), "one of the two"),
+    (lambda: ChoiceConfig(labels="AA"), "each once"),
+    (lambda: ChoiceConfig(labels="A"), "at least two"),
+    (lambda: FormatConfig(tags=()), "set one or several"),
+    (lambda: FormatConfig(tags=("<a>",)), "letters, digits"),
+    (lambda: LengthConfig(kind="cosine", shortest=5), "LengthConfig.shortest is 5"),
+    (lambda: LengthConfig(alpha=0.5), "LengthConfig.alpha is 0.5"),
+    (lambda: LengthConfig(shortest=5, longest=5), "set it above"),
+    (lambda: LengthConfig(kind="l1_max", target=5, target_column="a"), "one of the two"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_each_other(make: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
