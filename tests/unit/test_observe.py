@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,54 +35,40 @@ WEIRD = (
 def numbers(step: int, total: int) -> dict[str, float]:
     done = step / max(total - 1, 1)
     return {
-        "reward/mean": 2 * done - 1,
-        "accuracy": done,
-        "length/mean": 18 + 13 * done,
-        "length/truncated_share": 0.01,
-        "time/step_s": 1.0,
-        "time/rollout_s": 0.8,
-        "time/wait_s": 0.5,
-        "time/train_s": 0.4,
-        "time/publish_s": 0.02,
-        "tokens/generated_per_s": 20000.0 + step,
-        "tokens/trained_per_s": 25000.0,
-        "loss": math.sin(step),
-        "grad_norm": 0.5,
-        "mismatch/mean_abs": 1e-6,
-        "mismatch/max_abs": 3e-5 * (1 + step % 3),
-        "probe/max_abs": 0.0,
-        "staleness/max": 1.0,
-    }
+        "reward/mean": 2 * done - 1, "accuracy": done, "length/mean": 18 + 13 * done,
+        "length/truncated_share": 0.01, "time/step_s": 1.0, "time/rollout_s": 0.8,
+        "time/wait_s": 0.5, "time/train_s": 0.4, "time/publish_s": 0.02,
+        "tokens/generated_per_s": 20000.0 + step, "tokens/trained_per_s": 25000.0,
+        "loss": math.sin(step), "grad_norm": 0.5, "mismatch/mean_abs": 1e-6,
+        "mismatch/max_abs": 3e-5 * (1 + step % 3), "probe/max_abs": 0.0, "staleness/max": 1.0,
+    }  # fmt: skip
 
 
 def answer(correct: bool, prompt: str = "347+589=", response: str = "#936") -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "answer": "936",
-        "response": response,
-        "correct": correct,
-        "reward": 1.0,
-        "tokens": 5,
-    }
+    told = {"prompt": prompt, "answer": "936", "response": response}
+    return told | {"correct": correct, "reward": 1.0, "tokens": 5}
 
 
 def write_run(folder: Path, steps: int, *, evaluated: bool = True) -> None:
     with Observer(QUIET, folder, total_steps=steps) as observer:
         if evaluated:
-            observer.evaluation(
-                0, {"eval/accuracy": 0.174, "eval/length/mean": 18.0}, [answer(False)]
-            )
-            observer.evaluation(
-                0, {"eval_sampled/accuracy": 0.2}, [answer(True, response="sampled")]
-            )
+            before = {"eval/accuracy": 0.174, "eval/length/mean": 18.0}
+            observer.evaluation(0, before, [answer(False)])
+            sampled = [answer(True, response="sampled")]
+            observer.evaluation(0, {"eval_sampled/accuracy": 0.2}, sampled)
         for step in range(steps):
             observer.step(StepReport(step, numbers(step, steps)))
         if evaluated:
-            observer.evaluation(
-                steps,
-                {"eval/accuracy": 0.994, "eval/length/mean": 31.5},
-                [answer(True, response="7+9+0=16#936")],
-            )
+            after = {"eval/accuracy": 0.994, "eval/length/mean": 31.5}
+            observer.evaluation(steps, after, [answer(True, response="7+9+0=16#936")])
+
+
+def observe(folder: Path, steps: Iterable[dict[str, Any]]) -> None:
+    """A run whose steps have these metrics."""
+    steps = list(steps)
+    with Observer(QUIET, folder, total_steps=len(steps)) as observer:
+        for number, metrics in enumerate(steps):
+            observer.step(StepReport(number, metrics))
 
 
 def page_of(folder: Path, title: str = "A run") -> Page:
@@ -120,10 +107,8 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
 
 
 def test_evaluation_names_are_checked(tmp_path: Path) -> None:
-    with (
-        Observer(QUIET, tmp_path, total_steps=1) as observer,
-        pytest.raises(ValueError, match="accuracy"),
-    ):
+    raises = pytest.raises(ValueError, match="accuracy")
+    with Observer(QUIET, tmp_path, total_steps=1) as observer, raises:
         observer.evaluation(0, {"accuracy": 1.0}, [])
 
 
@@ -131,12 +116,9 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Observer(ObserveConfig(tensorboard=False), tmp_path, total_steps=50) as observer:
+        metrics = {"loss": 1.5, "tokens/trained_per_s": 25000.0, "learning_rate": 1e-4}
         for step in range(50):
-            observer.step(
-                StepReport(
-                    step, {"loss": 1.5, "tokens/trained_per_s": 25000.0, "learning_rate": 1e-4}
-                )
-            )
+            observer.step(StepReport(step, metrics))
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert captured.out == ""
@@ -149,9 +131,8 @@ def test_progress_on_a_terminal_is_a_bar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with Observer(
-        ObserveConfig(tensorboard=False), tmp_path, total_steps=3, first_step=1
-    ) as observer:
+    config = ObserveConfig(tensorboard=False)
+    with Observer(config, tmp_path, total_steps=3, first_step=1) as observer:
         for step in (1, 2):
             observer.step(StepReport(step, numbers(step, 3)))
         observer.evaluation(3, {"eval/accuracy": 0.5}, [])
@@ -172,17 +153,11 @@ def test_shown_tolerates_missing_and_null() -> None:
 def test_summary_of_evaluations(tmp_path: Path) -> None:
     write_run(tmp_path, 4)
     assert summary(tmp_path) == {
-        "accuracy_before": 0.174,
-        "accuracy_after": 0.994,
-        "length_before": 18.0,
-        "length_after": 31.5,
-        "measured_on": "evaluation",
-        "steps": 4,
-        "seconds": 4.0,
-        "generated_tokens_per_s": 20001.5,
-        "trained_tokens_per_s": 25000.0,
+        "accuracy_before": 0.174, "accuracy_after": 0.994, "length_before": 18.0,
+        "length_after": 31.5, "measured_on": "evaluation", "steps": 4, "seconds": 4.0,
+        "generated_tokens_per_s": 20001.5, "trained_tokens_per_s": 25000.0,
         "step_over_longer_part": None,  # the first five steps warm up
-    }
+    }  # fmt: skip
 
 
 def test_overlap_is_time_over_that_of_the_longer_part(tmp_path: Path) -> None:
@@ -206,9 +181,8 @@ def test_summary_does_not_invent_a_change(tmp_path: Path) -> None:
 
 
 def test_rates_are_tokens_over_time(tmp_path: Path) -> None:
-    with Observer(QUIET, tmp_path, total_steps=2) as observer:
-        observer.step(StepReport(0, {"tokens/generated_per_s": 100.0, "time/rollout_s": 3.0}))
-        observer.step(StepReport(1, {"tokens/generated_per_s": 200.0, "time/rollout_s": 1.0}))
+    pairs = ((100.0, 3.0), (200.0, 1.0))
+    observe(tmp_path, ({"tokens/generated_per_s": n, "time/rollout_s": s} for n, s in pairs))
     assert summary(tmp_path)["generated_tokens_per_s"] == 125.0
 
 
@@ -220,16 +194,10 @@ def test_summary_of_no_run(tmp_path: Path) -> None:
 def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=3) as observer:
         for step in range(4):
-            observer.evaluation(
-                step, {"eval/accuracy": 0.5}, [answer(True, response=f"greedy {step}")]
-            )
-            observer.evaluation(
-                step, {"eval_sampled/accuracy": 0.5}, [answer(True, response="sampled")]
-            )
-    owned = [
-        [one["response"] for one in evaluation.transcripts]
-        for evaluation in read_run(tmp_path).evaluations
-    ]
+            for name, said in (("eval", f"greedy {step}"), ("eval_sampled", "sampled")):
+                observer.evaluation(step, {f"{name}/accuracy": 0.5}, [answer(True, response=said)])
+    evaluations = read_run(tmp_path).evaluations
+    owned = [[one["response"] for one in found.transcripts] for found in evaluations]
     assert owned == [["greedy 0"], [], [], ["greedy 3"]]
 
 
@@ -246,21 +214,18 @@ def test_charts_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
         "held out, sampled": ([0], [0.2]),
         "held out, greedy": ([0, 3], [0.174, 0.994]),
     }
-    phases = {
-        one["label"]: one["values"][0]
-        for one in page_of(tmp_path).charts["Time of a step"]["series"]
-    }
+    series = page_of(tmp_path).charts["Time of a step"]["series"]
+    phases = {one["label"]: one["values"][0] for one in series}
     assert phases.pop("other") == pytest.approx(1.0 - 0.5 - 0.4 - 0.02)
     assert list(phases.values()) == [0.5, 0.4, 0.02, 0.8]
 
 
 def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
-    with Observer(QUIET, tmp_path, total_steps=1007) as observer:
-        for step in range(1007):
-            norm = {500: 9.0, 700: math.nan}.get(step, 1.0)
-            gap = 0.5 if step == 300 else 1e-5
-            metrics = {"grad_norm": norm, "mismatch/max_abs": gap, "entropy": float(step % 2)}
-            observer.step(StepReport(step, metrics))
+    norms, gaps = {500: 9.0, 700: math.nan}, {300: 0.5}
+    observe(tmp_path, (
+        {"grad_norm": norms.get(step, 1.0), "mismatch/max_abs": gaps.get(step, 1e-5),
+         "entropy": float(step % 2)} for step in range(1007)
+    ))  # fmt: skip
     charts = page_of(tmp_path).charts
     raw, mean = charts["Gradient norm"]["series"]
     assert len(raw["values"]) == len(mean["values"]) == len(raw["steps"]) <= report.DRAWN
@@ -271,16 +236,13 @@ def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
-    with Observer(QUIET, tmp_path, total_steps=3) as observer:
-        for step, norm in enumerate((1.0, math.nan, 3.0)):
-            observer.step(StepReport(step, {"grad_norm": norm}))
+    observe(tmp_path, ({"grad_norm": norm} for norm in (1.0, math.nan, 3.0)))
     assert page_of(tmp_path).charts["Gradient norm"]["series"][0]["values"] == [1.0, None, 3.0]
 
 
 def test_smooth_is_the_mean_of_the_neighbours() -> None:
-    np.testing.assert_allclose(
-        report.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3), [1.5, 1.5, 4.5, 6.0]
-    )
+    found = report.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3)
+    np.testing.assert_allclose(found, [1.5, 1.5, 4.5, 6.0])
     np.testing.assert_allclose(report.smooth(np.array([2.0]), 1), [2.0])
 
 
@@ -288,16 +250,8 @@ def test_report_has_everything(tmp_path: Path) -> None:
     write_run(tmp_path, 60)
     (tmp_path / "recipe.yaml").write_text("seed: 5\n")
     page = page_of(tmp_path, "Sums <with> carries")
-    for text in (
-        "17.4% → 99.4%",
-        "18.0 → 31.5",
-        "1 min 0 s",
-        "25,000 tokens/s",
-        "seed: 5",
-        "Sums <with> carries",
-        "before training",
-        "right",
-    ):
+    shown = ("17.4% → 99.4%", "18.0 → 31.5", "1 min 0 s", "25,000 tokens/s", "seed: 5")
+    for text in (*shown, "Sums <with> carries", "before training", "right"):
         assert text in page.text, text
     assert page.count("figure", "chart") >= 8
     assert page.count("article", "problem") == 1
@@ -307,15 +261,11 @@ def test_report_has_everything(tmp_path: Path) -> None:
 def test_report_loads_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     page = page_of(tmp_path)
-    assert not [
-        attrs
-        for _, attrs in page.seen
-        if {"src", "href", "srcset", "onerror", "onload"} & set(attrs)
-    ]
+    loading = {"src", "href", "srcset", "onerror", "onload"}
+    assert not [attrs for _, attrs in page.seen if loading & set(attrs)]
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
-    policies = [
-        attrs["content"] for tag, attrs in page.seen if tag == "meta" and "http-equiv" in attrs
-    ]
+    metas = [attrs for tag, attrs in page.seen if tag == "meta"]
+    policies = [attrs["content"] for attrs in metas if "http-equiv" in attrs]
     assert len(policies) == 1
     assert "default-src 'none'" in (policies[0] or "")
 
@@ -323,18 +273,14 @@ def test_report_loads_nothing(tmp_path: Path) -> None:
 def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=1) as observer:
         observer.step(StepReport(0, {f"environment/{WEIRD}": 1.0, "accuracy": 0.5}))
+        weird = [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}]
         for step in (0, 1):
-            observer.evaluation(
-                step, {"eval/accuracy": 0.5}, [answer(True, WEIRD, WEIRD) | {"answer": WEIRD}]
-            )
+            observer.evaluation(step, {"eval/accuracy": 0.5}, weird)
     (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
     page = page_of(tmp_path, WEIRD)
     assert page.charts[WEIRD]["series"][0]["values"] == [1.0]
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<script>alert" not in text
-    assert "<img" not in text
-    assert "\x00" not in text
-    assert "\x1b" not in text
+    assert not [one for one in ("<script>alert", "<img", "\x00", "\x1b") if one in text]
     assert "你好 🎉 ﷽" in page.text
     assert text.count("<script>") == 1
 
@@ -357,53 +303,35 @@ def test_report_of_thousands_of_steps_stays_small(tmp_path: Path) -> None:
 def test_report_of_supervised_training(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=30) as observer:
         for step in range(30):
-            values = {
-                "loss": 3 / (1 + step),
-                "tokens/trained_per_s": 25e3,
-                "learning_rate": 3e-3,
-                "grad_norm": math.nan,
-            }
+            values = {"loss": 3 / (1 + step), "tokens/trained_per_s": 25e3}
+            values |= {"learning_rate": 3e-3, "grad_norm": math.nan}
             observer.step(StepReport(step, values))
         observer.evaluation(30, {"eval/loss": 0.25}, [])
     page = page_of(tmp_path)
     assert page.charts["Loss"]["series"][-1]["values"] == [0.25]
     assert page.count("figure", "wide") == 1
-    assert (
-        page.count("figure", "chart") == 3
-    )  # loss, throughput, learning rate; the norm was never finite
+    # Loss, throughput, learning rate; the norm was never finite.
+    assert page.count("figure", "chart") == 3
     assert "Accuracy" not in page.text
 
 
 def test_report_shows_training_groups_where_nothing_was_evaluated(tmp_path: Path) -> None:
+    always = {"tokens": 5, "finish": "stop", "versions": [[0, 5]]}
     rollouts = [
-        {
-            "response": f"#93{i}",
-            "reward": float(i),
-            "correct": i > 0,
-            "tokens": 5,
-            "finish": "stop",
-            "versions": [[0, 5]],
-        }
-        for i in range(2)
+        {"response": f"#93{i}", "reward": float(i), "correct": i > 0, **always} for i in range(2)
     ]
     with Observer(QUIET, tmp_path, total_steps=3) as observer:
         for step in range(3):
             observer.step(StepReport(step, {"accuracy": 0.5}))
-            observer.transcripts(
-                step,
-                [{"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}],
-            )
+            group = {"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}
+            observer.transcripts(step, [group])
     page = page_of(tmp_path)
     assert page.count("article", "problem") == 2
-    assert "p0" in page.text
-    assert "p2" in page.text
-    assert "p1" not in page.text
+    assert [name in page.text for name in ("p0", "p1", "p2")] == [True, False, True]
 
 
 def test_zeros_on_the_logarithmic_chart_are_said(tmp_path: Path) -> None:
-    with Observer(QUIET, tmp_path, total_steps=2) as observer:
-        for step in range(2):
-            observer.step(StepReport(step, {"mismatch/max_abs": 0.0}))
+    observe(tmp_path, [{"mismatch/max_abs": 0.0}] * 2)
     assert "every one of these is exactly 0" in page_of(tmp_path).text
 
 
