@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,9 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
     """
     mark = uuid.uuid4().hex
     settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", **environment}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+        arguments, cwd=ROOT, env=settings, text=True, start_new_session=True, **pipes
     )
     return process, mark
 
@@ -100,15 +96,17 @@ def command(*arguments: str, ranks: int = 1) -> list[str]:
     """The command line of `megarl ...`."""
     if ranks == 1:
         return [sys.executable, "-m", "megarl", *arguments]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "megarl", *arguments]
+
+
+def python(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A new Python with these words, in the repository's root; `settings` are those of
+    `subprocess.run`.
+    """
+    usual = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 300}
+    return subprocess.run([sys.executable, *words], check=False, **usual | settings)
 
 
 def write_recipe(path: Path, tree: dict[str, Any]) -> str:
@@ -119,46 +117,34 @@ def write_recipe(path: Path, tree: dict[str, Any]) -> str:
 
 def tiny_run(folder: Path, model: Path, steps: int, **changes: Any) -> dict[str, Any]:
     """A recipe: DAPO on one-digit sums, as small as it gets."""
-    (folder / "prompts.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n"
-            for a in range(10)
-            for b in range(10)
-        )
-    )
+    write_rows(folder / "prompts.jsonl", [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)
+    ])  # fmt: skip
     # A random model never gives a right answer; this reward differs within a group and is bounded
     # as a verdict must be.
     (folder / "reward.py").write_text(
         "def score(prompt, response):\n    return (len(response) % 3) / 2\n"
     )
+    read = {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8}
     return {
-        "folder": str(folder / "run"),
-        "steps": steps,
-        "seed": 5,
-        "model": {"path": str(model)},
-        "prompts": {"source": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "folder": str(folder / "run"), "steps": steps, "seed": 5, "model": {"path": str(model)},
+        "prompts": read,
         "environment": {"verifier": f"{folder}/reward.py:score", "require_stop": False},
         "rollout": {
-            "groups_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 12,
-            "max_staleness": 0,
+            "groups_per_step": 4, "group_size": 4, "max_new_tokens": 12, "max_staleness": 0,
         },
         "training": {
-            "num_mini_batches": 2,
-            "micro_batch_tokens": 64,
-            "optimizer": {"learning_rate": 1e-2},
+            "num_mini_batches": 2, "micro_batch_tokens": 64, "optimizer": {"learning_rate": 1e-2},
             "checkpoint": {"every": 2, "keep": 2},
         },
-        "evaluation": {
-            "prompts": {
-                "source": str(folder / "prompts.jsonl"),
-                "limit": 20,
-                "shuffle": False,
-                "max_prompt_tokens": 8,
-            }
-        },
-    } | changes
+        "evaluation": {"prompts": read | {"limit": 20, "shuffle": False}},
+    } | changes  # fmt: skip
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> str:
+    """A .jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -8,9 +8,7 @@ otherwise the rows below, written in its schema, stand for them.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.commands import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,23 +37,14 @@ def written_rows() -> list[dict[str, str]]:
     for n in range(1, 13):
         a, b = 37 * n, 11 * n + 5
         rows += [
-            (
-                f"Ann has {a} clips and buys {b}. How many?",
-                f"Ann has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} clips.",
-                f"{a + b}",
-            ),
-            (
-                f"A car costs ${a},500. What are two?",
-                f"Two cost $<<{a}500*2={a * 1000}>>{a},500 x 2.",
-                f"{2 * (a * 1000 + 500):,}",
-            ),
-            (
-                f"Bo owes {b} and has {n}. What is left?",
-                f"{n}-{b} = <<{n}-{b}={n - b}>>{n - b}",
-                f"{n - b}",
-            ),
+            (f"Ann has {a} clips and buys {b}. How many?",
+             f"Ann has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} clips.", f"{a + b}"),
+            (f"A car costs ${a},500. What are two?",
+             f"Two cost $<<{a}500*2={a * 1000}>>{a},500 x 2.", f"{2 * (a * 1000 + 500):,}"),
+            (f"Bo owes {b} and has {n}. What is left?",
+             f"{n}-{b} = <<{n}-{b}={n - b}>>{n - b}", f"{n - b}"),
             (f"Half of {2 * n + 1}?", f"{2 * n + 1}/2 = <<({2 * n + 1})/2={n}.5>>{n}.5", f"{n}.5"),
-        ]
+        ]  # fmt: skip
     return [
         {"question": question, "answer": f"{work}\n#### {answer}"}
         for question, work, answer in rows
@@ -76,7 +66,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
         files = [Path(folder) / "train.jsonl", Path(folder) / "test.jsonl"]
     else:
         files = [tmp_path_factory.mktemp("gsm8k") / "train.jsonl"]
-        files[0].write_text("".join(json.dumps(row) + "\n" for row in written_rows()))
+        write_rows(files[0], written_rows())
     prompts: list[Prompt] = []
     for file in files:
         read = PromptsConfig(
@@ -101,19 +91,6 @@ def changed(answer: str) -> str:
     return str(Fraction(answer.replace(",", "")) + 1)
 
 
-FORMS = {
-    "reference": "{work}\n#### {answer}",
-    "boxed": "{work} So it is \\boxed{{{answer}}}.",
-    "dollars": "{work}\n#### ${answer}.00",
-    "unit": "{work}\n#### {answer} dollars",
-    "latex": (
-        "{work} Therefore, the final answer is: $\\boxed{{{latex}\\text{{ dollars}}}}$. I hope it"
-        " is correct."
-    ),
-    "sentence": "The final answer is {answer}.",
-}
-
-
 def test_every_reference_answer_is_right_and_every_changed_one_wrong(
     gsm8k: list[Prompt], math: Verifier
 ) -> None:
@@ -126,19 +103,6 @@ def test_every_reference_answer_is_right_and_every_changed_one_wrong(
     assert [text for prompt, text in altered if ask(math, prompt, text) != 0.0] == []
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_other_ways_to_write_the_answer(form: str, gsm8k: list[Prompt], math: Verifier) -> None:
-    for prompt in gsm8k[:48]:
-        if form == "dollars" and "." in prompt.answer:
-            continue
-        for answer, score in ((prompt.answer, 1.0), (changed(prompt.answer), 0.0)):
-            if "/" in answer:
-                answer = str(float(Fraction(answer)))
-            work = re.sub(r"<<.*?>>", "", prompt.fields["answer"].rpartition("####")[0])
-            text = FORMS[form].format(work=work, answer=answer, latex=answer.replace(",", "{,}"))
-            assert ask(math, prompt, text) == score, text
-
-
 def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     ask_for = (
         "Solve the following math problem step by step. The last line of your response should be of"
@@ -146,39 +110,25 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     )
     answers = ["34", "-7", "\\frac{3}{4}", "x^2+1", "1000000"]
     rows = [
-        {
-            "data_source": "math_dapo",
-            "prompt": [{"content": f"{ask_for}\n\nProblem {n}?", "role": "user"}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": str(n)},
-        }
+        {"prompt": [{"content": f"{ask_for}\n\nProblem {n}?", "role": "user"}],
+         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"}}
         for n, answer in enumerate(answers)
-    ]
+    ]  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
     speaker = tokenizer()
     speaker.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     )
-    read = PromptsConfig(
-        source=str(tmp_path / "dapo.parquet"),
-        answer_column="reward_model.ground_truth",
-        template="chat",
-        shuffle=False,
-    )
+    column = {"answer_column": "reward_model.ground_truth", "template": "chat"}
+    read = PromptsConfig(source=str(tmp_path / "dapo.parquet"), **column, shuffle=False)
     prompts = list(load_prompts(read, speaker, seed=1))
     assert [prompt.answer for prompt in prompts] == answers
     assert prompts[1].text == f"user: {ask_for}\n\nProblem 1?\nassistant:"
     for prompt in prompts:
         for right in (f"Thus \\boxed{{{prompt.answer}}}.", f"Answer: ${prompt.answer}$"):
             assert ask(math, prompt, right) == 1.0, right
-        for wrong in (
-            f"Thus \\boxed{{{prompt.answer}+1}}.",
-            f"Answer: ${prompt.answer}+1$",
-            "",
-            "Answer:",
-            "\\boxed{",
-        ):
+        nearly = (f"Thus \\boxed{{{prompt.answer}+1}}.", f"Answer: ${prompt.answer}+1$")
+        for wrong in (*nearly, "", "Answer:", "\\boxed{"):
             assert ask(math, prompt, wrong) == 0.0, wrong
 
 

@@ -82,14 +82,10 @@ def written(number: Fraction, work: str) -> dict[str, str]:
 
     value: int | float = number.numerator if number.denominator == 1 else float(number)
     return {
-        "work": work,
-        "n": plain(number),
-        "comma": f"{value:,}",
-        "brace": f"{value:,}".replace(",", "{,}"),
-        "other": plain(number + 7),
-        "double": plain(2 * number),
-        "less": plain(number - 1),
-    }
+        "work": work, "n": plain(number), "comma": f"{value:,}",
+        "brace": f"{value:,}".replace(",", "{,}"), "other": plain(number + 7),
+        "double": plain(2 * number), "less": plain(number - 1),
+    }  # fmt: skip
 
 
 def near(number: Fraction, turn: int) -> Fraction:

@@ -37,29 +37,6 @@ def ask(math: Verifier, answer: str, response: str) -> float:
     return asyncio.run(math(Prompt(4, "", [], answer), response))  # type: ignore[arg-type]
 
 
-WRITTEN = {
-    "1234": ["#### 1\\,234", "\\boxed{1\\,234}", "The answer is $1\\,234$.", "#### 1\u202f234"],
-    "5000": ["#### 5e3", "\\boxed{5\\times 10^{3}}", "\\boxed{5 \\cdot 10^3}",
-     "The answer is 5e3."],
-    "5": ["#### **5**", "**#### 5**", "\\boxed {5}", "\\boxed 5", "$\\boxed {5}$.", "\\fbox{5}",
-     "#### `5`", "Answer\uff1a5"],
-    "1/2": ["#### \u00bd", "\\boxed{\u00bd}", "The answer is \u00bd.", "#### **\u00bd**"],
-    "1.5": ["#### 1\u00bd", "\\boxed{1 \u00bd}", "\\boxed{\\frac{3}{2}}"],
-    "x^2": ["\\boxed{x\u00b2}", "\\boxed{x^{2}}"],
-    "1 + \\frac{1}{1 + \\frac{1}{2}}": ["\\boxed{\\frac{5}{3}}", "\\boxed{5/3}"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answer", "response"), [(key, text) for key, texts in WRITTEN.items() for text in texts]
-)
-def test_an_answer_is_right_however_it_is_written(
-    answer: str, response: str, math: Verifier
-) -> None:
-    assert ask(math, answer, response) == 1.0
-    assert ask(math, "7", response) == 0.0
-
-
 PERCENT = ["50%", "50\\%", "50 percent", "50 \\%", "$50\\%$", "50\\text{ percent}", "**50%**"]
 
 
@@ -119,50 +96,6 @@ def test_numbers_are_computed_at_any_depth(math: Verifier) -> None:
     assert ask(math, "5", f"\\boxed{{{text}}}") == ask(math, text, "\\boxed{5}") == 0.0
 
 
-REWRITTEN = {
-    "east": (["east", "East", "\\text{east}"], ["seat", "\\text{seat}"]),
-    "no": (["no", "No."], ["on"]),
-    "the cat sat": (["The cat sat"], ["sat the cat"]),
-    "xy": (["yx"], ["x"]),
-    "45": (["45\u00b0", "45^\\circ", "45^{\\circ}"], ["46\u00b0"]),
-    "45\u00b0": (["45", "45^\\circ"], ["46"]),
-    "2.5": (["2 1/2", "2\\frac{1}{2}"], ["-2 1/2", "1 1/2"]),
-    "-5/2": (["-2 1/2"], ["2 1/2"]),
-    "5": (["5 cm^2", "5 m^2", "5 m^{2}", "5 cm\u00b2", "5 km/h", "5 m/s^2", "5\u20ac", "\u20ac5"],
-     ["6 m^2", "5x^2", "5 x^2", "5 k^2", "6\u20ac"]),
-    "5 cm^2": (["5"], ["6", "5 cm^2 + 1"]),
-    "-3": (["\u20133", "\u22123"], ["3", "1\u20134"]),
-    "D": (["D", "D. 5", "(D) 5", "\\textbf{(D) }5", "\\text{D}", "(D)", "D."], ["E. 5", "E"]),
-    "1011_2": (["1011_{2}"], ["1011_3", "1011", "1010_2"]),
-    "5!": (["120", "5!", "\\binom{10}{3}"], ["6!", "121"]),
-    "2^{10}x": (["1024x"], ["1023x"]),
-    "2\\pi": (["2pi", "2 pi", "2\\text{ pi}"], ["pi", "3.14", "2p", "pi^2"]),
-    "\\frac{\\pi}{2}": (["pi/2", "\\frac{pi}{2}"], ["pi/3"]),
-    "\\sin x": (["sin x", "sin(x)", "\\operatorname{sin} x"], ["cos x", "sin y", "sine"]),
-    "\\log 2": (["log 2", "log(2)"], ["log 3", "2"]),
-    "\\sqrt{3}": (["sqrt(3)", "sqrt 3"], ["sqrt 5", "3"]),
-    "\\{1,2\\}": (["\\{2, 1\\}", "\\left\\{1,2\\right\\}"], ["(1,2)", "[1,2]"]),
-    "(1,2)": (["\\left(1, 2\\right)"], ["\\{1,2\\}", "[1,2]", "(1,2]", "(2,1)"]),
-    "\\frac{1}{e}": (["\\frac{1}{\\mathrm{e}}", "e^{-1}"], ["e"]),
-    "2i": (["2\\mathrm{i}"], ["2", "-2i"]),
-    "\\sqrt{5}": (["\u221a5", "\u221a(5)"], ["\u221a3", "5"]),
-    "\\infty": (["\u221e", "+\\infty"], ["-\u221e", "5"]),
-    "\\emptyset": (["\\varnothing", "\u2205"], ["\\{0\\}"]),
-    "6": (["6~\\text{m/s}", "\uff16", "\\mathbf{6}", "\\text{6}"],
-     ["6=5", "5=6", "\\le 6", "x \\ge 6"]),
-    "2^{-60}": (["2^{-60}"], ["2^{-61}", "-2^{-60}"]),
-    "10^{-20}": (["10^{-20}"], ["-10^{-20}", "10^{-21}"]),
-    "spin": (["spin", "Spin."], ["pins", "sin"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", REWRITTEN)
-def test_words_units_and_bases(answer: str, math: Verifier) -> None:
-    rights, wrongs = REWRITTEN[answer]
-    assert [text for text in rights if ask(math, answer, f"\\boxed{{{text}}}") != 1.0] == []
-    assert [text for text in wrongs if ask(math, answer, f"\\boxed{{{text}}}") != 0.0] == []
-
-
 @pytest.mark.parametrize(
     "text",
     ["9^{9^{9^{9}}}", "10^{10^{10}}", "9^9^9", "(10^9)!", "100000000!", "\\binom{10^8}{10^7}",
@@ -186,7 +119,7 @@ def test_huge_numbers_are_never_computed(
 def answer_pairs() -> list[tuple[str, str, bool]]:
     """(reference, response, whether it is right) of each pair in `answer_pairs.txt`."""
     found, reference = [], ""
-    for line in PAIRS.read_text().partition("\n#")[2].splitlines():
+    for line in PAIRS.read_text(encoding="utf-8").partition("\n#")[2].splitlines():
         mark, _, text = line.strip().partition(" ")
         if mark == "ref:":
             reference = text
@@ -224,51 +157,6 @@ def test_a_decimal_that_repeats_is_no_answer_to_itself(question: str, math: Veri
     asked = ["0.\\overline{3}", "0.\\dot{3}", "\\frac{1}{3}"]
     scores = [asyncio.run(math(prompt, f"\\boxed{{{text}}}")) for text in asked]  # type: ignore[arg-type]
     assert scores == [0.0, 0.0, 1.0]
-
-
-FINISHED = {
-    "1/2": ["0.5", "\\frac{1}{2}", "\\frac12", "\\dfrac{1}{2}", "2/4", "\\frac{26}{52}", "x = 1/2"],
-    "13": ["13.0", "\\frac{26}{2}", "+13", "(13)", "13\\%", "26 - 13 = 13", "13 = 26 - 13", "x = 26 - 13 = 13"],
-    "1500": ["1.5 \\times 10^3", "1.5 \\cdot 10^{3}", "1{,}500", "1.5e3", "1.5×10³"],
-    "10^{-20}": ["10^{-20}", "1e-20", "\\frac{1}{10^{20}}"],
-    "2\\sqrt{3}": ["2\\sqrt{3}", "\\sqrt{12}", "\\frac{6\\sqrt{3}}{3}", "\\frac{6}{\\sqrt{3}}"],
-    "3 + 2\\sqrt{5}": ["2\\sqrt{5} + 3", "3+2\\sqrt 5"],
-    "2\\pi": ["2\\pi", "\\frac{4\\pi}{2}"],
-    "e^2": ["e^2", "e^{2}"],
-    "2+3i": ["3i + 2", "2 + 3i"],
-    "7/2": ["3\\frac{1}{2}", "3 1/2", "3½", "3.5"],
-    "x^2 + 2x + 1": ["(x+1)^2", "1 + 2x + x^2"],
-    "(3, -4)": ["(3, -4)", "\\left(3,-4\\right)"],
-    "2^{100}": ["2^{100}", "4^{50}", "1267650600228229401496703205376"],
-    "67 + 63": ["130", "67 + 63", "65 + 65"],
-}  # fmt: skip
-UNFINISHED = {
-    "130": ["67 + 63", "67+63", "67 plus 63", "(67 + 63)", "\\text{67 plus 63}", "{67} + {63}", "x = 67 + 63",
-            "130 + 0", "2 \\cdot 65", "2(65)", "(2)(65)", "65 \\text{ times } 2", "--130+0"],
-    "12": ["84/7", "84 \\div 7", "84 ÷ 7", "\\frac{80 + 4}{7}", "3 × 4", "3 · 4", "3 ⋅ 4", "15 − 3",
-           "\\sqrt{144}", "\\gcd(24, 36)", "|-12|", "\\lfloor 12.5 \\rfloor"],
-    "1024": ["2^{10}", "2^10", "2¹⁰", "4^5", "2**10"],
-    "120": ["5!", "\\binom{10}{3}", "\\frac{6!}{6}"],
-    "1": ["e^0", "\\cos 0", "\\log_2 2", "7/7"],
-    "5/6": ["1/2 + 1/3", "\\frac{1}{2} + \\frac{1}{3}", "\\frac{1}{2} \\cdot \\frac{5}{3}", "\\frac{5/2}{3}"],
-    "6\\pi": ["2 \\cdot 3\\pi", "\\frac{10+2}{2}\\pi", "3! \\pi"],
-    "\\sqrt{5}": ["\\sqrt{2+3}", "\\sqrt{2^2+1}"],
-    "x^2 + 3": ["x^2 + 1 + 2", "x^{1+1} + 3"],
-    "(2, 3)": ["(1+1, 3)"],
-    "2^{-60} + x": ["x + 2^{-59} - 2^{-60} - y"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", FINISHED)
-def test_finished_values_are_right(answer: str, math: Verifier) -> None:
-    asked = [(text, f"\\boxed{{{text}}}") for text in FINISHED[answer]]
-    assert [text for text, response in asked if ask(math, answer, response) != 1.0] == []
-
-
-@pytest.mark.parametrize("answer", UNFINISHED)
-def test_expressions_that_nobody_evaluated_are_wrong(answer: str, math: Verifier) -> None:
-    asked = [(form, text) for text in UNFINISHED[answer] for form in ("\\boxed{{{}}}", "#### {}")]
-    assert [pair for pair in asked if ask(math, answer, pair[0].format(pair[1])) != 0.0] == []
 
 
 def test_unevaluated_expressions_may_be_allowed() -> None:

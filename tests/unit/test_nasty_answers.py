@@ -22,18 +22,12 @@ def test_every_verdict_is_right_and_in_time() -> None:
     random.Random(1).shuffle(asked)
 
     async def whole() -> list[Verdict]:
-        environment = Environment(
-            EnvironmentConfig(verifier="math", num_workers=2, time_limit_s=LIMIT_S)
-        )
+        config = EnvironmentConfig(verifier="math", num_workers=2, time_limit_s=LIMIT_S)
+        environment = Environment(config)
+        prompts = [(Prompt(0, "", [], answer), text) for _, answer, text, _ in asked]
         try:
-            return list(
-                await asyncio.gather(
-                    *(
-                        environment.score(Prompt(0, "", [], answer), text, 5, False)
-                        for _, answer, text, _ in asked
-                    )
-                )
-            )
+            scores = (environment.score(*one, 5, False) for one in prompts)
+            return list(await asyncio.gather(*scores))
         finally:
             await environment.close()
 
