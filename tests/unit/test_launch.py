@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
+from support.commands import ROOT
 
 from megarl.activity.process import start_of
 from megarl.apps.launch import launch_run
@@ -35,46 +36,28 @@ from megarl.config import (
 )
 from megarl.private_folder import marked_processes
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 GSM8K = "launch/recipes/gsm8k.yaml"
-ONE_NODE = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_NNODES": "1",
-    "SLURM_NTASKS": "1",
-}
+ONE_NODE = {"SLURM_JOB_ID": "7"}
+ONE_NODE |= dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NTASKS"), "1")
 HOST = os.uname().nodename
 
 
-Kind = (
-    type[RunConfig]
-    | type[DistillConfig]
-    | type[SftConfig]
-    | type[PreferenceConfig]
-    | type[RewardModelConfig]
-    | type[ServeRewardConfig]
-)
-KINDS: dict[str, Kind] = {
-    "quickstart_sft": SftConfig,
-    "sft_7b": SftConfig,
-    "calculator_sft": SftConfig,
-    "guessing_sft": SftConfig,
-    "programs_sft": SftConfig,
-    "best_of_n": SftConfig,
-    "dpo": PreferenceConfig,
-    "smollm2_dpo": PreferenceConfig,
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("quickstart_sft", "sft_7b", "calculator_sft", "guessing_sft", "programs_sft", "best_of_n"),
+        SftConfig,
+    ),
+    **dict.fromkeys(("dpo", "smollm2_dpo"), PreferenceConfig),
+    **dict.fromkeys(("serve_reward", "judge", "reward_engine"), ServeRewardConfig),
     "reward_model": RewardModelConfig,
-    "serve_reward": ServeRewardConfig,
-    "judge": ServeRewardConfig,
-    "reward_engine": ServeRewardConfig,
     "distill": DistillConfig,
 }
 """Recipes of other commands than `megarl train`."""
 
 
-def kind_of(recipe: Path) -> Kind:
+def kind_of(recipe: Path) -> Any:
     return KINDS.get(recipe.stem, RunConfig)
 
 
@@ -91,14 +74,17 @@ def launch(
     }
     # Were anything asked of a GPU or of a network, these would show.
     clean |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    settings = {"env": clean | environment, "cwd": cwd, "timeout": 60}
     return subprocess.run(
-        ["bash", str(script), *arguments],
-        cwd=cwd,
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        ["bash", str(script), *arguments], **settings, capture_output=True, text=True
     )
+
+
+def shown(*arguments: str, **environment: Any) -> str:
+    """What a dry run that finds nothing wrong prints."""
+    result = launch("--dry-run", *arguments, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def places(stdout: str) -> dict[str, str]:
@@ -112,7 +98,9 @@ def places(stdout: str) -> dict[str, str]:
     return {row[:name_width].strip(): " ".join(row[begin:end].split()) for row in rows}
 
 
-def refused(result: subprocess.CompletedProcess[str]) -> str:
+def refused(*arguments: str, **environment: Any) -> str:
+    """What a dry run says that finds a mistake."""
+    result = launch("--dry-run", *arguments, **environment)
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
     assert "placement" not in result.stdout
     return " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
@@ -148,37 +136,28 @@ def test_dapo_is_as_published() -> None:
     rollout, rule, training = config.rollout, config.algorithm, config.training
     assert (rollout.groups_per_step, rollout.group_size, rollout.temperature) == (512, 16, 1.0)
     assert rollout.groups_per_step * rollout.group_size // training.num_mini_batches == 512
-    assert (rule.clip_low, rule.clip_high, rule.aggregation, rule.kl.coefficient) == (
-        0.2,
-        0.28,
-        "token",
-        0.0,
-    )
+    clips = (rule.clip_low, rule.clip_high, rule.aggregation, rule.kl.coefficient)
+    assert clips == (0.2, 0.28, "token", 0.0)
     overlong = config.environment.overlong
-    assert (overlong.limit_tokens, overlong.buffer_tokens, rollout.max_new_tokens) == (
-        20480,
-        4096,
-        20480,
-    )
+    lengths = (overlong.limit_tokens, overlong.buffer_tokens, rollout.max_new_tokens)
+    assert lengths == (20480, 4096, 20480)
     assert (config.environment.correct, config.environment.wrong) == (1.0, -1.0)
     assert rollout.dynamic_sampling.enabled
     assert (training.optimizer.learning_rate, training.schedule.kind) == (1e-6, "constant")
     assert training.schedule.warmup_steps == 20 * training.num_mini_batches
     assert training.micro_batch_tokens >= config.prompts.max_prompt_tokens + rollout.max_new_tokens
     # Ranks wait in a collective for rank 0, which waits for the engines.
-    assert training.collective_timeout_s > max(
-        rollout.engine.start_timeout_s, config.weight_sync.timeout_s
-    )
+    waits = (rollout.engine.start_timeout_s, config.weight_sync.timeout_s)
+    assert training.collective_timeout_s > max(waits)
 
 
 # ------------------------------------------------------------------------------------------ dry run
 
 
 def test_dry_run_shows_every_rank_engine_and_command() -> None:
-    result = launch("--dry-run")
-    assert result.returncode == 0, result.stderr
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert places(result.stdout) == {
+    out = shown()
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert places(out) == {
         "policy": "0-3 0: 0-3",
         "engine 0": "- 0: 4-5",
         "engine 1": "- 0: 6-7",
@@ -195,7 +174,7 @@ def test_dry_run_shows_every_rank_engine_and_command() -> None:
     port = re.search(r"--port=(\d+)", ray)
     assert port is not None
     assert f"RAY_ADDRESS=127.0.0.1:{port[1]}" in train
-    assert not re.search(r"RAY_AUTH_TOKEN=\S", result.stdout), "the token is a secret"
+    assert not re.search(r"RAY_AUTH_TOKEN=\S", out), "the token is a secret"
     assert lines[-1] == "the recipe passes; nothing was started"
 
 
@@ -206,27 +185,22 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
         fake.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/called\nexit 1\n")
         fake.chmod(0o755)
     before = set(Path("/tmp").glob("megarl-*"))
-    result = launch("--dry-run", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert result.returncode == 0, result.stderr
+    out = shown(PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert not (tmp_path / "called").exists()
-    state = re.search(r"MEGARL_FOLDER=(\S+)", result.stdout)
+    state = re.search(r"MEGARL_FOLDER=(\S+)", out)
     assert state is not None
     assert Path(state[1]) not in set(Path("/tmp").glob("megarl-*")) - before
 
 
 def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
-    result = launch(
-        "--dry-run", "--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    assert "--port=6400" in result.stdout
-    assert "--steps 3 --model.path 'a folder'" in result.stdout
+    out = shown("--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path)
+    assert "--port=6400" in out
+    assert "--steps 3 --model.path 'a folder'" in out
 
 
 def test_visible_gpus_are_used_in_their_order() -> None:
-    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES="5,3,1")
-    assert result.returncode == 0, result.stderr
-    assert places(result.stdout) == {
+    out = shown("--recipe", GSM8K, CUDA_VISIBLE_DEVICES="5,3,1")
+    assert places(out) == {
         "policy": "0 0: 5",
         "engine 0": "- 0: 3",
         "free": "- 0: 1",
@@ -234,10 +208,9 @@ def test_visible_gpus_are_used_in_their_order() -> None:
 
 
 def test_spaces_between_visible_gpus() -> None:
-    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES=" 5, 3 ")
-    assert result.returncode == 0, result.stderr
-    assert places(result.stdout)["engine 0"] == "- 0: 3"
-    assert "CUDA_VISIBLE_DEVICES=3 " in result.stdout
+    out = shown("--recipe", GSM8K, CUDA_VISIBLE_DEVICES=" 5, 3 ")
+    assert places(out)["engine 0"] == "- 0: 3"
+    assert "CUDA_VISIBLE_DEVICES=3 " in out
 
 
 @pytest.mark.parametrize("visible", ["", " "])
@@ -248,51 +221,37 @@ def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str) -> None:
     assert "need 2 GPUs, but CUDA_VISIBLE_DEVICES is empty, which hides all GPUs" in result.stderr
     # Nodes that the options name are others than this one.
     options = ("--nodes", "1", "--gpus-per-node", "2")
-    other = launch("--dry-run", "--recipe", GSM8K, *options, CUDA_VISIBLE_DEVICES=visible)
-    assert other.returncode == 0, other.stderr
-    assert places(other.stdout)["engine 0"] == "- 0: 1"
-    assert launch("--dry-run", "--cpu", CUDA_VISIBLE_DEVICES=visible).returncode == 0
+    other = shown("--recipe", GSM8K, *options, CUDA_VISIBLE_DEVICES=visible)
+    assert places(other)["engine 0"] == "- 0: 1"
+    shown("--cpu", CUDA_VISIBLE_DEVICES=visible)
 
 
 def test_a_recipe_with_a_teacher_is_distilled() -> None:
     recipe = "launch/recipes/distill.yaml"
-    result = launch("--dry-run", "--cpu", "--recipe", recipe, "--gpus-train", "1")
-    assert result.returncode == 0, result.stderr
-    assert "-m megarl distill " in result.stdout
+    out = shown("--cpu", "--recipe", recipe, "--gpus-train", "1")
+    assert "-m megarl distill " in out
 
 
 def test_gpu_counts_that_match_an_override() -> None:
-    overrides = (
-        "--training.layout.data",
-        "3",
-        "--rollout.num-engines",
-        "4",
-        "--rollout.engine.tensor",
-        "1",
-    )
-    result = launch(
-        "--dry-run", "--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides
-    )
-    assert result.returncode == 0, result.stderr
+    overrides = ("--training.layout.data=3", "--rollout.num-engines=4", "--rollout.engine.tensor=1")
+    out = shown("--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides)
     engines = {f"engine {n}": f"- 0: {3 + n}" for n in range(4)}
-    assert places(result.stdout) == {"policy": "0-2 0: 0-2", "free": "- none"} | engines
+    assert places(out) == {"policy": "0-2 0: 0-2", "free": "- none"} | engines
 
 
 def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
-    result = launch("--dry-run", "--cpu", CUDA_VISIBLE_DEVICES="0")
-    assert result.returncode == 0, result.stderr
-    assert "GPU" not in result.stdout
-    assert "--num-gpus=0" in result.stdout
-    assert "CUDA_VISIBLE_DEVICES= " in result.stdout
+    out = shown("--cpu", CUDA_VISIBLE_DEVICES="0")
+    assert "GPU" not in out
+    assert "--num-gpus=0" in out
+    assert "CUDA_VISIBLE_DEVICES= " in out
 
 
 def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
     """Ray sees the GPUs but deals none out: each engine follows the ranks it shares with."""
     overrides = ("--rollout.placement", "colocated", "--rollout.max_staleness", "0")
-    result = launch("--dry-run", "--", *overrides, CUDA_VISIBLE_DEVICES="7,6,5,4")
-    assert result.returncode == 0, result.stderr
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert places(result.stdout) == {
+    out = shown("--", *overrides, CUDA_VISIBLE_DEVICES="7,6,5,4")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert places(out) == {
         "policy": "0-3 0: 7,6,5,4 *",
         "engine 0": "- 0: 7,6 *",
         "engine 1": "- 0: 5,4 *",
@@ -305,71 +264,45 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
     assert all("CUDA_VISIBLE_DEVICES=7,6,5,4 " in line for line in (ray, train))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "says"),
-    [
-        (
-            ("--", "--training.layot.data", "4"),
-            {},
-            "training.layot: unknown key; did you mean 'layout'?",
-        ),
-        (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
-        (
-            ("--", "--rollout.groups-per-step", "100"),
-            {},
-            "not divisible by training.num_mini_batches = 16",
-        ),
-        (("--gpus-train", "3"), {}, "set --gpus-train to 4, or training.layout.data to 3"),
-        (("--gpus-train", "8"), {}, "data 4 x sequence 1 x tensor 1 = 4 ranks"),
-        (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
-        (("--gpus-engine", "0"), {}, "--gpus-engine is '0'"),
-        (("--gpus-train", "all"), {}, "--gpus-train is 'all'"),
-        (("--gpus-train",), {}, "--gpus-train needs a value"),
-        (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
-        (
-            ("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"),
-            {},
-            "6 engine ranks cannot share the GPUs of the policy's 4 ranks",
-        ),
-        (
-            (),
-            {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-            "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3",
-        ),
-        *(
-            (
-                ("--recipe", GSM8K),
-                {"CUDA_VISIBLE_DEVICES": visible},
-                f"CUDA_VISIBLE_DEVICES is '{visible}', which has {says}",
-            )
-            for visible, says in (
-                ("0,,1", "an empty name"),
-                ("0,1,", "an empty name"),
-                (" , ", "an empty name;"),
-                ("1,,1", "an empty name and a GPU twice"),
-                ("0,0", "a GPU twice"),
-                ("GPU-ab,1, GPU-ab", "a GPU twice"),
-                ("-1", "a negative number, at which CUDA stops reading"),
-                ("0,-1,1", "a negative number"),
-                ("NoDevFiles", "NoDevFiles, Slurm's word for a job without GPUs"),
-            )
-        ),
-        (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
-        (("--steps", "3"), {}, "go after --"),
-        (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
-        (("--recipe", "launch/recipes/quickstart_sft.yaml"), {}, "quickstart_sft.yaml: "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "environment", "says"), [
+    (("--", "--training.layot.data", "4"), {},
+     "training.layot: unknown key; did you mean 'layout'?"),
+    (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
+    (("--", "--rollout.groups-per-step", "100"), {},
+     "not divisible by training.num_mini_batches = 16"),
+    (("--gpus-train", "3"), {}, "set --gpus-train to 4, or training.layout.data to 3"),
+    (("--gpus-train", "8"), {}, "data 4 x sequence 1 x tensor 1 = 4 ranks"),
+    (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
+    (("--gpus-engine", "0"), {}, "--gpus-engine is '0'"),
+    (("--gpus-train", "all"), {}, "--gpus-train is 'all'"),
+    (("--gpus-train",), {}, "--gpus-train needs a value"),
+    (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
+    (("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"), {},
+     "6 engine ranks cannot share the GPUs of the policy's 4 ranks"),
+    ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3"),
+    *((("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": visible},
+       f"CUDA_VISIBLE_DEVICES is '{visible}', which has {says}")
+      for visible, says in (
+          ("0,,1", "an empty name"), ("0,1,", "an empty name"), (" , ", "an empty name;"),
+          ("1,,1", "an empty name and a GPU twice"), ("0,0", "a GPU twice"),
+          ("GPU-ab,1, GPU-ab", "a GPU twice"), ("0,-1,1", "a negative number"),
+          ("-1", "a negative number, at which CUDA stops reading"),
+          ("NoDevFiles", "NoDevFiles, Slurm's word for a job without GPUs"))),
+    (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
+    (("--steps", "3"), {}, "go after --"),
+    (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
+    (("--recipe", "launch/recipes/quickstart_sft.yaml"), {}, "quickstart_sft.yaml: "),
+])  # fmt: skip
 def test_dry_run_refuses(
     arguments: tuple[str, ...], environment: dict[str, str], says: str
 ) -> None:
-    assert says in refused(launch("--dry-run", *arguments, **environment))
+    assert says in refused(*arguments, **environment)
 
 
 def test_a_misspelt_key_of_the_recipe_is_named(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text((ROOT / GSM8K).read_text().replace("groups_per_step", "group_per_step"))
-    said = refused(launch("--dry-run", "--recipe", str(recipe)))
+    said = refused("--recipe", str(recipe))
     assert "rollout.group_per_step: unknown key; did you mean 'groups_per_step'" in said
     assert "mine.yaml" in said
 
@@ -378,16 +311,14 @@ def test_a_misspelt_key_of_the_recipe_is_named(tmp_path: Path) -> None:
 
 
 def test_one_node_of_slurm() -> None:
-    result = launch("--dry-run", **ONE_NODE, SLURM_JOB_NODELIST=HOST)
-    assert result.returncode == 0, result.stderr
-    assert f"host      {HOST}\n" in result.stdout
-    assert "srun" not in result.stdout
+    out = shown(**ONE_NODE, SLURM_JOB_NODELIST=HOST)
+    assert f"host      {HOST}\n" in out
+    assert "srun" not in out
 
 
 def test_a_node_elsewhere_is_reached_by_srun() -> None:
-    result = launch("--dry-run", "--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
-    assert result.returncode == 0, result.stderr
-    step = next(line for line in result.stdout.splitlines() if "srun" in line)
+    out = shown("--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
+    step = next(line for line in out.splitlines() if "srun" in line)
     assert "--ntasks=1" in step
     assert "--nodelist=gpu017" in step
     recipe = ROOT / "launch/recipes/dapo_14b.yaml"
@@ -399,16 +330,15 @@ def test_two_nodes_of_slurm(tmp_path: Path) -> None:
     two = ONE_NODE | {"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
     two |= {"SLURM_JOB_NODELIST": "gpu[017-018]", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     overrides = ("--training.layout.data", "8", "--rollout.num_engines", "4")
-    said = refused(launch("--dry-run", "--", *overrides, **two))
+    said = refused("--", *overrides, **two)
     assert "set it to 'point_to_point'" in said
     overrides += ("--weight_sync.transport", "point_to_point")
-    result = launch("--dry-run", "--", *overrides, **two)
-    assert result.returncode == 0, result.stderr
-    assert places(result.stdout)["policy"] == "0-7 0: 0-7"
-    assert places(result.stdout)["engine 3"] == "- 1: 6-7"
-    lines = re.findall(r"^  srun .*--nodelist=(\S+) .*-m (\S+) ", result.stdout, re.MULTILINE)
+    out = shown("--", *overrides, **two)
+    assert places(out)["policy"] == "0-7 0: 0-7"
+    assert places(out)["engine 3"] == "- 1: 6-7"
+    lines = re.findall(r"^  srun .*--nodelist=(\S+) .*-m (\S+) ", out, re.MULTILINE)
     assert [host for host, _ in lines] == ["gpu017", "gpu018", "gpu017", "gpu017"]
-    assert "host      gpu017 gpu018\n" in result.stdout
+    assert "host      gpu017 gpu018\n" in out
 
 
 def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Path) -> None:
@@ -417,17 +347,10 @@ def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Pa
     spool.parent.mkdir()
     shutil.copy(SCRIPT, spool)
     submitted = ONE_NODE | {"SLURM_JOB_NODELIST": HOST, "SLURM_SUBMIT_DIR": str(ROOT)}
-    result = launch("--dry-run", script=spool, cwd=tmp_path, **submitted)
-    assert result.returncode == 0, result.stderr
-    assert str(ROOT / "launch/recipes/dapo_14b.yaml") in result.stdout
-    said = refused(
-        launch(
-            "--dry-run",
-            script=spool,
-            cwd=tmp_path,
-            **(submitted | {"SLURM_SUBMIT_DIR": str(tmp_path)}),
-        )
-    )
+    out = shown(script=spool, cwd=tmp_path, **submitted)
+    assert str(ROOT / "launch/recipes/dapo_14b.yaml") in out
+    submitted["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    said = refused(script=spool, cwd=tmp_path, **submitted)
     assert "submit this script from the folder" in said
 
 
@@ -441,9 +364,8 @@ def test_slurm_reads_the_header() -> None:
         if line.startswith("#SBATCH --") and "=" in line
     )
     assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", "1", "8")
-    assert asked["signal"].startswith("B:TERM@"), (
-        "bash must hear of the time limit to take everything down"
-    )
+    # Bash must hear of the time limit to take everything down.
+    assert asked["signal"].startswith("B:TERM@")
     config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
     used = config.training.layout.data + config.rollout.num_engines * config.rollout.engine.tensor
     assert used == int(asked["gpus-per-node"])
@@ -463,14 +385,14 @@ def test_only_marked_processes_are_ended() -> None:
     """A marked process and one in a session that was started are found, and nothing else."""
     sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     mark = f"/tmp/megarl-test-{os.getpid()}"
-    environment = dict(os.environ)
-    marked = subprocess.Popen(
-        sleep, env=environment | {"MEGARL_FOLDER": mark}, stdout=subprocess.PIPE
+
+    def sleeper(**settings: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(sleep, stdout=subprocess.PIPE, **settings)
+
+    marked, bystander = (
+        sleeper(env=os.environ | {"MEGARL_FOLDER": folder}) for folder in (mark, mark + "0")
     )
-    leader = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE)
-    bystander = subprocess.Popen(
-        sleep, env=environment | {"MEGARL_FOLDER": mark + "0"}, stdout=subprocess.PIPE
-    )
+    leader = sleeper(start_new_session=True)
     try:
         for process in (marked, leader, bystander):
             assert process.stdout is not None
@@ -488,9 +410,8 @@ def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launche
     at = Addresses(state=f"/tmp/megarl-test-{os.getpid()}")
     launcher = Launcher(Launch([process], ["here"], at, Path()), dict(os.environ))
     words = [sys.executable, "-m", "megarl.apps.launch.node_process", kind, *process.command.words]
-    popen = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    popen = subprocess.Popen(words, **pipes, start_new_session=True)
     assert popen.stdout is not None
     launcher.running.append(Running(process, popen, None))
     return launcher, launcher.running[0]
