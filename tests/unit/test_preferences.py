@@ -274,26 +274,13 @@ def test_a_wrong_recipe_is_refused(name: str) -> None:
 HH = "\n\nHuman: 1+2=\n\nAssistant: 3\n\nHuman: +1=\n\nAssistant: "
 SHARED = [{"from": "human", "value": "1+2"}]
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "HH": (
-        {"chosen": HH + "4", "rejected": HH + "3"},
-        {
-            side: [
-                *({"role": role, "content": said} for role, said in (
-                    ("user", "1+2="), ("assistant", "3"), ("user", "+1="), ("assistant", reply)))
-            ]
-            for side, reply in (("chosen", "4"), ("rejected", "3"))
-        },
-        "'Human:'",
-    ),
-    "ShareGPT pairs": (
-        {
-            "conversations": SHARED,
-            "chosen": {"from": "gpt", "value": "3"},
-            "rejected": {"from": "gpt", "value": "4"},
-        },
-        {"chosen": [*USER, TURN], "rejected": [*USER, WORSE]},
-        "ShareGPT pairs",
-    ),
+    "HH": ({"chosen": HH + "4", "rejected": HH + "3"},
+     {side: [*({"role": role, "content": said} for role,
+     said in (("user", "1+2="), ("assistant", "3"), ("user", "+1="),
+     ("assistant", reply)))] for side, reply in (("chosen", "4"), ("rejected", "3"))}, "'Human:'"),
+    "ShareGPT pairs": ({"conversations": SHARED, "chosen": {"from": "gpt", "value": "3"},
+     "rejected": {"from": "gpt", "value": "4"}},
+     {"chosen": [*USER, TURN], "rejected": [*USER, WORSE]}, "ShareGPT pairs"),
 }  # fmt: skip
 
 

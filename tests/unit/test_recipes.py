@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import tiny_run, write_recipe
+from support.commands import ROOT, python, tiny_run, write_recipe, write_rows
 from support.reward_servers import Scripted, serving
 from support.tiny import write_classifier, write_model
 
 import megarl
-from megarl import (
-    DistillConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    RunConfig,
-    SftConfig,
-    config,
-)
+from megarl import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
 from megarl.apps.serve.reward_server_checks import check_serve_reward
 from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
@@ -33,19 +25,13 @@ from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
 from megarl.supervised_config import PreferenceEvaluationConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = {
+EXAMPLES: dict[str, dict[str, str]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip"},
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant"},
-    "rloo": {"advantage": "rloo"},
-    "ppo": {"advantage": "gae"},
-    "gspo": {"loss": "gspo"},
+    "rloo": {"advantage": "rloo"}, "ppo": {"advantage": "gae"}, "gspo": {"loss": "gspo"},
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus"},
-    "kl": {},
-    "cosine": {},
-    "checkpointing": {},
-    "wandb": {},
-}
+    "kl": {}, "cosine": {}, "checkpointing": {}, "wandb": {},
+}  # fmt: skip
 """{recipe: what it must be an example of}"""
 
 
@@ -56,31 +42,35 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def recipe(kind: Any, name: str) -> Any:
+    return config.read(kind, ROOT / "launch" / "recipes" / f"{name}.yaml")
+
+
+def small(found: Any, place: Path, name: str, **changes: Any) -> Any:
+    """A recipe with the quick start's model and data replaced by small ones."""
+    data, held_out = str(place / "prompts.jsonl"), found.evaluation.prompts
+    if held_out.source:
+        held_out = replace(held_out, source=data)
+    usual = {
+        "folder": str(place / name),
+        "model": replace(found.model, path=str(place / "model")),
+        "prompts": replace(found.prompts, source=data),
+        "evaluation": replace(found.evaluation, prompts=held_out),
+        "observe": replace(found.observe, wandb_project=""),  # the package is not installed
+    }
+    return replace(found, **usual | changes)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_recipe_passes_the_checks(name: str, place: Path) -> None:
-    """With the quick start's model and data replaced by small ones."""
-    found = config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
+    found = recipe(RunConfig, name)
     for key, value in EXAMPLES[name].items():
         assert getattr(found.algorithm, key) == value
-    data = str(place / "prompts.jsonl")
-    prompts = replace(found.prompts, source=data)
-    held_out = replace(found.evaluation.prompts, source=data)
-    observe = replace(found.observe, wandb_project="")  # the package is not installed
-    small = replace(
-        found,
-        folder=str(place / name),
-        model=replace(found.model, path=str(place / "model")),
-        prompts=prompts,
-        evaluation=replace(found.evaluation, prompts=held_out),
-        observe=observe,
-    )
-    assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None
+    assert check_run(small(found, place, name), num_ranks=1, on_cpu=True).prompts is not None
 
 
 def test_recipes_are_examples_of_what_they_are_named_after() -> None:
-    def read(name: str) -> Any:
-        return config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
-
+    read = partial(recipe, RunConfig)
     assert read("kl").algorithm.kl.coefficient > 0
     assert read("cosine").training.schedule.kind == "cosine"
     assert read("checkpointing").training.checkpoint.every > 0
@@ -102,18 +92,17 @@ PREFERENCES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_a_recipe_on_a_data_set_passes_the_checks(name: str, place: Path) -> None:
     kind, check = PREFERENCES[name]
-    found = config.read(kind, ROOT / "launch" / "recipes" / f"{name}.yaml")
+    found = recipe(kind, name)
     rows = [{"prompt": f"{n}=", "chosen": "1", "rejected": "2", "response": "1"} for n in range(5)]
-    data = place / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(place / "rows.jsonl", rows)
     section = "demonstrations" if kind is SftConfig else "preferences"
-    changes = {section: replace(getattr(found, section), source=str(data))}
+    changes = {section: replace(getattr(found, section), source=data)}
     if kind is not SftConfig:
-        held_out = replace(found.evaluation.preferences, source=str(data))
+        held_out = replace(found.evaluation.preferences, source=data)
         changes["evaluation"] = replace(found.evaluation, preferences=held_out)
     model = replace(found.model, path=str(place / "model"))
-    small = replace(found, folder=str(place / name), model=model, **changes)
-    assert len(check(small).rows) == 5
+    changed = replace(found, folder=str(place / name), model=model, **changes)
+    assert len(check(changed).rows) == 5
 
 
 def test_held_out_preferences_are_turned_off_by_an_empty_source() -> None:
@@ -126,15 +115,12 @@ def test_held_out_preferences_are_turned_off_by_an_empty_source() -> None:
 def distilled(place: Path, **changes: Any) -> Any:
     """`distill.yaml` with small models and data, and `changes` by key as in `load_recipe`."""
     data, model = str(place / "prompts.jsonl"), str(place / "model")
-    small = {
-        "folder": str(place / "distill"),
-        "model__path": model,
-        "teacher__model__path": model,
-        "prompts__source": data,
-        "evaluation__prompts__source": data,
-    }
-    recipe = ROOT / "launch" / "recipes" / "distill.yaml"
-    return megarl.load_recipe(DistillConfig, recipe, **small | changes)
+    settings = {
+        "folder": str(place / "distill"), "model__path": model, "teacher__model__path": model,
+        "prompts__source": data, "evaluation__prompts__source": data,
+    }  # fmt: skip
+    file = ROOT / "launch" / "recipes" / "distill.yaml"
+    return megarl.load_recipe(DistillConfig, file, **settings | changes)
 
 
 def test_distillation_passes_the_checks(place: Path) -> None:
@@ -152,30 +138,24 @@ def test_distillation_passes_the_checks(place: Path) -> None:
         check_train(distilled(place, **changes), ranks)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"teacher__model__path": ""}, "teacher.model.path is empty; set it to a model"),
-        ({"teacher__model__from_scratch": True}, "random weights teach nothing"),
-        ({"teacher__model__path": "{place}/narrow"}, "has a vocabulary of 39 tokens and"),
-        ({"teacher__model__path": "{place}/stranger"}, "has another tokenizer than model.path"),
-        ({"teacher__model__tokenizer": "{place}/model"}, "the tokens are the policy's"),
-        ({"distillation__top_k": 41}, "top_k is 41, but model.path has 40 tokens"),
-        ({"distillation__divergence": "jensen_shannon", "distillation__beta": 1.0}, "beta is 1"),
-        (
-            {"distillation__beta": 0.1},
-            "distillation.divergence is 'reverse_kl', which does not use it",
-        ),
-        ({"distillation__temperature": 0.0}, "distillation.temperature is 0"),
-        ({"algorithm__clip_low": 0.1}, "algorithm has settings, which megarl distill does not"),
-        ({"reference__model__path": "x"}, "reference has settings, which megarl distill"),
-        ({"critic__warmup_steps": 1}, "critic has settings, which megarl distill does not use"),
-        ({"reward_models": {"a": {"model": {"path": "x"}}}}, "reward_models has settings"),
-        ({"training__logprobs": "liger"}, "'liger', which computes no divergences"),
-        ({"teacher__ranks": [0]}, "rank 0 is the policy's"),
-        ({"early_stop": {"metric": "kl", "at_most": 0}}, "early_stop.metric is 'kl'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"teacher__model__path": ""}, "teacher.model.path is empty; set it to a model"),
+    ({"teacher__model__from_scratch": True}, "random weights teach nothing"),
+    ({"teacher__model__path": "{place}/narrow"}, "has a vocabulary of 39 tokens and"),
+    ({"teacher__model__path": "{place}/stranger"}, "has another tokenizer than model.path"),
+    ({"teacher__model__tokenizer": "{place}/model"}, "the tokens are the policy's"),
+    ({"distillation__top_k": 41}, "top_k is 41, but model.path has 40 tokens"),
+    ({"distillation__divergence": "jensen_shannon", "distillation__beta": 1.0}, "beta is 1"),
+    ({"distillation__beta": 0.1}, "distillation.divergence is 'reverse_kl', which does not use it"),
+    ({"distillation__temperature": 0.0}, "distillation.temperature is 0"),
+    ({"algorithm__clip_low": 0.1}, "algorithm has settings, which megarl distill does not"),
+    ({"reference__model__path": "x"}, "reference has settings, which megarl distill"),
+    ({"critic__warmup_steps": 1}, "critic has settings, which megarl distill does not use"),
+    ({"reward_models": {"a": {"model": {"path": "x"}}}}, "reward_models has settings"),
+    ({"training__logprobs": "liger"}, "'liger', which computes no divergences"),
+    ({"teacher__ranks": [0]}, "rank 0 is the policy's"),
+    ({"early_stop": {"metric": "kl", "at_most": 0}}, "early_stop.metric is 'kl'"),
+])  # fmt: skip
 def test_distillation_refuses(changes: dict[str, Any], said: str, place: Path) -> None:
     if not (place / "narrow").exists():
         write_model(place / "narrow", vocab_size=39)
@@ -200,35 +180,21 @@ def test_a_metric_of_distillation_ends_no_other_run(place: Path) -> None:
 
 
 def test_rewards_by_a_model_pass_the_checks(place: Path) -> None:
-    recipes = ROOT / "launch" / "recipes"
     judge = write_classifier(place / "judge")
-    data = str(place / "prompts.jsonl")
     for name, check in (("ppo_reward_model", check_train), ("sample", check_sample)):
-        found = config.read(RunConfig, recipes / f"{name}.yaml")
+        found = recipe(RunConfig, name)
         judged = {
             key: replace(one, model=replace(one.model, path=str(judge)))
             for key, one in found.reward_models.items()
         }
-        held_out = found.evaluation.prompts
-        if held_out.source:
-            held_out = replace(held_out, source=data)
-        small = replace(
-            found,
-            folder=str(place / name),
-            model=replace(found.model, path=str(place / "model")),
-            reward_models=judged,
-            prompts=replace(found.prompts, source=data),
-            evaluation=replace(found.evaluation, prompts=held_out),
-        )
         assert bool(judged) == (name == "ppo_reward_model")
-        assert check(small) is not None
+        assert check(small(found, place, name, reward_models=judged)) is not None
 
 
 def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two recipes name one address and one token, and pass the checks together."""
-    recipes = ROOT / "launch" / "recipes"
-    served = config.read(ServeRewardConfig, recipes / "serve_reward.yaml")
-    found = config.read(RunConfig, recipes / "remote_reward.yaml")
+    served = recipe(ServeRewardConfig, "serve_reward")
+    found = recipe(RunConfig, "remote_reward")
     address = f"http://{served.server.host}:{served.server.port}/v1/score"
     assert found.environment.verifier == address
     assert found.environment.remote.token_variable == served.server.token_variable
@@ -237,47 +203,35 @@ def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.M
     assert str(check_serve_reward(here)) == "exact_match, with a token"
     app = Scripted(score=lambda sample: float(sample["response"] == sample["prompt"]["answer"]))
     with serving(app) as url:
-        small = replace(
-            found,
-            folder=str(place / "remote"),
-            model=replace(found.model, path=str(place / "model")),
-            prompts=replace(found.prompts, source=str(place / "prompts.jsonl")),
-            evaluation=replace(
-                found.evaluation,
-                prompts=replace(found.evaluation.prompts, source=str(place / "prompts.jsonl")),
-            ),
-            environment=replace(found.environment, verifier=url),
-        )
-        assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None
+        environment = replace(found.environment, verifier=url)
+        remote = small(found, place, "remote", environment=environment)
+        assert check_run(remote, num_ranks=1, on_cpu=True).prompts is not None
     assert {headers["authorization"] for headers in app.headers} == {"Bearer hush"}
 
 
 def test_models_that_a_server_runs_pass_the_checks(place: Path) -> None:
     """The recipes of a judge and of a reward engine, with small models in the places of theirs."""
-    recipes = ROOT / "launch" / "recipes"
-    found = config.read(ServeRewardConfig, recipes / "judge.yaml")
+    found = recipe(ServeRewardConfig, "judge")
     model = write_model(place / "asked", max_position_embeddings=8192)
     tokenizer = model / "tokenizer_config.json"
     described = json.loads(tokenizer.read_text())
     described["chat_template"] = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     tokenizer.write_text(json.dumps(described))
     judge = replace(found.judge, model=replace(found.judge.model, path=str(model)))
-    small = replace(found, folder=str(place / "serve_judge"), judge=judge)
-    checked = check_serve_reward(small)
+    checked = check_serve_reward(replace(found, folder=str(place / "serve_judge"), judge=judge))
     assert str(checked) == f"judge {model}, without a token"
-    found = config.read(ServeRewardConfig, recipes / "reward_engine.yaml")
+    found = recipe(ServeRewardConfig, "reward_engine")
     classifier = write_classifier(place / "scorer")
-    served = replace(
-        found.reward_model, model=replace(found.reward_model.model, path=str(classifier))
-    )
-    small = replace(found, folder=str(place / "serve_engine"), reward_model=served)
-    assert str(check_serve_reward(small)) == f"reward model {classifier} by vllm, without a token"
+    model = replace(found.reward_model.model, path=str(classifier))
+    served = replace(found.reward_model, model=model)
+    checked = check_serve_reward(replace(found, folder=str(place / "served"), reward_model=served))
+    assert str(checked) == f"reward model {classifier} by vllm, without a token"
 
 
 def test_importing_megarl_is_light() -> None:
     heavy = "[m for m in ('torch', 'ray', 'numpy', 'yaml', 'pydantic') if m in sys.modules]"
     code = f"import sys, megarl; print({heavy}); from megarl import train, RunConfig; {heavy}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
     assert set(megarl.__all__) == {name for name in megarl.__all__ if getattr(megarl, name)}
     with pytest.raises(AttributeError, match="nothing"):
@@ -307,7 +261,7 @@ def test_a_mistake_is_raised_with_the_commands_line(place: Path) -> None:
 
 def test_results_of_a_folder(tmp_path: Path) -> None:
     rows = [{"step": 1, "accuracy": 0.0}, {"step": 2, "accuracy": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "metrics.jsonl", rows)
     found = megarl.open_run(tmp_path)
     assert found.metrics == rows and found.evaluations == [] and found.model is None
     assert found.summary["steps"] == 2
@@ -323,10 +277,8 @@ def test_evaluation_checks_every_model_and_data_set(place: Path) -> None:
     again = write_model(place / "again", seed=1)
     more = place / "more.csv"
     more.write_text("prompt,answer\n1+1=,2\n")
-    changes = {
-        "evaluation__models": [str(place / "model"), str(again)],
-        "evaluation__sources": [str(more)],
-    }
+    changes: dict[str, Any] = {"evaluation__models": [str(place / "model"), str(again)]}
+    changes["evaluation__sources"] = [str(more)]
     found = check_eval(megarl.load_recipe(RunConfig, place / "recipe.yaml", **changes))
     assert [case.config.model.path for case in found.cases] == [str(place / "model"), str(again)]
     source = str(place / "prompts.jsonl")
@@ -341,21 +293,18 @@ def test_evaluation_checks_every_model_and_data_set(place: Path) -> None:
             check_eval(megarl.load_recipe(RunConfig, place / "recipe.yaml", **wrong))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"early_stop__metric": "eval/acuracy"}, "did you mean 'eval/accuracy'"),
-        ({"early_stop__metric": "no/such"}, r"set one of reward/mean.*'environment/<name>'"),
-        ({"early_stop__metric": "kl"}, r"algorithm\.kl\.coefficient is 0"),
-        ({"early_stop__metric": "kl_coefficient"}, r"algorithm\.kl\.target is null"),
-        ({"early_stop__metric": "correction/mean"}, r"algorithm\.correction\.kind is 'none'"),
-        ({"early_stop__metric": "accuracy_greedy"}, r"algorithm\.advantage is 'grpo'"),
-        ({"early_stop__metric": "eval_sampled/accuracy"}, r"evaluation\.sampled_too is off"),
-        ({"early_stop__metric": "eval/environment/turns"}, r"evaluation\.every"),
-        ({"early_stop__metric": "eval/accuracy"}, r"early_stop\.metric.*evaluation\.every"),
-        ({"early_stop__metric": "critic/loss"}, r"algorithm\.advantage is not 'gae'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"early_stop__metric": "eval/acuracy"}, "did you mean 'eval/accuracy'"),
+    ({"early_stop__metric": "no/such"}, r"set one of reward/mean.*'environment/<name>'"),
+    ({"early_stop__metric": "kl"}, r"algorithm\.kl\.coefficient is 0"),
+    ({"early_stop__metric": "kl_coefficient"}, r"algorithm\.kl\.target is null"),
+    ({"early_stop__metric": "correction/mean"}, r"algorithm\.correction\.kind is 'none'"),
+    ({"early_stop__metric": "accuracy_greedy"}, r"algorithm\.advantage is 'grpo'"),
+    ({"early_stop__metric": "eval_sampled/accuracy"}, r"evaluation\.sampled_too is off"),
+    ({"early_stop__metric": "eval/environment/turns"}, r"evaluation\.every"),
+    ({"early_stop__metric": "eval/accuracy"}, r"early_stop\.metric.*evaluation\.every"),
+    ({"early_stop__metric": "critic/loss"}, r"algorithm\.advantage is not 'gae'"),
+])  # fmt: skip
 def test_an_early_stop_that_cannot_be(place: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         megarl.load_recipe(RunConfig, place / "recipe.yaml", early_stop__at_least=0.5, **changes)

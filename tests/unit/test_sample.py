@@ -14,22 +14,14 @@ from megarl.apps.tune.sample import KEEP, write
 
 def record(response: str, reward: float, finish: str = "stop") -> dict[str, Any]:
     return {
-        "prompt": "1+1=",
-        "answer": "2",
-        "response": response,
-        "reward": reward,
-        "finish": finish,
-    }
+        "prompt": "1+1=", "answer": "2", "response": response, "reward": reward, "finish": finish,
+    }  # fmt: skip
 
 
 GROUP = [
-    record("3", 0.0),
-    record("", 5.0),
-    record("2", 1.0),
-    record("222", 4.0, "length"),
-    record("2!", 1.0),
-    record("000", -1.0, "length"),
-]
+    record("3", 0.0), record("", 5.0), record("2", 1.0), record("222", 4.0, "length"),
+    record("2!", 1.0), record("000", -1.0, "length"),
+]  # fmt: skip
 
 
 def texts(keep: str, group: list[dict[str, Any]], least: float = -math.inf) -> list[Any]:

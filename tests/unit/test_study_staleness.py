@@ -26,16 +26,10 @@ def arguments(*words: str) -> argparse.Namespace:
 def result(bound: int, seed: int, step_s: float, accuracy: list[float]) -> dict[str, Any]:
     steps = len(accuracy)
     return {
-        "bound": bound,
-        "correction": "tis" if bound else "none",
-        "dispatch": "ordered",
-        "seed": seed,
-        "step_s": [step_s] * steps,
-        "tokens": [100.0] * steps,
-        "accuracy": accuracy,
-        "age": float(bound),
-        "greedy": 0.5,
-    }
+        "bound": bound, "correction": "tis" if bound else "none", "dispatch": "ordered",
+        "seed": seed, "step_s": [step_s] * steps, "tokens": [100.0] * steps, "accuracy": accuracy,
+        "age": float(bound), "greedy": 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dispatch", ["ordered", "windowed"])

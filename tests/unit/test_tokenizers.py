@@ -4,18 +4,17 @@ refused with the fix.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import time
 from pathlib import Path
-from types import ModuleType
 
+import make_addition
 import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 
@@ -32,16 +31,9 @@ TEXTS = [
     "Half as many, then.",
 ]
 AWKWARD = [
-    " leading",
-    "two  blanks",
-    "trailing ",
-    "   ",
-    "tab\there",
-    "line\nbreak",
-    "",
-    "caf\u00e9 \u00bd \uff21",
-    "\u732b\U0001f600",
-]
+    " leading", "two  blanks", "trailing ", "   ", "tab\there", "line\nbreak", "",
+    "caf\u00e9 \u00bd \uff21", "\u732b\U0001f600",
+]  # fmt: skip
 
 
 def train(folder: Path, **changes: object) -> Path:
@@ -51,12 +43,9 @@ def train(folder: Path, **changes: object) -> Path:
     lines = [" ".join(words[i % len(words)] for i in range(n, n + 7)) for n in range(400)]
     corpus.write_text("\n".join([*lines, *TEXTS]))
     settings = {
-        "model_type": "unigram",
-        "vocab_size": 120,
-        "pad_id": 3,
-        "hard_vocab_limit": False,
+        "model_type": "unigram", "vocab_size": 120, "pad_id": 3, "hard_vocab_limit": False,
         "character_coverage": 1.0,
-    }
+    }  # fmt: skip
     settings.update(changes)
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus), model_prefix=str(folder / "spm"), minloglevel=2, **settings
@@ -69,17 +58,12 @@ KINDS = {
     "unigram-bytes": {"byte_fallback": True, "vocab_size": 380},
     "bpe": {"model_type": "bpe"},
     "bpe-bytes": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 380},
-    "llama": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "vocab_size": 380,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-    },
+    "llama": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 380,
+     "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
     "no-prefix": {"add_dummy_prefix": False},
     "char": {"model_type": "char"},
     "other-ids": {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,17 +83,14 @@ def test_sentencepiece_file_keeps_its_ids_and_texts(kind: str, tmp_path: Path) -
             assert ids == original.encode(text), text
             if original.unk_id() not in ids:
                 assert form.decode(ids) == original.decode(ids), text
-                assert form.decode(
-                    [*ids, form.eos_token_id], skip_special_tokens=True
-                ) == original.decode(ids)
+                ended = [*ids, form.eos_token_id]
+                assert form.decode(ended, skip_special_tokens=True) == original.decode(ids)
         for text in TEXTS:
             assert form.decode(form(text).input_ids) == text
 
 
 @pytest.fixture(scope="module")
-def llama_pair(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[sentencepiece.SentencePieceProcessor, PreTrainedTokenizerFast]:
+def llama_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     file = train(tmp_path_factory.mktemp("llama"), **KINDS["llama"])
     return sentencepiece.SentencePieceProcessor(model_file=str(file)), load_tokenizer(str(file))
 
@@ -151,10 +132,8 @@ def test_absent_folders_and_names_fail_fast(
 ) -> None:
     with pytest.raises(ValueError, match=r"tokenizer folder .* does not exist; set the path"):
         load_tokenizer(str(tmp_path / "none"))
-    with pytest.raises(
-        ValueError,
-        match=r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files",
-    ):
+    none = r"holds no tokenizer \(none of tokenizer\.json.*copy the tokenizer's files"
+    with pytest.raises(ValueError, match=none):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="name is empty"):
         load_tokenizer("")
@@ -164,13 +143,8 @@ def test_absent_folders_and_names_fail_fast(
     # An address that drops what is sent to it, as a firewall does.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"'nobody/nothing' is not on this machine and the Hugging Face hub did not"
-            r" answer.*HF_HUB_OFFLINE"
-        ),
-    ):
+    away = r"is not on this machine and the Hugging Face hub did not answer.*HF_HUB_OFFLINE"
+    with pytest.raises(ValueError, match=rf"'nobody/nothing' {away}"):
         load_tokenizer("nobody/nothing")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set; unset it to download"):
@@ -178,19 +152,8 @@ def test_absent_folders_and_names_fail_fast(
     assert time.monotonic() - started < 60
 
 
-def make_addition() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_addition", ROOT / "tools" / "make_addition.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_check_tokenizer_names_the_cure(tmp_path: Path) -> None:
-    make_addition().write_model(tmp_path / "model")
+    make_addition.write_model(tmp_path / "model")
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     check_tokenizer(tokenizer, 16, source="model")
     with pytest.raises(
@@ -212,9 +175,8 @@ def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> N
     file = train(tmp_path, **KINDS["bpe"])
     folder = tmp_path / "model"
     load_tokenizer(str(file)).save_pretrained(folder)
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
-    )
+    family = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(family))
     original = sentencepiece.SentencePieceProcessor(model_file=str(file))
     for text in TEXTS:
         assert load_tokenizer(str(folder))(text).input_ids == original.encode(text)
@@ -223,22 +185,17 @@ def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "addition"
-    assert make_addition().main([str(folder), "--demonstrations", "4000", "--prompts", "900"]) == 0
+    assert make_addition.main([str(folder), "--demonstrations", "4000", "--prompts", "900"]) == 0
     return folder
 
 
 def test_addition_tokenizer_is_sixteen_characters(addition: Path) -> None:
-    for tokenizer in (
-        load_tokenizer(str(addition / "model")),
-        AutoTokenizer.from_pretrained(addition / "model"),
-    ):
+    for load in (load_tokenizer, AutoTokenizer.from_pretrained):
+        tokenizer = load(str(addition / "model"))
         check_tokenizer(tokenizer, 64, source="addition")
         assert len(tokenizer) == 16
-        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (
-            0,
-            1,
-            None,
-        )
+        special = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+        assert special == (0, 1, None)
         text = "0123456789+=,#"
         assert tokenizer(text).input_ids == list(range(2, 16))
         assert tokenizer.decode(range(2, 16)) == text
@@ -246,20 +203,15 @@ def test_addition_tokenizer_is_sixteen_characters(addition: Path) -> None:
 
 
 def test_addition_parts_do_not_touch_and_answers_are_sums(addition: Path) -> None:
-    tool = make_addition()
-    parts = {
-        "train": range(2, 10),
-        "held_out": range(1),
-        "validation": range(1, 2),
-        "sft": range(2, 10),
-    }
-    for name, expected in parts.items():
+    parts = {"train": (range(2, 10), 900), "held_out": (range(1), 500)}
+    parts |= {"validation": (range(1, 2), 500), "sft": (range(2, 10), 4000)}
+    for name, (expected, count) in parts.items():
         rows = [json.loads(line) for line in (addition / f"{name}.jsonl").read_text().splitlines()]
-        assert len(rows) == {"train": 900, "held_out": 500, "validation": 500, "sft": 4000}[name]
+        assert len(rows) == count
         for row in rows:
             a, b = map(int, row["prompt"].removesuffix("=").split("+"))
             assert 100 <= min(a, b) <= max(a, b) <= 999
-            assert tool.part_of(a, b) in expected
+            assert make_addition.part_of(a, b) in expected
             if name != "sft":
                 assert row["answer"] == str(a + b)
         if name != "sft":
@@ -273,10 +225,9 @@ def test_addition_demonstrations_have_the_styles_they_claim(addition: Path) -> N
     carries = [step for row in reasoned for step in carry_pairs(row["response"])]
     # careful rows carry always, sloppy ones a fifth of the time: (0.11 + 0.44 * 0.2) / 0.55
     assert sum(right for right in carries) / len(carries) == pytest.approx(0.36, abs=0.05)
-    tool = make_addition()
-    assert tool.columns(478, 356, lambda: False) == "8+6+0=14,7+5+1=13,4+3+1=08#834"
-    assert tool.columns(478, 356, lambda: True) == "8+6+0=14,7+5+0=12,4+3+0=07#724"
-    assert len(tool.columns(999, 999, lambda: False)) + 1 == 32
+    assert make_addition.columns(478, 356, lambda: False) == "8+6+0=14,7+5+1=13,4+3+1=08#834"
+    assert make_addition.columns(478, 356, lambda: True) == "8+6+0=14,7+5+0=12,4+3+0=07#724"
+    assert len(make_addition.columns(999, 999, lambda: False)) + 1 == 32
 
 
 def carry_pairs(response: str) -> list[bool]:
@@ -288,19 +239,18 @@ def carry_pairs(response: str) -> list[bool]:
 def test_addition_is_made_once(
     addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tool = make_addition()
     before = {path: path.read_bytes() for path in addition.rglob("*.json*")}
     same = ["--demonstrations", "4000", "--prompts", "900"]
-    assert tool.main([str(addition), *same]) == 0
+    assert make_addition.main([str(addition), *same]) == 0
     assert "there already" in capsys.readouterr().err
-    assert tool.main([str(addition), *same, "--seed", "2"]) == 1
+    assert make_addition.main([str(addition), *same, "--seed", "2"]) == 1
     assert "what was made of other arguments; name another folder" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in addition.rglob("*.json*")} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("!")
-    assert tool.main([str(tmp_path / "mine"), *same]) == 1
+    assert make_addition.main([str(tmp_path / "mine"), *same]) == 1
     assert "files of another origin" in capsys.readouterr().err
-    assert tool.main([str(tmp_path / "other"), *same]) == 0
+    assert make_addition.main([str(tmp_path / "other"), *same]) == 0
     for path, content in before.items():
         assert (tmp_path / "other" / path.relative_to(addition)).read_bytes() == content
     assert not list(tmp_path.glob(".*")), "no unfinished folder stays behind"

@@ -28,17 +28,11 @@ from megarl.weight_sync.families import parameter_table
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_14B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120,
+    "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
-}
+}  # fmt: skip
 
 
 def by_hand() -> dict[str, float]:
