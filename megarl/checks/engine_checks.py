@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import transformers
 
 from megarl.config import RunConfig
 from megarl.parallel import launcher
+from megarl.parallel.layout import Layout
 from megarl.rollout.config import EngineConfig
 from megarl.schema import require, shortened
 from megarl.trainer.sharding import kv_heads
+from megarl.trainer.working_memory import kept_memory
 from megarl.weight_sync.families import FAMILIES
+from megarl.weight_sync.parameters import ParameterSpec
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that the CPU attention of vLLM 0.32 is compiled for."""
@@ -98,6 +102,25 @@ def check_engine_model(hf: transformers.PretrainedConfig) -> None:
             f"config.json of model.path has {setting} {activation!r}, but vLLM has only {wanted!r}"
             f" for model type {hf.model_type}; choose another model",
         )
+
+
+def check_gpu_share(
+    config: RunConfig, table: Sequence[ParameterSpec], layout: Layout, gpu_bytes: int
+) -> None:
+    """Raise `ValueError` unless a GPU of `gpu_bytes` bytes has room for the share of a colocated
+    engine beside what the policy keeps there. `table`, `layout`: of the policy.
+    """
+    share, kept = (
+        config.rollout.engine.gpu_memory_utilization,
+        kept_memory(table, layout, config),
+    )
+    require(
+        config.rollout.placement != "colocated" or share * gpu_bytes + kept <= gpu_bytes,
+        f"rollout.engine.gpu_memory_utilization is {share:g} of a GPU of {gpu_bytes / 2**30:.1f}"
+        f" GiB, where the policy keeps {kept / 2**30:.1f} GiB while engines generate and receive"
+        " weights (its own weights, those that ZeRO 3 gathers for the probe, buckets, CUDA and"
+        f" NCCL); set it to at most {int(100 * (1 - kept / gpu_bytes)) / 100:g}",
+    )
 
 
 def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:

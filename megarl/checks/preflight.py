@@ -20,7 +20,12 @@ from megarl.checkpoints.progress import (
     written_under,
 )
 from megarl.checks.adapter_checks import check_published_adapters
-from megarl.checks.engine_checks import check_cache_memory, check_engine_model, check_placement
+from megarl.checks.engine_checks import (
+    check_cache_memory,
+    check_engine_model,
+    check_gpu_share,
+    check_placement,
+)
 from megarl.checks.folder_checks import (
     check_folder,
     check_observe,
@@ -132,7 +137,10 @@ def check_run(
     check_positions(config, hf, roles, longest)
     if new:
         check_export(config.model, tokenizer, hf)
-        parameter_table(hf.to_dict())
+        table = parameter_table(hf.to_dict())
+        if not on_cpu:
+            gpu = torch.cuda.get_device_properties(local_device())
+            check_gpu_share(config, table, layout, gpu.total_memory)
         refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
         check_placement(config, layout.size, num_ranks, shares_gpus=not on_cpu, started=started)
     check_weights(config.model)

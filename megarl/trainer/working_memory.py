@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.config import RunConfig
 from megarl.kernels.logprobs import CHUNK_BYTES
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.memory import BYTES, GRADIENT_BYTES, on_rank
+from megarl.trainer.memory import BYTES, GRADIENT_BYTES, on_rank, role_memory
+from megarl.weight_sync.config import BUCKET_BYTES
 from megarl.weight_sync.parameters import ParameterSpec
 
 BUCKET_ELEMENTS = 500_000_000
@@ -26,6 +28,9 @@ module (DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance`
 TOKEN_BYTES = 57
 """Bytes of a token of the packed batch: five int64, a bool and two float32 in
 `megarl.types.MicroBatch`, its advantage and its log-prob."""
+DIGEST_BYTES = 2**28
+"""Bytes that the digest of a region needs on a GPU, at most: eight rows of `checksums.NUM_WORDS`
+64-bit integers."""
 RUNTIME_BYTES = 2 * 2**30
 """Bytes of CUDA's context, the libraries' kernels, and NCCL's buffers."""
 
@@ -67,12 +72,29 @@ def working_memory(
         "CUDA and NCCL": RUNTIME_BYTES,
     }
     if training.zero_stage == 3:
-        # Fetching ahead stops at a limit, but not the fetch of what is needed at once.
-        found["gathered parameters"] = each * min(sum(sizes), LIVE_ELEMENTS + head)
+        found["gathered parameters"] = _gathered(sizes, training)
     elif training.offload_optimizer:
         # ZeRO 1 and 2 have a buffer of the largest trained parameter, whether they use it or not.
         found["offload buffer"] = each * trained_head
     return {name: size for name, size in found.items() if size}
+
+
+def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfig) -> int:
+    """Bytes that a trained role keeps on each GPU while colocated engines have the rest: its
+    weights, those that ZeRO 3 gathers for the probe, two buckets of weights with their digests, and
+    what is counted for CUDA and NCCL.
+    """
+    training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
+    weights = role_memory(table, layout, training, trains=True).weights
+    gathered = _gathered([on_rank(one, layout.tensor) for one in table], training)
+    return weights + gathered + 2 * bucket + DIGEST_BYTES + RUNTIME_BYTES
+
+
+def _gathered(sizes: Sequence[int], training: TrainingConfig) -> int:
+    """Bytes of the parameters that ZeRO 3 gathers at most; `sizes`: elements of all parameters."""
+    # Fetching ahead stops at a limit, but not the fetch of what is needed at once.
+    most = min(sum(sizes), LIVE_ELEMENTS + max(sizes, default=0))
+    return BYTES[training.dtype] * most if training.zero_stage == 3 else 0
 
 
 def _wide_rows(model: Mapping[str, Any], tensor: int) -> int:

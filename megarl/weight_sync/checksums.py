@@ -67,7 +67,9 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
     """
     if target.device.type != "cpu":
         target.copy_(source)
-        return _on_device(target, _seed(box))
+        # Computed on the GPU of this rank: that of `target` may be full of an engine's cache.
+        copied = target if source.device.type == "cpu" else source.to(target.dtype)
+        return _on_device(copied, _seed(box))
     hasher = xxhash.xxh3_64(seed=_seed(box))
     if source.dtype != target.dtype or source.device != target.device:
         for first, last in _chunks(

@@ -6,6 +6,9 @@ from megarl.limits import LONGEST_WAIT_S, MOST_STEPS
 from megarl.recipe_paths import OutputText
 from megarl.schema import Config, Range
 
+BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+"""Bytes of a bucket by the trainer's device, where `weight_sync.bucket_mib` is 0."""
+
 
 class WeightSyncConfig(Config):
     """How the trainer sends its weights to the inference engines."""

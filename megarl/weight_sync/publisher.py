@@ -20,7 +20,7 @@ from megarl.errors import EngineLost
 from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.weight_sync.checksums import Digest, carried, signed
-from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weight_sync.config import BUCKET_BYTES, WeightSyncConfig
 from megarl.weight_sync.contracts import Engines, SendsWeights, Update
 from megarl.weight_sync.parameters import ParameterSpec, refuse_other_model
 from megarl.weight_sync.probe import Probe
@@ -35,10 +35,6 @@ POLL_S = 0.05
 
 SETTLE_S = 8.0
 """Seconds that engines get to abandon a version after it was aborted."""
-
-
-BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
-"""Bytes of a bucket by the trainer's device, where `weight_sync.bucket_mib` is 0."""
 
 
 class Publisher(Publication):

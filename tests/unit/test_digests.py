@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,26 @@ def test_a_gpu_s_portions_do_not_show(words: int, monkeypatch: pytest.MonkeyPatc
     expected = on_device(owned, whole(owned))
     monkeypatch.setattr(digests, "NUM_WORDS", words)
     assert on_device(owned, whole(owned)) == expected
+
+
+@pytest.mark.parametrize(("device", "read"), [("cuda", "source"), ("cpu", "target")])
+def test_a_gpu_digests_what_it_sends_and_not_the_memory_of_another(
+    device: str, read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target may be on a GPU that an engine's cache has filled."""
+
+    class Region(SimpleNamespace):
+        def copy_(self, source: Any) -> None:
+            self.copied = source
+
+        def to(self, dtype: str) -> Any:
+            assert dtype == "bfloat16"
+            return self
+
+    source: Any = Region(device=torch.device(device), name="source")
+    target: Any = Region(device=torch.device("cuda", 1), name="target", dtype="bfloat16")
+    monkeypatch.setattr(digests, "_on_device", lambda region, seed: region.name)
+    assert carry(source, target, Box(0, 1, 0, 1)) == read and target.copied is source
 
 
 @pytest.mark.gpu

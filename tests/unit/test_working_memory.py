@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.apps.launch.launch import main
+from megarl.checks.engine_checks import check_gpu_share
 from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
@@ -57,6 +58,34 @@ def needed(shown: str, on_host: str) -> tuple[float, float]:
     host = re.search(rf"policy: {on_host} are in .* memory, ([0-9.]+) GiB a rank", words)
     assert whole is not None and host is not None
     return float(whole[1]), float(host[1])
+
+
+def test_what_a_colocated_policy_keeps_on_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """14,770,033,664 parameters on 8 ranks of ZeRO 3: their share, 1e9 elements and an embedding of
+    152,064 x 5,120 gathered, two buckets of 64 MiB, digests, and CUDA with NCCL.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
+    recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
+    settings = ["--model.path", str(tmp_path), "--rollout.placement", "colocated"]
+    settings += ["--rollout.num_engines", "4", "--training.layout.data", "8"]
+    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--", *settings]
+    assert main(command) == 0
+    by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
+    shown = " ".join(capsys.readouterr().out.split())
+    most = 1 - by_hand / 80e9
+    assert f"keeps {by_hand / 2**30:.1f} GiB a GPU; rollout.engine.gpu_memory" in shown
+    assert "gpu_memory_utilization is at most 0.87 of a GPU of 80 GB" in shown
+    table, layout = parameter_table(QWEN_14B), Layout(8, 1, 1)
+
+    def check(share: float) -> None:
+        words = [*settings, "--rollout.engine.gpu_memory_utilization", f"{share:.4f}"]
+        check_gpu_share(read(RunConfig, recipe, words), table, layout, 80 * 10**9)
+
+    check(most - 0.001)
+    with pytest.raises(ValueError, match=r"keeps 9.1 GiB .* set it to at most 0\.87"):
+        check(most + 0.001)
 
 
 def test_the_dry_run_of_14b_on_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
