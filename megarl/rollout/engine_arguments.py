@@ -37,7 +37,10 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor,
         "max_model_len": max_tokens,
         "max_num_seqs": config.max_num_sequences,
-        "max_num_batched_tokens": max(config.max_batched_tokens, max_tokens),
+        # vLLM keeps memory for as many. On GPUs, and not on the CPU, prompts are cut into parts.
+        "max_num_batched_tokens": max(
+            config.max_batched_tokens, max_tokens if on_cpu else config.max_num_sequences
+        ),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": not config.compile or on_cpu,
         "enable_prefix_caching": True,

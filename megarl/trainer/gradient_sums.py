@@ -68,6 +68,15 @@ def sums_of(optimizer: Any) -> list[torch.Tensor]:
     return [] if flat is None else [flat]
 
 
+def sum_of(parameter: Any) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient under ZeRO 3, where it is added up on the device
+    of the parameter and DeepSpeed would copy it back from the optimizer on the host; else None.
+    """
+    optimizer = parameter._z3_optimizer
+    part = getattr(optimizer, PARTS)[parameter.ds_id]
+    return part if optimizer.offload_optimizer and part.device == parameter.device else None
+
+
 def _move_sums(optimizer: Any) -> None:
     """Replace ZeRO 3's buffer of sums, and all that refers to it, by one on the device."""
     accelerator: Any = get_accelerator()

@@ -28,7 +28,7 @@ from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
-from megarl.trainer.gradient_sums import keep_on_device
+from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.handover import Handover, free_cache, synchronize
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
@@ -83,7 +83,8 @@ def _gradient(parameter: Any) -> torch.Tensor | None:
     if not parameter.requires_grad:
         return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3
-        return safe_get_local_grad(parameter)
+        part = sum_of(parameter)
+        return safe_get_local_grad(parameter) if part is None else part
     mapping = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2
     if mapping is not None:
         return mapping.get_lp_grad_fragment(parameter._index_in_param_group)

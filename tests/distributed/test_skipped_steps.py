@@ -18,6 +18,7 @@ from support.tiny import write_model
 from megarl.parallel.mesh import Axis
 from megarl.trainer import zero
 from megarl.trainer.config import TrainingConfig
+from megarl.trainer.gradient_sums import PARTS
 from megarl.trainer.zero import TrainEngine
 
 CASES: list[dict[str, Any]] = [
@@ -88,3 +89,21 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
     engine.mesh = SimpleNamespace(world=Axis("world", 1, 0, (0,), None))
     engine._module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
     assert engine.broken_gradient() == "weight"
+
+
+def test_gradients_on_the_device_are_not_copied_back_from_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under ZeRO 3 with the optimizer on the host, sums are looked at where they were added up.
+    With a stand-in for a parameter and its optimizer.
+    """
+    copied: list[Any] = []
+    monkeypatch.setattr(zero, "safe_get_local_grad", lambda it: copied.append(it) or torch.ones(2))
+    sums = torch.tensor([1.0, math.nan])
+    optimizer = SimpleNamespace(offload_optimizer=True, **{PARTS: {7: sums}})
+    parameter = SimpleNamespace(
+        requires_grad=True, ds_id=7, device=sums.device, _z3_optimizer=optimizer
+    )
+    assert zero._gradient(parameter) is sums and not copied
+    optimizer.offload_optimizer = False
+    assert zero._gradient(parameter) is not sums and copied == [parameter]
