@@ -6,6 +6,10 @@ from typing import Any
 
 from megarl.rollout.config import EngineConfig
 
+WATERMARK = 0.05
+"""Share of the key-value cache that vLLM keeps free when it takes a further request. Without it the
+next tokens of those that run push requests out, whose cache is then computed again."""
+
 
 def is_on_cpu(environment: dict[str, str]) -> bool:
     """Whether an engine with these environment variables runs on the CPU; see
@@ -42,6 +46,7 @@ def engine_arguments(
             config.max_batched_tokens, max_tokens if on_cpu else config.max_num_sequences
         ),
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "watermark": WATERMARK,
         "enforce_eager": not config.compile or on_cpu,
         "enable_prefix_caching": True,
         "disable_log_stats": True,

@@ -131,6 +131,15 @@ def test_recipe_writes_into_a_folder_of_its_own(recipe: Path) -> None:
     assert folders.count(mine) == 1
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_for_gpus_has_one_kernel_where_the_model_has_several(recipe: Path) -> None:
+    training = yaml.safe_load(recipe.read_text()).get("training", {})
+    kernels = training.get("norms"), training.get("elementwise")
+    assert kernels == (
+        ("torch", "triton") if training.get("precision") == "bfloat16" else (None,) * 2
+    )
+
+
 def test_dapo_is_as_published() -> None:
     config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
     rollout, rule, training = config.rollout, config.algorithm, config.training
