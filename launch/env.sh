@@ -51,14 +51,23 @@ import sys
 sys.exit(sys.version_info < (3, 11))
 E2
 command -v c++ >/dev/null 2>&1 || { echo "launch/env.sh: no C++ compiler, which DeepSpeed needs; install g++" >&2; exit 2; }
+has_cuda_13() { # whether the driver's library is newer than the driver: that of CUDA's compatibility package
+  "$python" - 2>/dev/null <<'E2'
+import ctypes, sys
+version = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+sys.exit(version.value < 13000)
+E2
+}
 if [ "$device" = cuda ]; then
   # Said before gigabytes are installed. A node without GPUs may make the environment for others: MEGARL_DEVICE=cuda.
   oldest=$(sed -n 's/^# driver: //p' "$wanted")
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
   case ${driver%%.*} in
     '' | *[!0-9]*) ;;
-    *) [ "${driver%%.*}" -ge "$oldest" ] || refuse "the driver is $driver, and the pinned torch is built for CUDA 13," \
-      "which needs driver $oldest or newer; update the driver, or set MEGARL_DEVICE=cpu" ;;
+    *) [ "${driver%%.*}" -ge "$oldest" ] || has_cuda_13 || refuse "the driver is $driver, and the pinned torch is built for CUDA 13," \
+      "which needs driver $oldest or newer; update the driver, or set MEGARL_DEVICE=cpu; on GPUs of data centres CUDA's" \
+      "compatibility package (cuda-compat-13-0) will do, with its folder on LD_LIBRARY_PATH" ;;
   esac
   "$python" - <<'E2' || refuse "$python has no Python.h, with which Triton builds the launcher of every kernel; install python3-dev of its version"
 import os, sys, sysconfig
@@ -143,17 +152,17 @@ deepspeed_log=$venv/install-deepspeed.log
 # Its set-up looks for a CUDA toolkit, which only its own CUDA operators need, and ends without one (7 of its 23 operators
 # raise MissingCUDAException). None of them is used.
 export DS_IGNORE_CUDA_DETECTION=1
+set -m # a process group of its own, so that its compilers end with it
 (
   run_pip --no-deps --no-build-isolation "$deepspeed"
-  "$python" - <<'E2' || true # a run will compile it
-from deepspeed.accelerator import get_accelerator
-if get_accelerator().device_name() == "cpu":
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-E2
+  # A run would compile it; ranks on GPUs use none.
+  [ "$device" = cuda ] || "$python" -c 'from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()' || true
   phase "DeepSpeed is built"
 ) >"$deepspeed_log" 2>&1 &
 building=$!
-trap 'kill "$building" 2>/dev/null || true' EXIT
+set +m
+trap 'kill -- "-$building" 2>/dev/null || true' EXIT
 
 phase "all others"
 # vLLM's CPU build names vision and audio packages that text models do not need and that have no CPU build.

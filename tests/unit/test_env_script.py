@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from pathlib import Path
 
@@ -60,6 +62,25 @@ def test_an_old_driver_is_refused(tmp_path: Path) -> None:
     said = start(tmp_path, driver="570.124.06")
     assert "the driver is 570.124.06" in said
     assert "driver 580 or newer; update the driver, or set MEGARL_DEVICE=cpu" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(12080, "the driver is 535"), (13000, "no Python.h")]
+)
+def test_an_old_driver_with_the_library_of_a_new_one_will_do(
+    version: int, said: str, tmp_path: Path
+) -> None:
+    """CUDA's compatibility package is a newer libcuda.so.1; what is refused next is Python."""
+    source = f"int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    answer = (
+        f'case "$*$input" in *get_python_version*) echo {sysconfig.get_python_version()} ;;'
+        f' *cuDriver*) echo "$input" | {sys.executable} - ;; *Python.h*) exit 1 ;; esac'
+    )
+    python = interpreter(tmp_path, answer)
+    library = {"LD_LIBRARY_PATH": str(tmp_path)}
+    assert said in start(tmp_path, driver="535.129.03", python=python, **library)
 
 
 LISTS_SLOWLY = """#!/bin/sh
@@ -137,6 +158,41 @@ def test_flash_attention_is_installed_only_where_it_is_asked_for(
     # The output of `run_pip` goes to the log; what it was called with is in the file.
     assert (told.read_text().splitlines() if told.exists() else []) == installed
     assert (tmp_path / f".flash-attn-{asked}").exists() == bool(asked)
+
+
+def build_deepspeed(folder: Path, device: str, run_pip: str, then: str) -> int:
+    """Exit code of the script's lines that start the build of DeepSpeed, and of what comes `then`,
+    with `run_pip` in the place of pip and a Python that notes in `folder`/python what it is given.
+    """
+    script = (LAUNCH / "env.sh").read_text()
+    begin, end = script.index("\ndeepspeed_log="), script.index('\nphase "all others"')
+    python = interpreter(folder, f'echo "$*$input" >{folder}/called')
+    given = {"venv": str(folder), "device": device, "python": python, "deepspeed": "deepspeed"}
+    command = f"phase() {{ :; }}\nrun_pip() {{ {run_pip}; }}\n{script[begin:end]}\n{then}"
+    run = subprocess.run(["bash", "-euc", command], env=os.environ | given, timeout=60)
+    return run.returncode
+
+
+@pytest.mark.parametrize(("device", "operators"), [("cuda", False), ("cpu", True)])
+def test_ranks_on_gpus_need_no_operator_of_the_cpu(
+    device: str, operators: bool, tmp_path: Path
+) -> None:
+    assert build_deepspeed(tmp_path, device, ":", 'wait "$building"') == 0
+    assert (tmp_path / "called").exists() == operators
+
+
+def test_compilers_end_with_the_script(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    compiles = f'sh -c "echo \\$\\$ >{child}; exec sleep 300"; :'
+    until = f"until [ -s {child} ]; do sleep 0.05; done; exit 7"
+    assert build_deepspeed(tmp_path, "cuda", compiles, until) == 7
+    compiler, deadline = Path(f"/proc/{child.read_text().strip()}"), time.monotonic() + 20
+    while compiler.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    is_left = compiler.exists()
+    if is_left:
+        os.kill(int(compiler.name), signal.SIGKILL)
+    assert not is_left
 
 
 def torch_wheel(folder: Path, version: str, cuda: str | None) -> None:
