@@ -40,7 +40,7 @@ from megarl.errors import UserError
 from megarl.parallel.mesh import STORE
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
 from megarl.private_folder import run_folder
-from megarl.signals import AGENT, SHUTDOWN, SIGNALS
+from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 
 SAID = 2
 """Exit code of a rank that has printed the user's mistake in one line."""
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
         num_nodes = worker_group.group_world_size or 1
         if num_nodes > 1 and self._watch is None:
             assert store is not None and node is not None, "no rendezvous"
-            patience_s = float(self._shutdown_timeout)
+            patience_s = float(min(self._shutdown_timeout, SHUTDOWN_S))
             self._watch = NodeWatch(
                 store.clone(), node, num_nodes, shutdown_s=patience_s, end=self._end_by_force
             )
@@ -102,6 +102,9 @@ class Agent(LocalElasticAgent):
         if is_over:
             self._watch.leave(exit_code(codes[0]) if codes else 0)
         elif problem := self._watch.problem():
+            # As torch waits for the ranks beside one that has failed. Those that NCCL holds in a
+            # collective do not end by themselves, and no checkpoint can be begun any more.
+            self._shutdown_timeout = min(self._shutdown_timeout, SHUTDOWN_S)
             raise NodeLost(problem)
         return result
 

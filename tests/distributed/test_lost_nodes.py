@@ -174,6 +174,19 @@ def test_ranks_that_fail_are_named_on_the_other_node(outcomes: dict[str, Future[
     assert "megarl: the ranks of node 0 have failed with exit code 3; the ranks of" in said, said
 
 
+def test_ranks_in_a_collective_of_nccl_do_not_get_the_time_of_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hear of no failure, and would sit there for as long as a checkpoint may take."""
+    running = SimpleNamespace(state=None, failures={})
+    monkeypatch.setattr(torchrun.LocalElasticAgent, "_monitor_workers", lambda *_: running)
+    agent: Any = torchrun.Agent.__new__(torchrun.Agent)
+    agent._shutdown_timeout, agent._watch = 264, SimpleNamespace(problem=lambda: "node 1 is gone")
+    with pytest.raises(torchrun.NodeLost):
+        agent._monitor_workers(None)
+    assert agent._shutdown_timeout == 30
+
+
 def test_after_another_rendezvous_nobody_misses_those_who_have_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
