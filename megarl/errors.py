@@ -27,10 +27,6 @@ class EngineUnreachable(RuntimeError):
     """
 
 
-class SessionLost(RuntimeError):
-    """A session of an environment that was lost with its process: its rollout begins anew."""
-
-
 def disk_advice(error: Exception | str) -> str:
     """What to do about a file that could not be written, by the error or its text."""
     codes = (errno.ENOSPC, errno.EDQUOT)

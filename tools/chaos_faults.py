@@ -81,7 +81,7 @@ def below_engine(generations: int) -> Callable[[psutil.Process], bool]:
 
 def is_verifier(process: psutil.Process) -> bool:
     """Whether a process is a worker of the environment."""
-    return any(titled("ray::Environment")(one) for one in process.parents()[:1])
+    return any(titled("ray::Service")(one) for one in process.parents()[:1])
 
 
 def is_rank(process: psutil.Process) -> bool:
@@ -96,7 +96,6 @@ PROCESSES: dict[str, tuple[Callable[[psutil.Process], bool], str]] = {
     "core": (below_engine(1), ENGINE_SAYS),
     "tensor worker": (below_engine(2), ENGINE_SAYS),
     "service": (titled("ray::Service"), r"rollout service"),
-    "environment": (titled("ray::Environment"), r"environment"),
     "verifier": (is_verifier, r"verifier|worker of the environment"),
     "raylet": (titled("raylet"), r"raylet|Ray"),
     "gcs": (titled("gcs_server"), r"GCS|Ray"),

@@ -221,7 +221,7 @@ def phases_of(lives: Iterable[Life], wall: float) -> set[str]:
             if name == "rank":
                 text = f"{kind} {span['name']}"
                 found |= {next((SPANS[one] for one in SPANS if text.startswith(one)), "")}
-            elif (name, kind) in (("engine", "generate"), ("environment", "score")):
+            elif (name, kind) in (("engine", "generate"), ("service", "score")):
                 found.add(kind)
     return found
 

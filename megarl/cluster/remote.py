@@ -1,4 +1,4 @@
-"""Engines and environment as Ray actors, and as the rollout service sees them."""
+"""Engines as Ray actors, and as the rollout service sees them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,10 @@ from megarl.activity.spans import activity
 from megarl.cluster.channel import Channel, ChannelActor, Remote
 from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.cluster.processes import Process
-from megarl.environments.addresses import Token
-from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.scoring import Environment
-from megarl.environments.user_code import Sources
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.engine import Engine
 from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment
-
-ENVIRONMENT = "environment"
-"""Name of the environment's process in the run's activity files."""
-
 
 PAUSED_WITHIN_S = 10.0
 """Seconds that an engine has to say how long its generation was paused."""
@@ -176,41 +167,3 @@ class RemoteEngine:
         if not is_named:
             self._busy.judged(last_s, found)
         return found
-
-
-class EnvironmentActor(ChannelActor):
-    """Ray actor that runs the environment; the environment's worker processes are its children."""
-
-    ABOUT = ("verdicts", "score")
-
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        codec: Codec,
-        token: Token | None,
-        recording: Recording | None = None,
-        known: Sources | None = None,
-    ) -> None:
-        """`known`: of the environment in whose place this one comes; see `Environment`."""
-        die_with_raylet()
-        if recording is not None:
-            recording.open(ENVIRONMENT)
-        self._environment = Environment(config, codec, token, known)
-
-    async def start(self) -> Sources:
-        """Start, and return the user's files as they were read."""
-        await self._environment.start()
-        return self._environment.sources
-
-    async def process(self) -> Process:
-        """The actor's process."""
-        return own_process()
-
-    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
-        """Call a method of the environment: (its name, arguments)."""
-        name, arguments = request
-        return await getattr(self._environment, name)(**arguments)
-
-    async def stop(self) -> None:
-        await self._environment.close()
-        close_recording()

@@ -16,12 +16,12 @@ from megarl.activity.recording import Recording, close_recording
 from megarl.checkpoints.lease import Claim
 from megarl.cluster.channel import Channel
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
-from megarl.cluster.remote_environment import RemoteEnvironment
-from megarl.cluster.stored_arrays import store
+from megarl.cluster.stored_arrays import loaded, store
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
+from megarl.environments.scoring import Environment
 from megarl.errors import UserError
 from megarl.ledger.journal import FILE, LostError
 from megarl.ledger.recorder import Recorder
@@ -32,7 +32,7 @@ from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.service import RolloutService
 from megarl.rollout.waits import PublishAgain
 from megarl.trainer.prefixes import must_save
-from megarl.types import Cursor, Group, Prompt
+from megarl.types import Cursor, Group, Prompt, Segment
 
 
 def build_service(
@@ -47,11 +47,11 @@ def build_service(
     recording: Recording | None = None,
     carried: Sequence[Group] = (),
     windows: Sequence[int | None] = (),
-) -> tuple[RolloutService, RemoteEnvironment]:
+) -> tuple[RolloutService, Environment]:
     """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
     policy's. A resumed run begins at `first_step`; the steps before have used the groups of
     `cursor`. `token`: of the reward servers, which only rank 0 can read. `recording`: where
-    the processes record what they do, or None. `carried`: finished groups of the checkpoint that
+    the process records what it does, or None. `carried`: finished groups of the checkpoint that
     the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
     service has no ledger; see `megarl.cluster.service_process.with_ledger`.
     """
@@ -60,7 +60,7 @@ def build_service(
     deadline_s = config.rollout.request_timeout_s
     if recording is not None:
         recording.open("service")
-    environment = RemoteEnvironment(config.environment, codec, channel, token, recording)
+    environment = ServiceEnvironment(config.environment, codec, token)
     service = RolloutService(
         config=config.rollout,
         seed=config.seed,
@@ -88,6 +88,13 @@ def build_service(
         keep=lambda group: store([group])[0],
     )
     return service, environment
+
+
+class ServiceEnvironment(Environment):
+    """The environment of a run, which is asked for texts of finished groups, too."""
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return await super().texts([await loaded(part) for part in segments])
 
 
 GC_THRESHOLD = (20_000, 20, 20)
@@ -176,7 +183,7 @@ class ServiceActor:
         close_recording()
 
 
-Built = tuple[RolloutService, RemoteEnvironment]
+Built = tuple[RolloutService, Environment]
 
 
 def with_ledger(build: Callable[[], Built], folder: Path, claim: Claim | None) -> Built:

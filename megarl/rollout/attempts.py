@@ -12,13 +12,13 @@ import asyncio
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.errors import SessionLost
-from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
+from megarl.activity.busy import Busy
+from megarl.rollout.requests import EnginePool, Route
 from megarl.types import Prompt, Segment, Verdict
 
 
@@ -37,9 +37,7 @@ class PromptSource(Protocol):
 
 
 class EnvironmentHandle(Protocol):
-    """Interface that the rollout service needs of an environment, in this process or a remote
-    one.
-    """
+    """Interface that the rollout service needs of an environment."""
 
     has_start: bool
     """Whether `begin` must be called before the model's first segment."""
@@ -93,6 +91,8 @@ class Attempts:
 
     progress: int = 0
     """Answers that engines and environment have given so far."""
+    scoring: Busy = field(default_factory=lambda: Busy("verdicts", kind="score"))
+    """Records that the environment is at work."""
 
     def seed(self, *place: int | str) -> int:
         """Sampling seed of the first generation request of the rollout at `place`."""
@@ -105,21 +105,11 @@ class Attempts:
 
         `place` identifies the rollout in the run, for example (group, sample). The seed of its
         first request is `request_seed(run_seed, *place)`, that of request n > 0 is
-        `request_seed(run_seed, *place, n)`. An attempt whose session is lost is made again. Raises
-        `RuntimeError` after `MOST_LOSSES`.
+        `request_seed(run_seed, *place, n)`.
         """
-        key, lost = "/".join(map(str, place)), None
+        key = "/".join(map(str, place))
         try:
-            for _ in range(MOST_LOSSES):
-                # With the same seeds: where the environment answers alike, so does the model.
-                try:
-                    return await self._attempt(key, prompt, place, temperature)
-                except SessionLost as error:
-                    lost = error
-            raise RuntimeError(
-                f"{MOST_LOSSES} attempts at the rollout {key} of prompt {prompt.index} were lost;"
-                f" the last: {lost}; look at run.log for what was printed last"
-            )
+            return await self._attempt(key, prompt, place, temperature)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 end = asyncio.ensure_future(self.environment.cut_off(key, 0))
@@ -135,7 +125,8 @@ class Attempts:
         )
         segments: list[Segment] = []
         if self.environment.has_start:
-            first = await self.environment.begin(key, prompt)
+            with self.scoring.request():
+                first = await self.environment.begin(key, prompt)
             self.progress += 1
             if isinstance(first, Verdict):
                 # A rollout ends with a model segment: one token, trained with the failure's reward.
@@ -157,7 +148,8 @@ class Attempts:
             segments.append(part)
             used += part.num_tokens
             said = sum(one.num_tokens for one in segments if one.kind == "model")
-            answer = await self.environment.step(key, prompt, part, num_tokens=said)
+            with self.scoring.request():
+                answer = await self.environment.step(key, prompt, part, num_tokens=said)
             self.progress += 2
             if isinstance(answer, Segment):
                 reached = self._limit_reached(part, turn, used + answer.num_tokens)

@@ -31,7 +31,7 @@ def called(title):
 def hit(kind, number):
     # Ray's processes are below this one. The engine's core has no title of its own; it is the
     # largest process below the actor.
-    victim = called("ray::Environment" if kind == "environment" else "ray::Engine")
+    victim = called("ray::Engine")
     if kind == "core":
         below = victim.children(recursive=True)
         victim = max(below, key=lambda process: process.memory_info().rss)
@@ -51,8 +51,7 @@ def before(owner, name, *faults):
 # The first call of each is the start of the run. After `release`, the trainer waits for rollouts.
 before(
     RolloutClient, "release",
-    (1, "core", signal.SIGKILL), (2, "environment", signal.SIGKILL),
-    (3, "core", signal.SIGSTOP), (4, "environment", signal.SIGSTOP),
+    (1, "core", signal.SIGKILL), (3, "core", signal.SIGSTOP),
 )
 before(RolloutClient, "evaluate", (2, "actor", signal.SIGKILL), (3, "actor", signal.SIGSTOP))
 before(Publication, "_check_probe", (3, "core", signal.SIGKILL))
@@ -64,8 +63,7 @@ sys.exit(main())
 
 def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     """One engine alone, so that everything waits for its replacement: while the trainer waits for
-    rollouts or an evaluation, in the probe, and before the first byte of a version. The environment
-    dies and hangs too.
+    rollouts or an evaluation, in the probe, and before the first byte of a version.
     """
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=5)
@@ -77,7 +75,7 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     done = finish(process, mark, 400)
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
-    assert done.err.count("hit ") == 8
+    assert done.err.count("hit ") == 6
     steps = [
         row for row in records(tmp_path / "run" / "metrics.jsonl") if "publish/replaced" in row
     ]
@@ -86,10 +84,6 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     assert "has lost one of vLLM's processes; it is replaced" in done.err
     assert re.search(r"has made no step for \d+ s, with \d+ requests open", done.err)
     assert re.search(r"has not said for \d+ s that it lives", done.err)
-    lost = re.findall(
-        r"megarl: warning: .*the environment was lost \((.*?)\) and is repl", done.err
-    )
-    assert [why[:11] for why in lost] == ["its process", "it has not "], done.err[-3000:]
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4] * 5
     audit = megarl("ledger", str(tmp_path / "run"))
     assert audit.code == 0, audit.out + audit.err

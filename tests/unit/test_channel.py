@@ -18,25 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
 
 from megarl.activity.busy import Busy
 from megarl.activity.recording import POLL_S, Recording
-from megarl.cluster import asking, remote_environment
 from megarl.cluster import channel as channel_module
 from megarl.cluster.channel import Channel, ChannelActor, Place, Remote, packed
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
-from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.stored_arrays import StoredArrays, fetch
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.workers import GRACE_S, START_WITHIN_S
-from megarl.errors import EngineLost, EngineUnreachable, SessionLost
+from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import EnginePool, Route
 from megarl.schema import replace
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Segment, TokenArrays
 
 
 class Echo(ChannelActor):
@@ -521,140 +517,3 @@ def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(tmp_pa
     (report,) = tmp_path.glob("waits-*.txt")
     assert " s for responses of engine3 (deadline 0.5 s)" in report.read_text()
     assert late_s < 60
-
-
-async def nothing() -> Any:
-    return None
-
-
-async def sources() -> dict[str, bytes]:
-    return {"own.py": b"as it was"}
-
-
-class Nursery:
-    """Ray's part for an environment: hands out actors, one after another."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[Handle] = []
-        monkeypatch.setattr(remote_environment, "ray", self)
-        monkeypatch.setattr(asking, "ray", self)
-        monkeypatch.setattr(remote_environment, "BEAT_S", 0.005)
-
-    def remote(self, actor: Any) -> Any:
-        return self
-
-    def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=self._make)
-
-    def _make(self, *_: Any, **known: Any) -> Handle:
-        handle = Handle()
-        self.known = known
-        handle.start, handle.process = Method(sources), Method(nothing)
-        handle.actor.serve = self.serve
-        self.made.append(handle)
-        return handle
-
-    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
-        """The first environment gives no answer."""
-        if len(self.made) == 1:
-            await asyncio.sleep(60)
-        return Verdict(reward=len(self.made), correct=True, metrics={})
-
-    async def never(self) -> None:
-        await asyncio.sleep(60)
-
-    def kill(self, handle: Handle) -> None:
-        handle.loop.call_soon_threadsafe(handle.die)
-
-
-@pytest.mark.parametrize(
-    ("sessions", "is_stopped", "why"),
-    [
-        (False, False, "has given no verdict for"),
-        (False, True, "has not said for 0.05 s that it lives"),
-        (True, True, ""),
-    ],
-)
-def test_an_environment_that_gives_no_answer_is_replaced(
-    sessions: bool, is_stopped: bool, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def go(made: Channel) -> None:
-        nursery = Nursery(monkeypatch)
-        config = EnvironmentConfig()
-        environment = RemoteEnvironment(config, None, made)  # pyright: ignore[reportArgumentType]
-        assert environment.limit_s == config.time_limit_s + GRACE_S
-        assert environment.silence_s >= 2 * config.time_limit_s + START_WITHIN_S + GRACE_S
-        environment.limit_s, environment.has_start = 0.1, sessions
-        if is_stopped:
-            monkeypatch.setattr(remote_environment, "ALIVE_S", 0.05)
-            nursery.made[0].process = Method(nursery.never)
-        else:
-            environment.silence_s = 0.2
-        asked_process, nursery.made[0].process = nursery.made[0].process, Method(nothing)
-        await environment.start()
-        nursery.made[0].process = asked_process
-        await asyncio.sleep(0.3)
-        assert len(nursery.made) == 1, "nothing was asked: there is no silence"
-        asked = [environment.cut_off(str(number), 3) for number in range(4)]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        assert len(nursery.made) == 2, "one environment takes the place, whoever asks"
-        assert nursery.known == {"known": {"own.py": b"as it was"}}
-        if sessions:
-            assert all(isinstance(one, SessionLost) for one in found), found
-            return
-        assert [one.reward for one in found if isinstance(one, Verdict)] == [2] * 4
-        told = [one.warning for one in found if isinstance(one, Verdict) and one.warning]
-        assert len(told) == 1 and why in told[0], "told once"
-
-    run_with_channel(go)
-
-
-def test_environments_that_die_over_the_same_request_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def go(made: Channel) -> None:
-        nursery = Nursery(monkeypatch)
-        plain = nursery._make
-
-        def make(*_: Any, **known: Any) -> Handle:
-            handle = plain()
-            handle.die()
-            return handle
-
-        nursery._make = make
-        environment = RemoteEnvironment(EnvironmentConfig(), None, made)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(RuntimeError, match=r"lost 5 times while .* its process died"):
-            await environment.cut_off("a", 1)
-        assert len(nursery.made) == 5
-
-    run_with_channel(go)
-
-
-def test_an_environment_that_does_not_load_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three starts, whatever they raise, and the last reason; the watcher goes on."""
-    starts = []
-
-    async def breaks() -> Any:
-        starts.append(1)
-        raise RayTaskError("start", "Traceback", ValueError("no such column"))
-
-    async def go(made: Channel) -> None:
-        nursery = Nursery(monkeypatch)
-        environment = RemoteEnvironment(EnvironmentConfig(), None, made)  # pyright: ignore[reportArgumentType]
-        await environment.start()
-        nursery.made[0].die()
-        monkeypatch.setattr(Handle, "start", Method(breaks))
-        plain = nursery._make
-
-        def make(*_: Any, **known: Any) -> Handle:
-            handle = plain(**known)
-            handle.start = Method(breaks)
-            return handle
-
-        environment._make = make  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(RuntimeError, match="3 starts failed; the last: no such column"):
-            await environment.cut_off("a", 1)
-        assert len(starts) == 3 and environment._watcher is not None
-        assert not environment._watcher.done()
-
-    run_with_channel(go)

@@ -55,7 +55,7 @@ def test_the_phase_of_a_moment(tmp_path: Path) -> None:
     ]
     life(tmp_path, "rank0", rank)
     life(tmp_path, "engine0", span(1, "generate", "responses", 2.0, 3.0))
-    life(tmp_path, "environment", span(1, "score", "verdicts", 2.5, 4.0))
+    life(tmp_path, "service", span(1, "score", "verdicts", 2.5, 4.0))
     run = Run([], tmp_path, tmp_path / "log")
     moments = {0.7: "start", 2.7: "generate", 3.5: "score", 4.5: "take", 5.5: "train"}
     moments |= {6.2: "publish", 6.7: "probe", 7.5: "between", 8.5: "checkpoint", 9.5: "evaluate"}

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.environments.scoring import observed
-from megarl.errors import EngineLost, SessionLost
+from megarl.errors import EngineLost
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import shares
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.requests import MOST_LOSSES, EnginePool
+from megarl.rollout.requests import EnginePool
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 PROMPT = Prompt(0, "", [1, 2, 3], "8")
@@ -296,33 +295,3 @@ class Sessions(RandomEnvironment):
         assert key not in self.open
         self.open.add(key)
         return None
-
-
-@pytest.mark.parametrize("losses", [MOST_LOSSES - 1, MOST_LOSSES])
-def test_a_rollout_whose_session_is_lost_begins_anew(losses: int) -> None:
-    class Losing(Sessions):
-        left = losses
-
-        async def step(
-            self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
-        ) -> Segment | Verdict:
-            if self.left:
-                self.left -= 1
-                self.open.clear()  # with the process
-                raise SessionLost("killed by the test")
-            self.open.discard(key)
-            return Verdict(1.0, correct=True)
-
-    engine, environment = RandomEngine(0, random.Random(4)), Losing(random.Random(1))
-    pool = EnginePool([engine], RolloutConfig())
-    attempts = Attempts(pool, environment, RUN_SEED, max_new_tokens=10)
-    rollout = attempts.attempt(PROMPT, 7, 2, temperature=1.0)
-    if losses == MOST_LOSSES:
-        with pytest.raises(RuntimeError, match=r"5 attempts at the rollout 7/2 of prompt 0 were"):
-            asyncio.run(rollout)
-    else:
-        segments, verdict = asyncio.run(rollout)
-        assert verdict.correct and len(segments) == 1, "nothing of the lost sessions is left"
-    asked = [(before, seed) for before, seed, _ in engine.asked]
-    wanted = losses + (losses < MOST_LOSSES)
-    assert asked == [(PROMPT.token_ids, request_seed(RUN_SEED, 7, 2))] * wanted

@@ -9,16 +9,15 @@ import json
 import os
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from megarl.activity.busy import Busy
-from megarl.cluster.channel import Channel, ChannelActor, Remote
+from megarl.cluster.channel import Channel, ChannelActor
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
-from megarl.cluster.remote_environment import RemoteEnvironment
 from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
 from megarl.cluster.stored_arrays import store
 from megarl.ledger.recorder import Recorder
@@ -67,23 +66,29 @@ class SimulatedEngine(ChannelActor):
         return Segment("model", length, arrays, [(self.version, length)], "stop")
 
 
-class SimulatedEnvironment(ChannelActor):
+class SimulatedEnvironment:
     """Scores each response at once."""
 
-    ABOUT = ("verdicts", "score")
+    has_start = False
 
-    async def serve(self, request: tuple[str, dict[str, Any]]) -> Any:
-        if request[0] == "texts":
-            return ["a response"] * len(request[1]["segments"])
-        return Verdict(float(request[1]["num_tokens"] % 2), True)
+    async def start(self) -> None:
+        pass
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        return Verdict(float(num_tokens % 2), True)
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return ["a response"] * len(segments)
+
+    async def close(self) -> None:
+        pass
 
 
 class Fleet:
-    """Actor of many simulated engines, or of one environment."""
+    """Actor of many simulated engines."""
 
     def __init__(self, count: int, seconds: float) -> None:
-        self._members: list[Any] = [SimulatedEngine(seconds) for _ in range(count)]
-        self._members = self._members or [SimulatedEnvironment()]
+        self._members = [SimulatedEngine(seconds) for _ in range(count)]
 
     async def call(self, member: int, name: str, *arguments: Any) -> Any:
         return await getattr(self._members[member], name)(*arguments)
@@ -109,20 +114,6 @@ class Method:
 
     def remote(self, *arguments: Any) -> Any:
         return self._call.remote(*self._member, *arguments)
-
-
-class FleetEnvironment(RemoteEnvironment):
-    """The environment as the service calls it, answered by a fleet."""
-
-    def __init__(self, fleet: Any, channel: Channel) -> None:
-        self._handle, self._answers, self._news, self.has_start = fleet, 0, "", False
-        self._remote = Remote(channel, Member(fleet, 0), Busy("verdicts", kind="wait"))
-
-    async def start(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class Ranks:
@@ -171,7 +162,7 @@ async def heartbeat(file: Path) -> None:
             file.write_text(json.dumps(found))
 
 
-def build(scale: Namespace, fleets: list[Any], environment: Any, folder: Path) -> Any:
+def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
     channel = Channel("", "127.0.0.1") if scale.port else Channel(os.environ[MARK])
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
@@ -181,12 +172,13 @@ def build(scale: Namespace, fleets: list[Any], environment: Any, folder: Path) -
         max_new_tokens=scale.tokens,
         dynamic_sampling=DynamicSamplingConfig(enabled=False),
     )
+    environment: Any = SimulatedEnvironment()
     service = RolloutService(
         config=config,
         seed=0,
         prompts=SimulatedPrompts(),
         engines=[RemoteEngine(one, channel, number=n) for n, one in enumerate(members)],
-        environment=FleetEnvironment(environment, channel),
+        environment=environment,
         num_data_ranks=scale.ranks,
         num_mini_batches=1,
         micro_batch_tokens=2 * scale.tokens,

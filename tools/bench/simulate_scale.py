@@ -7,8 +7,8 @@ supervisor of the engines, and the plan of the weights. And what breaks first as
 Real: Ray and its calls, the service with dispatch and ledger, its channel, the supervisor's thread,
 the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
 in a few actors. An engine answers after a random time with a segment, whose length is log-normal
-(median 1/16 of the longest). Verdicts are made at once by one more simulated actor. A rank takes
-its share of the step and does not fetch arrays.
+(median 1/16 of the longest). Verdicts are made at once and cost nothing. A rank takes its share of
+the step and does not fetch arrays.
 
 cpu              CPU seconds of the process for the second of two steps
 memory           most resident memory, without shared memory, above that before the first step
@@ -74,10 +74,7 @@ def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
-        environment = actor.remote(0, 0.0)
-        handle = cluster.start_service(
-            partial(build, scale, fleets, environment, folder), held_out=[]
-        )
+        handle = cluster.start_service(partial(build, scale, fleets, folder), held_out=[])
         cluster.wait_for_service(120)
         ranks = ray.remote(Ranks).options(**options).remote()
         beat = folder / "heartbeat.json"
