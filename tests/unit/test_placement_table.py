@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,10 @@ from megarl.weight_sync.parameters import ParameterSpec
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 LLAMA_70B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 80,
+    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
 CLUSTER = ("--nodes", "12", "--gpus-per-node", "8")
 HEAD, BLOCKS = 128256 * 8192, 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
 NORMS = (2 * 80 + 1) * 8192
@@ -73,9 +68,18 @@ def write_recipe(folder: Path, **changes: Any) -> str:
     return str(folder / "recipe.yaml")
 
 
-def picture(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> str:
-    assert main([recipe, "--dry-run", *options]) == 0
-    return capsys.readouterr().out
+Picture = Callable[..., str]
+
+
+@pytest.fixture
+def picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Picture:
+    """What a dry run of the recipe with `changes` prints."""
+
+    def show(*options: str, **changes: Any) -> str:
+        assert main([write_recipe(tmp_path, **changes), "--dry-run", *options]) == 0
+        return capsys.readouterr().out
+
+    return show
 
 
 def rows_of(shown: str) -> dict[str, dict[str, str]]:
@@ -115,8 +119,8 @@ def expect(row: dict[str, str], weights: float, gradients: float, optimizer: flo
             assert float(row[name]) == pytest.approx(size / GIB, rel=0.01), (name, row)
 
 
-def test_four_models_of_70b_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = picture(capsys, write_recipe(tmp_path), *CLUSTER)
+def test_four_models_of_70b_apart(picture: Picture) -> None:
+    shown = picture(*CLUSTER)
     table = shown[: shown.index("megarl launch starts")]
     assert table.isascii() and all(len(line) <= 120 for line in table.splitlines()[5:])
     rows = rows_of(shown)
@@ -134,14 +138,10 @@ def test_four_models_of_70b_apart(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(uses) == {(node, gpu) for node in range(12) for gpu in range(8)}
     assert rows["free"]["node: GPUs"] == "none"
 
-    assert {name: rows[name]["status"] for name in rows if name != "free"} == {
-        "policy": "trained",
-        "reference": "frozen",
-        "critic": "trained",
-        "reward_models.judge": "frozen",
-        "engine 0": "vLLM",
-        "engine 1": "vLLM",
-    }
+    statuses = {name: rows[name]["status"] for name in rows if name != "free"}
+    assert statuses == {"policy": "trained", "critic": "trained", "reference": "frozen",
+                        "reward_models.judge": "frozen", "engine 0": "vLLM",
+                        "engine 1": "vLLM"}  # fmt: skip
     assert rows["policy"]["layout"] == "4x1x8 Z3" and rows["engine 0"]["layout"] == "tensor 8"
     # 70.55 B with the output head; a critic and a reward model have a score of one row instead.
     assert WHOLE == 70_553_706_496
@@ -178,15 +178,13 @@ def ray_of(shown: str) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("port", [None, 17479])
-def test_ray_accepts_the_printed_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: int | None
-) -> None:
+def test_ray_accepts_the_printed_commands(picture: Picture, port: int | None) -> None:
     """Ray's own parser reads each line, and Ray's own check finds no port that is used twice."""
     from ray._private.parameter import RayParams
     from ray.scripts.scripts import start
 
     options = ["--port", str(port)] if port else []
-    shown = picture(capsys, write_recipe(tmp_path), *CLUSTER, *options)
+    shown = picture(*CLUSTER, *options)
     lines = re.findall(r"ray start (.*)", shown)
     assert len(lines) == 6
     for line in lines:
@@ -208,13 +206,13 @@ def test_ray_accepts_the_printed_commands(
 
 @pytest.mark.parametrize("port", [29500, 8265, 10001])
 def test_a_port_that_is_taken_on_several_nodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: int
+    tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
     recipe = write_recipe(tmp_path)
     with pytest.raises(UserError, match=rf"^--port is {port}, which is .*; set --port to another"):
         main([recipe, "--dry-run", "--port", str(port), *CLUSTER])
     assert "placement" not in capsys.readouterr().out
-    picture(capsys, recipe, "--port", str(port))
+    picture("--port", str(port))
 
 
 def test_printed_commands_are_waited_for() -> None:
@@ -227,45 +225,32 @@ def test_printed_commands_are_waited_for() -> None:
     assert subprocess.run(shell, timeout=60).returncode == 7
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "per_parameter"),
-    [
-        (0, "float32", (4, 4, 8)),
-        (1, "float32", (4, 4, 12 / 4)),
-        (1, "bfloat16", (2, 4, 12 / 4)),
-        (2, "bfloat16", (2, 4 / 4, 12 / 4)),
-        (3, "bfloat16", (2 / 4, 4 / 4, 12 / 4)),
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "per_parameter"), [
+    (0, "float32", (4, 4, 8)),
+    (1, "float32", (4, 4, 12 / 4)),
+    (1, "bfloat16", (2, 4, 12 / 4)),
+    (2, "bfloat16", (2, 4 / 4, 12 / 4)),
+    (3, "bfloat16", (2 / 4, 4 / 4, 12 / 4)),
+])  # fmt: skip
 def test_memory_by_zero_stage(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stage: int,
-    precision: str,
-    per_parameter: tuple[float, float, float],
+    picture: Picture, stage: int, precision: str, per_parameter: tuple[float, float, float]
 ) -> None:
-    recipe = write_recipe(
-        tmp_path,
-        **{"training.zero_stage": stage, "training.precision": precision, "critic.zero_stage": 1},
-    )
+    changes = {"training.zero_stage": stage, "training.precision": precision}
     mine = (WHOLE - NORMS) / 8 + NORMS
-    row = rows_of(picture(capsys, recipe, *CLUSTER))["policy"]
+    row = rows_of(picture(*CLUSTER, **changes, **{"critic.zero_stage": 1}))["policy"]
     weights, gradients, optimizer = (mine * each for each in per_parameter)
     expect(row, weights, gradients, optimizer)
 
 
-def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_and_offload(picture: Picture, tmp_path: Path) -> None:
     """Of LoRA only the adapters have gradients; the reference on the policy's ranks is the policy
     without them. With offload, optimizer states are in the host's memory.
     """
     lora = {"rank": 256, "targets": ["q_proj", "o_proj"]}
     changes: dict[str, Any] = {"training.lora": lora, "reference": {}, "training.zero_stage": 2}
-    changes |= {
-        "training.offload_optimizer": True,
-        "critic.ranks": list(range(32, 64)),
-        "reward_models.judge.ranks": list(range(64, 72)),
-    }
-    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    changes |= {"training.offload_optimizer": True, "critic.ranks": list(range(32, 64))}
+    changes |= {"reward_models.judge.ranks": list(range(64, 72))}
+    shown = picture(*CLUSTER, **changes)
     rows = rows_of(shown)
     # q_proj is cut by rows, o_proj by columns: the other matrix of the adapter is whole.
     adapters = 80 * 2 * (256 * 8192 + 256 * 8192 / 8)
@@ -274,10 +259,10 @@ def test_adapters_and_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows["reference"]["ranks"] == "0-31" and rows["reference"]["sum"] == "-"
     assert "the reference is the policy without its adapters" in shown
     changes["training.lora"] = lora | {"adapter": str(tmp_path)}
-    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    shown = picture(*CLUSTER, **changes)
     assert "the reference is the policy with the adapters that it starts from" in shown
     changes["reference"] = {"lora": "base"}
-    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    shown = picture(*CLUSTER, **changes)
     assert "the reference is the policy without its adapters" in shown
     host = re.search(r"policy: optimizer states are in .* memory, ([0-9.]+) GiB a rank", shown)
     # Pinned beside the moments: gradients, master weights, weights in bfloat16, and room for the
@@ -304,21 +289,14 @@ def test_adapters_of_a_layer_that_stays_whole(tensor: int) -> None:
         assert found.gradients == 4 * adapter and found.optimizer == 8 * adapter
 
 
-def test_shared_gpus_are_marked_and_added_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shared_gpus_are_marked_and_added_up(picture: Picture) -> None:
     """Colocated engines share with the policy, and the reference does, but not the critic, whose
     ranks are between those of the policy.
     """
-    changes: dict[str, Any] = {
-        "reference": {},
-        "critic.ranks": list(range(8, 40)),
-        "reward_models.judge.ranks": list(range(64, 72)),
-        "rollout.placement": "colocated",
-        "rollout.max_staleness": 0,
-        "rollout.num_engines": 4,
-    }
-    shown = picture(capsys, write_recipe(tmp_path, **changes), *CLUSTER)
+    changes: dict[str, Any] = {"reference": {}, "critic.ranks": list(range(8, 40))}
+    changes |= {"reward_models.judge.ranks": list(range(64, 72)), "rollout.num_engines": 4}
+    changes |= {"rollout.placement": "colocated", "rollout.max_staleness": 0}
+    shown = picture(*CLUSTER, **changes)
     rows = rows_of(shown)
     assert rows["policy"]["node: GPUs"] == rows["reference"]["node: GPUs"] == "0,5-7: 0-7 *"
     assert rows["policy"]["ranks"] == "0-7,40-63"
@@ -348,23 +326,15 @@ def test_only_colocated_engines_sleep(tmp_path: Path) -> None:
     assert "* shared, 0: 0: policy" in shown and "sleeps" not in shown and "turns" not in shown
 
 
-def test_ranks_beside_engines_on_every_node(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_beside_engines_on_every_node(picture: Picture) -> None:
     """12 ranks and two engines of 2 on two nodes: six ranks and an engine on each. The critic's
     tensor group is on both nodes then, which is said.
     """
-    changes: dict[str, Any] = {
-        "training.layout": {"data": 1, "tensor": 4},
-        "critic.ranks": [4, 5, 6, 7],
-        "critic.layout": {"tensor": 4},
-        "reference": {},
-        "reward_models.judge.ranks": [8, 9, 10, 11],
-        "reward_models.judge.layout": {"tensor": 4},
-        "rollout.engine.tensor": 2,
-    }
-    recipe = write_recipe(tmp_path, **changes)
-    shown = picture(capsys, recipe, "--nodes", "2", "--gpus-per-node", "8")
+    four = {"tensor": 4}
+    changes: dict[str, Any] = {"training.layout": {"data": 1, **four}, "critic.layout": four}
+    changes |= {"critic.ranks": [4, 5, 6, 7], "reference": {}, "rollout.engine.tensor": 2}
+    changes |= {"reward_models.judge.ranks": [8, 9, 10, 11], "reward_models.judge.layout": four}
+    shown = picture("--nodes", "2", "--gpus-per-node", "8", **changes)
     rows = rows_of(shown)
     assert [rows[f"engine {n}"]["node: GPUs"] for n in range(2)] == ["0: 6-7", "1: 6-7"]
     assert rows["critic"]["node: GPUs"] == "0: 4-5; 1: 0-1"
@@ -373,64 +343,35 @@ def test_ranks_beside_engines_on_every_node(
     assert "! policy" not in shown
 
 
-def test_without_config_json_memory_is_unknown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_recipe(tmp_path, **{"model.path": "nobody/has-this-model"})
-    shown = picture(capsys, recipe, *CLUSTER)
+def test_without_config_json_memory_is_unknown(picture: Picture) -> None:
+    shown = picture(*CLUSTER, **{"model.path": "nobody/has-this-model"})
     row = rows_of(shown)["policy"]
     assert [row[name] for name in ("params", "weights", "sum")] == ["?"] * 3
     assert "the config.json of nobody/has-this-model is not on this machine" in shown
     assert rows_of(shown)["reward_models.judge"]["params"] == "69.50 B"
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "says"),
-    [
-        (
-            {"reference.ranks": [90, 91, 92, 93, 94, 95, 96, 97]},
-            CLUSTER,
-            "reference.ranks names rank 90, .* the run has 80 trainer ranks, numbered from 0 to 79"
-            " without gaps: 32 of the policy, .*; set reference.ranks to numbers below 80",
-        ),
-        (
-            {"reference.ranks": list(range(60, 68))},
-            CLUSTER,
-            "two roles with ranks of their own share none; set others",
-        ),
-        ({"reference.ranks": list(range(8))}, CLUSTER, "rank 0 is the policy's"),
-        (
-            {"reference.ranks": [64, 64, *range(65, 71)], "reward_models.judge.ranks": [71]},
-            CLUSTER,
-            "reference.ranks is .*64, 64, .*each must be named once",
-        ),
-        (
-            {"reference.ranks": list(range(64, 71)), "reward_models.judge.ranks": [71]},
-            CLUSTER,
-            "reference.layout",
-        ),
-        ({}, ("--nodes", "11", *CLUSTER[2:]), "need 96 GPUs, but --nodes 11 x .* are 88"),
-        (
-            {"rollout.engine.tensor": 16},
-            ("--nodes", "20", *CLUSTER[2:]),
-            "an engine is on one node",
-        ),
-        (
-            {},
-            ("--gpus-train", "40", *CLUSTER),
-            "have 48 ranks of their own; set --gpus-train to 80",
-        ),
-        ({"training.layout": {"tensor": 8}}, CLUSTER, "set --gpus-train"),
-        (
-            {"training.layout": {"tensor": 8}},
-            ("--gpus-train", "48", *CLUSTER),
-            "leaves the policy no rank, .*; set it to at least 56",
-        ),
-        ({"weight_sync.transport": "shared_memory"}, CLUSTER, "set it to 'point_to_point'"),
-        ({}, ("--nodes", "12"), "--nodes needs --gpus-per-node"),
-        ({}, ("--cpu", *CLUSTER), "--gpus-per-node and --cpu exclude each other"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "options", "says"), [
+    ({"reference.ranks": [90, 91, 92, 93, 94, 95, 96, 97]}, CLUSTER,
+     "reference.ranks names rank 90, .* the run has 80 trainer ranks, numbered from 0 to 79"
+     " without gaps: 32 of the policy, .*; set reference.ranks to numbers below 80"),
+    ({"reference.ranks": list(range(60, 68))}, CLUSTER,
+     "two roles with ranks of their own share none; set others"),
+    ({"reference.ranks": list(range(8))}, CLUSTER, "rank 0 is the policy's"),
+    ({"reference.ranks": [64, 64, *range(65, 71)], "reward_models.judge.ranks": [71]}, CLUSTER,
+     "reference.ranks is .*64, 64, .*each must be named once"),
+    ({"reference.ranks": list(range(64, 71)), "reward_models.judge.ranks": [71]}, CLUSTER,
+     "reference.layout"),
+    ({}, ("--nodes", "11", *CLUSTER[2:]), "need 96 GPUs, but --nodes 11 x .* are 88"),
+    ({"rollout.engine.tensor": 16}, ("--nodes", "20", *CLUSTER[2:]), "an engine is on one node"),
+    ({}, ("--gpus-train", "40", *CLUSTER), "have 48 ranks of their own; set --gpus-train to 80"),
+    ({"training.layout": {"tensor": 8}}, CLUSTER, "set --gpus-train"),
+    ({"training.layout": {"tensor": 8}}, ("--gpus-train", "48", *CLUSTER),
+     "leaves the policy no rank, .*; set it to at least 56"),
+    ({"weight_sync.transport": "shared_memory"}, CLUSTER, "set it to 'point_to_point'"),
+    ({}, ("--nodes", "12"), "--nodes needs --gpus-per-node"),
+    ({}, ("--cpu", *CLUSTER), "--gpus-per-node and --cpu exclude each other"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, changes: dict[str, Any], options: tuple[str, ...], says: str
 ) -> None:
@@ -445,24 +386,15 @@ def test_several_nodes_are_only_planned(tmp_path: Path) -> None:
 
 
 def test_long_names_keep_lines_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    picture: Picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUs may be named by UUID, and a reward model as its author likes."""
-    recipe = write_recipe(
-        tmp_path,
-        **{
-            "training.layout": {"data": 2},
-            "critic": {"ranks": [2, 4]},
-            "reference": {},
-            "reward_models": {
-                "h" * 60: {"model": {"path": str(tmp_path / "judge")}, "ranks": [1, 3, 5]}
-            },
-            "rollout.engine.tensor": 1,
-        },
-    )
+    judge = {"model": {"path": str(tmp_path / "judge")}, "ranks": [1, 3, 5]}
+    changes: dict[str, Any] = {"training.layout": {"data": 2}, "critic": {"ranks": [2, 4]}}
+    changes |= {"reference": {}, "reward_models": {"h" * 60: judge}, "rollout.engine.tensor": 1}
     uuids = [f"GPU-{n}a2b3c4d-1111-2222-3333-444455556666" for n in range(9)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(uuids))
-    shown = picture(capsys, recipe)
+    shown = picture(**changes)
     table = shown[shown.index("role ") : shown.index("on the CPU:")]
     assert max(map(len, table.splitlines())) <= 120
     assert "GPU-7a2b3c4d" in table and "GPU-7a2b3c4d-" not in table
@@ -487,14 +419,8 @@ def test_colocated_engines_are_as_many_as_ranks(tmp_path: Path) -> None:
         check_placement(messages, 32, 48, shares_gpus=True, started=False)
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ([0, 1, 2, 3, 7], "0-3,7"),
-        ([7, 6, 5], "7,6,5"),
-        ([], ""),
-        (["GPU-a", "1", "2"], "GPU-a,1-2"),
-    ],
-)
+@pytest.mark.parametrize(("given", "shown"), [
+    ([0, 1, 2, 3, 7], "0-3,7"), ([7, 6, 5], "7,6,5"), ([], ""), (["GPU-a", "1", "2"], "GPU-a,1-2"),
+])  # fmt: skip
 def test_numbers_in_short(given: list[int | str], shown: str) -> None:
     assert compressed(given) == shown

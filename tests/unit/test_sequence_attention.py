@@ -178,18 +178,15 @@ def test_a_ring_within_a_window_sends_the_fewest_bytes(
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("how", [*CUTS, "permuted"])
-@pytest.mark.parametrize(
-    ("lengths", "parents", "window"),
-    [
-        ((250, 6), (), 17),
-        ((250, 6), (), 90),
-        ((60, 50, 7, 80, 30, 29), (), 33),
-        ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), 33),
-        ((32,) * 8, (), 5),
-        ((250, 6), (), None),
-        ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), None),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "parents", "window"), [
+    ((250, 6), (), 17),
+    ((250, 6), (), 90),
+    ((60, 50, 7, 80, 30, 29), (), 33),
+    ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), 33),
+    ((32,) * 8, (), 5),
+    ((250, 6), (), None),
+    ((60, 50, 7, 80, 30, 29), (-1, 0, 1, 0, -1, 4), None),
+])  # fmt: skip
 def test_an_all_gather_sends_the_fewest_bytes(
     lengths: tuple[int, ...], parents: tuple[int, ...], window: int | None, how: str, ulysses: int
 ) -> None:
@@ -221,10 +218,8 @@ def test_an_all_gather_is_a_collective_in_layers_without_a_window() -> None:
     case = Case((64,), 2, 1, "contiguous", (2, 1), 8, 0.35, 0)
     collective = ["all_gather", "all_gather", "reduce_scatter"]
     for window, calls in ((None, collective), (64, collective), (40, ["all_to_all"] * 3)):
-        _, (_, made) = split_attention(
-            replace(case, window=window), "cpu", "all_gather", case.tensors()
-        )
-        assert made == calls
+        narrow = replace(case, window=window)
+        assert split_attention(narrow, "cpu", "all_gather", case.tensors())[1][1] == calls
     documents = replace(case, lengths=(32, 32), window=5)
     assert split_attention(documents, "cpu", "all_gather", case.tensors())[1][1] == []
 
@@ -263,19 +258,15 @@ def test_cpu_block_equals_the_reference_block_on_any_places(
     def check(lengths: list[int], seed: int, cap: float | None) -> None:
         draw = torch.Generator().manual_seed(seed)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        order = (
-            torch.randperm(int(starts[-1]), generator=draw)
-            if seed % 2
-            else torch.arange(int(starts[-1]))
-        )
+        size = int(starts[-1])
+        order = torch.randperm(size, generator=draw) if seed % 2 else torch.arange(size)
         chosen = [order[torch.rand(len(order), generator=draw) < share] for share in (0.5, 0.7)]
         queries, keys = (Positions.of(index, starts) for index in chosen)
         q = torch.randn(len(chosen[0]), 4, 5, generator=draw)
         k, v = torch.randn(len(chosen[1]), 2, 2, 5, generator=draw).unbind(1)
         upstream = torch.randn(q.shape, generator=draw)
-        lse = torch.randn(4, len(q), generator=draw).masked_fill_(
-            torch.rand(len(q), generator=draw) < 0.5, -torch.inf
-        )
+        lse = torch.randn(4, len(q), generator=draw)
+        lse.masked_fill_(torch.rand(len(q), generator=draw) < 0.5, -torch.inf)
         out = torch.randn(q.shape, generator=draw) * (lse > -torch.inf).T[:, :, None]
         blocks = [BLOCKS[name]() for name in ("reference", "cpu")]
         works = [block.prepare(queries, keys, CPU) for block in blocks]
@@ -321,14 +312,11 @@ def test_irregular_cuts_stay_in_small_masks() -> None:
     starts = torch.tensor([0, 8192])
     draw = torch.Generator().manual_seed(0)
     order = torch.randperm(8192, generator=draw)
-    work = CpuBlock().prepare(
-        Positions.of(order[:4096], starts), Positions.of(order[4096:], starts), CPU
-    )
+    queries, keys = (Positions.of(half, starts) for half in order.chunk(2))
+    work = CpuBlock().prepare(queries, keys, CPU)
     assert work is not None
-    assert (
-        sum(piece.mask.numel() for piece in work.pieces if piece.mask is not None)
-        < 2 * 4096 * pieces.TILE
-    )
+    masks = [piece.mask for piece in work.pieces if piece.mask is not None]
+    assert sum(mask.numel() for mask in masks) < 2 * 4096 * pieces.TILE
 
 
 @pytest.mark.parametrize("block", [name for name in BLOCK_NAMES if name != "triton"])
@@ -376,9 +364,8 @@ def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
         q, k, v = (x[mine].requires_grad_() for x in tensors[:3])
 
         def layer(x: torch.Tensor) -> torch.Tensor:
-            return (
-                x + sequence_attention(x, k, v, plan, inner, outer, case.scale, transport)
-            ).tanh()
+            seen = sequence_attention(x, k, v, plan, inner, outer, case.scale, transport)
+            return (x + seen).tanh()
 
         x = q
         for _ in range(2):
@@ -391,22 +378,12 @@ def test_gradient_checkpointing(ulysses: int, transport: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "how", "hops"),
-    [
-        ((64,), "contiguous", 7),
-        ((64,), "zigzag", 7),
-        ((64,), "striped", 7),
-        ((8,) * 8, "contiguous", 0),
-        (
-            (12,) * 5,
-            "contiguous",
-            2,
-        ),  # 7 or 8 tokens a rank: a document reaches into the second next
-        ((1,) * 64, "striped", 0),
-        ((20, 44), "contiguous", 5),
-    ],
-)
+# Of 12 x 5, 7 or 8 tokens a rank: a document reaches into the second next.
+@pytest.mark.parametrize(("lengths", "how", "hops"), [
+    ((64,), "contiguous", 7), ((64,), "zigzag", 7), ((64,), "striped", 7),
+    ((8,) * 8, "contiguous", 0), ((12,) * 5, "contiguous", 2), ((1,) * 64, "striped", 0),
+    ((20, 44), "contiguous", 5),
+])  # fmt: skip
 def test_the_ring_stops_when_nobody_sees_what_comes(
     lengths: tuple[int, ...], how: str, hops: int
 ) -> None:
@@ -436,12 +413,8 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     """Queries before every key, alone and beside some that see them, into empty sums and full ones."""
     starts = torch.tensor([0, 8])
     made = BLOCKS[block]()
-    assert (
-        made.prepare(
-            Positions.of(torch.arange(4), starts), Positions.of(torch.arange(4, 8), starts), CPU
-        )
-        is None
-    )
+    halves = (Positions.of(half, starts) for half in torch.arange(8).chunk(2))
+    assert made.prepare(*halves, CPU) is None
     queries = Positions.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
     work = made.prepare(queries, Positions.of(torch.tensor([4, 5]), starts), CPU)
     q, (k, v) = torch.randn(6, 2, 16), torch.randn(2, 2, 1, 16).unbind(1)
@@ -449,11 +422,8 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     for _ in range(2):
         made.forward(q, k, v, work, 0.3, out, lse)
         assert torch.isfinite(out).all() and not lse.isnan().any()
-        assert (
-            (lse[:, [0, 2, 4, 5]] == -torch.inf).all()
-            and not out[[0, 2, 4, 5]].any()
-            and torch.isfinite(lse[:, [1, 3]]).all()
-        )
+        assert (lse[:, [0, 2, 4, 5]] == -torch.inf).all() and not out[[0, 2, 4, 5]].any()
+        assert torch.isfinite(lse[:, [1, 3]]).all()
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     made.backward(torch.ones_like(q), q, k, v, out, lse, work, 0.3, *grads)
     assert all(torch.isfinite(grad).all() for grad in grads) and not grads[0][[0, 2, 4, 5]].any()
@@ -462,19 +432,15 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
 def test_a_row_without_tokens() -> None:
     case = Case((0,), 3, 1, "contiguous", (2, 1), 4, 0.5, 0)
     for transport in TRANSPORTS:
-        assert all(
-            x.numel() == 0 for x in split_attention(case, "cpu", transport, case.tensors())[0]
-        )
+        found, _ = split_attention(case, "cpu", transport, case.tensors())
+        assert all(x.numel() == 0 for x in found)
 
 
-@pytest.mark.parametrize(
-    ("heads", "ulysses", "message"),
-    [
-        ((6, 2), 4, "one of 1, 2, 6 and"),
-        ((12, 6), 4, "one of 1, 2, 3, 6, 12"),
-        ((3, 2), 1, "do not divide 3"),
-    ],
-)
+@pytest.mark.parametrize(("heads", "ulysses", "message"), [
+    ((6, 2), 4, "one of 1, 2, 6 and"),
+    ((12, 6), 4, "one of 1, 2, 3, 6, 12"),
+    ((3, 2), 1, "do not divide 3"),
+])  # fmt: skip
 def test_heads_that_cannot_be_shared_are_refused(
     heads: tuple[int, int], ulysses: int, message: str
 ) -> None:
@@ -491,24 +457,14 @@ def test_what_does_not_fit_is_refused() -> None:
         make_plan(case, "abacus")
     with pytest.raises(ValueError, match=r"training\.sequence\.ulysses to a divisor"):
         AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=3)
-    with pytest.raises(ValueError, match="groups of 2, but the exchanges have 2 groups of 1"):
-        simulate(
-            2,
-            rank_body,
-            case,
-            AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=2),
-            "ring",
-            case.tensors(),
-        )
-    with pytest.raises(ValueError, match="rank has 3 tokens in the plan"):
-        simulate(
-            2,
-            rank_body,
-            case,
-            AttentionPlan.of([torch.arange(3), torch.arange(3, 8)], case.starts, CPU),
-            "ring",
-            case.tensors(),
-        )
+    of_two = AttentionPlan.of(case.indices(), case.starts, CPU, ulysses=2)
+    uneven = AttentionPlan.of([torch.arange(3), torch.arange(3, 8)], case.starts, CPU)
+    for plan, said in (
+        (of_two, "groups of 2, but the exchanges have 2 groups of 1"),
+        (uneven, "rank has 3 tokens in the plan"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            simulate(2, rank_body, case, plan, "ring", case.tensors())
 
 
 def test_simulated_ranks_notice_mistakes() -> None:
