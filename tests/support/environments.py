@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.environments.verifiers import load_verifier
 from megarl.types import Prompt, Verdict
 
 T = TypeVar("T")
@@ -15,12 +17,15 @@ PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
 
 
 def run(
-    config: EnvironmentConfig, use: Callable[[Environment], Awaitable[T]], within_s: float = 60.0
+    config: EnvironmentConfig,
+    use: Callable[[Environment], Awaitable[T]],
+    within_s: float = 60.0,
+    codec: Codec | None = None,
 ) -> T:
     """Use an environment and close it, all within `within_s` seconds."""
 
     async def whole() -> T:
-        environment = Environment(config)
+        environment = Environment(config, codec)
         try:
             return await use(environment)
         finally:
@@ -28,6 +33,18 @@ def run(
             await environment.close()  # nothing is left to do
 
     return asyncio.run(asyncio.wait_for(whole(), within_s))
+
+
+def ask(
+    config: EnvironmentConfig, answer: str, response: str, text: str = "", **fields: Any
+) -> Any:
+    """What the verifier of `config` returns, called here."""
+    verify: Any = load_verifier(config)
+
+    async def whole() -> Any:
+        return await verify(Prompt(4, text, [], answer, fields), response)
+
+    return asyncio.run(whole())
 
 
 def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:

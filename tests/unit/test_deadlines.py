@@ -40,24 +40,16 @@ def with_rollout(**changes: Any) -> RunConfig:
     return replace(BASE, rollout=replace(BASE.rollout, **changes))
 
 
-@pytest.mark.parametrize(
-    ("config", "num_held_out", "wanted_s"),
-    [
-        (BASE, 0, 8 * 11.0),
-        (BASE, 120, 8 * 11.0),
-        (BASE, 400, 22 * 11.0),
-        (with_rollout(request_timeout_s=20.0), 0, 8 * 20.0),
-        (with_rollout(max_staleness=3), 0, 14 * 11.0),
-        (with_rollout(group_size=10), 0, 14 * 11.0),
-        (with_rollout(num_engines=1), 0, 14 * 11.0),
-        # ReMax generates one greedy response more for each group.
-        (
-            replace(BASE, algorithm=AlgorithmConfig(advantage="remax", old_logprobs="engine")),
-            0,
-            9 * 11.0,
-        ),
-    ],
-)
+REMAX = AlgorithmConfig(advantage="remax", old_logprobs="engine")
+"""Generates one greedy response more for each group."""
+
+
+@pytest.mark.parametrize(("config", "num_held_out", "wanted_s"), [
+    (BASE, 0, 8 * 11.0), (BASE, 120, 8 * 11.0), (BASE, 400, 22 * 11.0),
+    (with_rollout(request_timeout_s=20.0), 0, 8 * 20.0),
+    (with_rollout(max_staleness=3), 0, 14 * 11.0), (with_rollout(group_size=10), 0, 14 * 11.0),
+    (with_rollout(num_engines=1), 0, 14 * 11.0), (replace(BASE, algorithm=REMAX), 0, 9 * 11.0),
+])  # fmt: skip
 def test_rollouts_of_a_step_may_take_what_their_requests_may(
     config: RunConfig, num_held_out: int, wanted_s: float
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import Counter
 from fractions import Fraction
@@ -16,7 +15,8 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.commands import tiny_run
+from support.commands import tiny_run, write_rows
+from support.environments import run
 from support.reward_servers import Answer, Scripted, serving
 from support.tiny import groups, write_model
 
@@ -95,24 +95,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     }
     for name, part in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(folder / f"{name}.jsonl", part)
     return folder
 
 
 def mixed(place: Path, **changes: Any) -> PromptsConfig:
-    return PromptsConfig(
-        sources=(
-            PromptSourceConfig(source=str(place / "sums.jsonl"), weight=0.7, environment="math"),
-            PromptSourceConfig(
-                source=str(place / "words.jsonl"),
-                weight=0.3,
-                environment="letter",
-                prompt_column="question",
-                answer_column="gold.text",
-            ),
-        ),
-        **changes,
-    )
+    sums: dict[str, Any] = {"source": str(place / "sums.jsonl"), "weight": 0.7}
+    words: dict[str, Any] = {"source": str(place / "words.jsonl"), "weight": 0.3}
+    words |= {"prompt_column": "question", "answer_column": "gold.text"}
+    parts = ((sums, "math"), (words, "letter"))
+    sources = tuple(PromptSourceConfig(**part, environment=name) for part, name in parts)
+    return PromptsConfig(sources=sources, **changes)
 
 
 NAMED = {
@@ -179,11 +172,9 @@ def test_the_fingerprint_tells_mixtures_apart(place: Path) -> None:
 
 def test_a_single_source_is_what_it_was(place: Path) -> None:
     """Digest and order of a recipe without a mixture, from before there were mixtures."""
-    source = place / "fixed.jsonl"
-    source.write_text(
-        "".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(9))
-    )
-    prompts = load(PromptsConfig(source=str(source)), place, seed=3)
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(9)]
+    source = write_rows(place / "fixed.jsonl", rows)
+    prompts = load(PromptsConfig(source=source), place, seed=3)
     assert prompts.fingerprint == "9 rows, xxh3-128 52c6cdd5730e67d8d3eb4cba84626845"
     assert [prompts.at(n).index for n in range(12)] == [0, 7, 5, 6, 8, 1, 2, 4, 3, 8, 3, 7]
     assert [Order(9, seed=3, shuffle=True).row(n) for n in range(3)] == [0, 7, 5]
@@ -201,18 +192,11 @@ def test_a_column_names_the_verifier(place: Path) -> None:
 
 
 def ask(config: EnvironmentConfig, asked: list[tuple[Prompt, str]]) -> list[Verdict]:
-    async def whole() -> list[Verdict]:
-        environment = Environment(config)
-        try:
-            return list(
-                await asyncio.gather(
-                    *(environment.score(prompt, text, 5, False) for prompt, text in asked)
-                )
-            )
-        finally:
-            await environment.close()
+    async def score(environment: Environment) -> list[Verdict]:
+        scores = (environment.score(prompt, text, 5, False) for prompt, text in asked)
+        return list(await asyncio.gather(*scores))
 
-    return asyncio.run(asyncio.wait_for(whole(), 120))
+    return run(config, score, 120)
 
 
 def prompt(name: str, answer: str = "1/2") -> Prompt:
@@ -264,17 +248,14 @@ def test_metrics_of_each_source() -> None:
         for one, name in zip(drawn, ("math", "code", "math"), strict=True)
     ]
     found = describe(3, named, named, 1.0)
-    rollouts = [*named[0].rollouts, *named[2].rollouts]
-    assert found["source/math/responses"] == len(rollouts)
-    assert found["source/math/reward/mean"] == pytest.approx(
-        sum(one.verdict.reward for one in rollouts) / len(rollouts)
-    )
-    assert found["source/math/length/mean"] == sum(one.num_tokens for one in rollouts) / len(
-        rollouts
-    )
-    assert found["source/code/accuracy"] == sum(
-        one.verdict.correct for one in named[1].rollouts
-    ) / len(named[1].rollouts)
+    of_math, of_code = [*named[0].rollouts, *named[2].rollouts], named[1].rollouts
+    count = len(of_math)
+    assert found["source/math/responses"] == count
+    mean = sum(one.verdict.reward for one in of_math) / count
+    assert found["source/math/reward/mean"] == pytest.approx(mean)
+    assert found["source/math/length/mean"] == sum(one.num_tokens for one in of_math) / count
+    right = sum(one.verdict.correct for one in of_code)
+    assert found["source/code/accuracy"] == right / len(of_code)
     assert found["source/code/length/truncated_share"] == 0.0
     assert not any(name.startswith("source/") for name in describe(3, drawn, drawn, 1.0))
 
@@ -302,9 +283,8 @@ def test_majorities_are_counted_by_the_verifier_of_each_row() -> None:
         assert found[-1] == majority
     other = EnvironmentConfig(mixture={"math": NamedVerifierConfig(verifier="choice")})
     records = [one | {"environment": "math"} for one in records]
-    assert [value for key, value in over_samples(records, 1, other).items() if "maj" in key] == [
-        None
-    ]
+    found = over_samples(records, 1, other)
+    assert [value for key, value in found.items() if "maj" in key] == [None]
 
 
 def tree(place: Path, **changes: Any) -> dict[str, Any]:
@@ -377,11 +357,10 @@ def test_what_does_not_fit_is_one_error(
 
 
 def test_a_row_with_an_unknown_name_is_refused(place: Path) -> None:
-    (place / "odd.jsonl").write_text(
-        '{"prompt": "1", "answer": "1", "judge": "math"}\n'
-        '{"prompt": "2", "answer": "2", "judge": "maths"}\n'
-    )
-    wrong = tree(place, evaluation__prompts__source=str(place / "odd.jsonl"))
+    rows = [
+        {"prompt": n, "answer": n, "judge": name} for n, name in (("1", "math"), ("2", "maths"))
+    ]
+    wrong = tree(place, evaluation__prompts__source=write_rows(place / "odd.jsonl", rows))
     with pytest.raises(ValueError, match=r"row 1 .*'maths'.*math, letter"):
         check_train(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
 
@@ -393,9 +372,7 @@ def test_every_named_verifier_is_tried_before_a_run(place: Path, tmp_path: Path)
     assert Counter(one.environment for one in first) == {"math": 4, "letter": 4}
     (tmp_path / "own.py").write_text("def score(prompt, response):\n    return 1 / 0\n")
     wrong = tree(place, environment__mixture__letter={"verifier": f"{tmp_path}/own.py:score"})
-    with pytest.raises(
-        ValueError, match=r"environment.mixture.letter.verifier .*ZeroDivisionError"
-    ):
+    with pytest.raises(ValueError, match=r"mixture.letter.verifier .*ZeroDivisionError"):
         check_train(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
 
 
@@ -433,7 +410,7 @@ def shown_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a.jsonl": [{"prompt": "2", "answer": "4", "test_list": ["assert f() == 1"]}] * 5,
     }
     for name, part in rows.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(folder / name, part)
     tests = [{"task": "f", "tests": [{"input": "1", "output": "1"}]}] * 5
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tests), folder / "code.parquet")
     for name, function in set(re.findall(r"(\w+\.py):(\w+)", yaml.safe_dump(SHOWN))):
@@ -480,8 +457,8 @@ def test_rows_are_read_by_the_settings_of_their_own_verifier(
         },
     }
     rows = [{"prompt": "1", "judge": name, **fields[name]} for name in [*fields, *fields]]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = {"source": str(tmp_path / "all.jsonl"), "environment_column": "judge"}
+    source = write_rows(tmp_path / "all.jsonl", rows)
+    prompts = {"source": source, "environment_column": "judge"}
     mixture = {name: {"verifier": name} | entries.get(name, {}) for name in fields}
     whole = tree(place, prompts=prompts, evaluation={"prompts": {**prompts}}, environment={})
     whole["environment"]["mixture"] = mixture
@@ -490,10 +467,7 @@ def test_rows_are_read_by_the_settings_of_their_own_verifier(
     check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
     assert "environment.mixture.length.code: programs run" in capfd.readouterr().err
     rows[-1 if verifier == "length" else 5] |= {"cases": []}
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole["evaluation"]["prompts"] |= {"source": str(tmp_path / "held.jsonl")}
-    with pytest.raises(
-        ValueError,
-        match=rf"evaluation.prompts, verifier .code., row \d: .*mixture.{verifier}.code.tests_column",
-    ):
+    whole["evaluation"]["prompts"]["source"] = write_rows(tmp_path / "held.jsonl", rows)
+    said = rf"evaluation.prompts, verifier .code., row \d: .*mixture.{verifier}.code.tests_column"
+    with pytest.raises(ValueError, match=said):
         check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+from support.environments import run
 from support.nasty_answers import NASTY
 
 from megarl.environments.config import EnvironmentConfig
@@ -21,17 +22,13 @@ def test_every_verdict_is_right_and_in_time() -> None:
     asked += [("plain", *PLAIN[number % len(PLAIN)]) for number in range(len(NASTY))]
     random.Random(1).shuffle(asked)
 
-    async def whole() -> list[Verdict]:
-        config = EnvironmentConfig(verifier="math", num_workers=2, time_limit_s=LIMIT_S)
-        environment = Environment(config)
-        prompts = [(Prompt(0, "", [], answer), text) for _, answer, text, _ in asked]
-        try:
-            scores = (environment.score(*one, 5, False) for one in prompts)
-            return list(await asyncio.gather(*scores))
-        finally:
-            await environment.close()
+    prompts = [(Prompt(0, "", [], answer), text) for _, answer, text, _ in asked]
 
-    found = asyncio.run(asyncio.wait_for(whole(), 240))
+    async def score(environment: Environment) -> list[Verdict]:
+        return list(await asyncio.gather(*(environment.score(*one, 5, False) for one in prompts)))
+
+    config = EnvironmentConfig(verifier="math", num_workers=2, time_limit_s=LIMIT_S)
+    found = run(config, score, 240)
     assert [
         (name, verdict.failure, verdict.detail[:200], verdict.correct)
         for (name, _, _, right), verdict in zip(asked, found, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.environments import ask, run
 from support.tiny import write_tokenizer
 
 from megarl.chat_template import TAGS, tags_of
@@ -47,15 +48,6 @@ SAID = {  # {verifier: (answer, how it is said, how another answer is said)}
     "regex": ("7", "it is 7", "it is 5"),
     "json_schema": ("", "```json\n7\n```", "```json\nseven\n```"),
 }
-
-
-def ask(config: EnvironmentConfig, answer: str, response: str, text: str = "") -> Any:
-    verify: Any = load_verifier(config)
-
-    async def whole() -> Any:
-        return await verify(Prompt(4, text, [], answer), response)
-
-    return asyncio.run(whole())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -144,17 +136,12 @@ def test_tags_of_the_template_reach_the_verifier(tmp_path: Path) -> None:
     ids = [opening, *codec.encode("5"), closing, *codec.encode("7")]
     assert codec.decode(ids) == "[THINK]5[/THINK]7" and codec.decode([*ids, 1]) == codec.decode(ids)
 
-    async def whole() -> list[bool]:
-        environment = Environment(EnvironmentConfig(), codec)
-        try:
-            return [
-                (await environment.score(Prompt(0, "", [1], one), np.array(ids, np.int32), 4, False)).correct
-                for one in ("7", "5")
-            ]  # fmt: skip
-        finally:
-            await environment.close()
+    async def score(environment: Environment) -> list[bool]:
+        prompts = [Prompt(0, "", [1], one) for one in ("7", "5")]
+        given = np.array(ids, np.int32)
+        return [(await environment.score(one, given, 4, False)).correct for one in prompts]
 
-    assert asyncio.run(asyncio.wait_for(whole(), 60)) == [True, False]
+    assert run(EnvironmentConfig(), score, codec=codec) == [True, False]
 
 
 def test_tags_are_a_pair() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.environments import verdicts
+from support.environments import ask, run, verdicts
 from support.tiny import write_tokenizer
 
 from megarl.apps.verifiers.numeric import numbers
@@ -37,17 +37,6 @@ from megarl.environments.verifier_config import (
 )
 from megarl.environments.verifiers import load_verifier
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
-
-
-def ask(
-    config: EnvironmentConfig, answer: str, response: str, text: str = "", **fields: Any
-) -> Any:
-    verify: Any = load_verifier(config)
-
-    async def whole() -> Any:
-        return await verify(Prompt(4, text, [], answer, fields), response)
-
-    return asyncio.run(whole())
 
 
 def house(name: str, settings: Any = None, **others: Any) -> EnvironmentConfig:
@@ -475,19 +464,14 @@ def test_tokens_are_those_of_the_engine(tmp_path: Any) -> None:
     settings = LengthConfig(shortest=0, longest=10)
     config = EnvironmentConfig(rewards={"exact_match": 1.0, "length": 0.5}, length=settings)
 
-    async def whole() -> list[Verdict]:
-        environment = Environment(config, codec)
-        try:
-            end = 1  # end of sequence: a token without text
-            ids = np.array([*codec.encode("7"), end], np.int32)
-            return [
-                await environment.score(Prompt(0, "", [1], "7"), ids, len(ids), False),
-                await environment.score(Prompt(0, "", [1], "7"), np.repeat(ids, 2), 4, False),
-            ]
-        finally:
-            await environment.close()
+    end = 1  # end of sequence: a token without text
+    ids = np.array([*codec.encode("7"), end], np.int32)
 
-    short, long = asyncio.run(asyncio.wait_for(whole(), 60))
+    async def score(environment: Environment) -> list[Verdict]:
+        prompt, long = Prompt(0, "", [1], "7"), np.repeat(ids, 2)
+        return [await environment.score(prompt, one, len(one), False) for one in (ids, long)]
+
+    short, long = run(config, score, codec=codec)
     assert short.reward == pytest.approx(1.0 + 0.5 * 0.8) and short.correct
     assert long.reward == pytest.approx(0.5 * 0.6) and not long.correct
     assert long.metrics == {"reward/exact_match": 0.0, "reward/length": pytest.approx(0.6)}
@@ -514,27 +498,19 @@ def test_tokens_of_a_session_are_those_that_the_model_generated(tmp_path: Any) -
     part = Segment("model", 1, TokenArrays(short, np.zeros(1, np.float32)), finish="stop")
     prompt = Prompt(0, "", [1], "7")
 
-    async def of_session() -> Segment | Verdict:
-        config = EnvironmentConfig(session=f"{tmp_path}/own.py:Own", verifier="length", length=own)
-        environment = Environment(config, codec)
-        try:
-            await environment.start()
-            await environment.begin("a", prompt)
-            return await environment.step("a", prompt, part, num_tokens=55)
-        finally:
-            await environment.close()
+    async def of_session(environment: Environment) -> Segment | Verdict:
+        await environment.start()
+        await environment.begin("a", prompt)
+        return await environment.step("a", prompt, part, num_tokens=55)
 
-    async def of_text() -> list[Verdict]:
-        mixed = EnvironmentConfig(rewards={"exact_match": 1.0, "length": 1.0}, length=own)
-        environment = Environment(mixed, codec)
-        try:
-            return [await environment.score(prompt, one, 55, False) for one in ("7", short)]
-        finally:
-            await environment.close()
+    async def of_text(environment: Environment) -> list[Verdict]:
+        return [await environment.score(prompt, one, 55, False) for one in ("7", short)]
 
-    verdict = asyncio.run(asyncio.wait_for(of_session(), 60))
+    config = EnvironmentConfig(session=f"{tmp_path}/own.py:Own", verifier="length", length=own)
+    verdict = run(config, of_session, codec=codec)
     assert isinstance(verdict, Verdict) and verdict.reward == pytest.approx(0.5)
-    for one in asyncio.run(asyncio.wait_for(of_text(), 60)):
+    mixed = EnvironmentConfig(rewards={"exact_match": 1.0, "length": 1.0}, length=own)
+    for one in run(mixed, of_text, codec=codec):
         assert one.reward == pytest.approx(1.5) and one.correct
 
 
