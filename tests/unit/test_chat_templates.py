@@ -39,6 +39,10 @@ from megarl.environments.codec import Codec
 from megarl.trainer.config import ModelConfig
 from megarl.trainer.model_config import load_model_config
 
+SECTIONS = {
+    "prompts": PromptsConfig, "demonstrations": DemonstrationsConfig,
+    "preferences": PreferencesConfig,
+}  # fmt: skip
 ASK = {"role": "user", "content": "rain?"}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
 TEXT_CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city": "Rome"}'}}
@@ -51,6 +55,16 @@ NO = {"role": "assistant", "content": "no"}
 CHAT = {"template": "chat"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 WRITTEN = '<call>look {"city": "Rome"}</call>'
+
+
+def load(kind: Any, source: str, tokenizer: Any, *, single: bool = False, **settings: Any) -> Any:
+    """Rows of a file read as `kind`, the configuration of one of the three kinds of data, says."""
+    config = kind(source=source, **settings)
+    if kind is PreferencesConfig:
+        return load_preferences(config, tokenizer, seed=1, single=single)
+    return {PromptsConfig: load_prompts, DemonstrationsConfig: load_demonstrations}[kind](
+        config, tokenizer, seed=1
+    )
 
 
 def written(folder: Path, *rows: Any) -> str:
@@ -86,7 +100,7 @@ def preference(folder: Path, tokenizer: Any, **row: Any) -> tuple[str, str, str]
 
 def prompt(folder: Path, tokenizer: Any, chat: Any, **columns: Any) -> str:
     source = written(folder, {"prompt": chat, "answer": "1", **columns})
-    return load_prompts(PromptsConfig(source=source, template="chat"), tokenizer, seed=1).at(0).text
+    return load(PromptsConfig, source, tokenizer, template="chat").at(0).text
 
 
 # ------------------------------------------------------------------------- all that a row says
@@ -294,36 +308,33 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
 
 HALF = "a\ud800"
 HALVES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
-    "a prompt": (load_prompts, "prompt", {"prompt": HALF}, {}),
-    "a prompt's chat": (load_prompts, "prompt", {"prompt": [ASK | {"content": HALF}]}, CHAT),
-    "JSON of a chat": (load_prompts, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])},
+    "a prompt": (PromptsConfig, "prompt", {"prompt": HALF}, {}),
+    "a prompt's chat": (PromptsConfig, "prompt", {"prompt": [ASK | {"content": HALF}]}, CHAT),
+    "JSON of a chat": (PromptsConfig, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])},
                        CHAT),
-    "an answer": (load_prompts, "answer", {"answer": HALF}, {}),
-    "tools": (load_prompts, "tools", {"tools": [tool(HALF)]}, CHAT),
-    "a response": (load_demonstrations, "response", {"response": HALF}, {}),
-    "a whole text": (load_demonstrations, "text", {"text": HALF}, {"text_column": "text"}),
-    "a call": (load_demonstrations, "messages", {"messages": [ASK, calling("f", city=HALF)]},
+    "an answer": (PromptsConfig, "answer", {"answer": HALF}, {}),
+    "tools": (PromptsConfig, "tools", {"tools": [tool(HALF)]}, CHAT),
+    "a response": (DemonstrationsConfig, "response", {"response": HALF}, {}),
+    "a whole text": (DemonstrationsConfig, "text", {"text": HALF}, {"text_column": "text"}),
+    "a call": (DemonstrationsConfig, "messages", {"messages": [ASK, calling("f", city=HALF)]},
                CHAT | {"messages_column": "messages"}),
-    "a choice": (load_preferences, "rejected", {"rejected": HALF}, {}),
-    "a chosen chat": (load_preferences, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
+    "a choice": (PreferencesConfig, "rejected", {"rejected": HALF}, {}),
+    "a chosen chat": (PreferencesConfig, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
 }  # fmt: skip
-"""{name: (function, column, what a row then has, settings)}"""
+"""{name: (kind of data, column, what a row then has, settings)}"""
 
 
 @pytest.mark.parametrize("name", HALVES)
 def test_half_of_a_character_is_named(name: str, tmp_path: Path) -> None:
-    load, column, change, settings = HALVES[name]
+    kind, column, change, settings = HALVES[name]
     row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "text": "abc"}
     row |= {"chosen": "b", "rejected": "c", "messages": [ASK, ANSWER]}
-    kind = {load_prompts: PromptsConfig, load_demonstrations: DemonstrationsConfig}
-    config = kind.get(load, PreferencesConfig)(
-        source=written(tmp_path, row, row | change), **settings
-    )
+    source = written(tmp_path, row, row | change)
     said = (
         rf"^\S+rows.jsonl, line 2 \(row 1, .*\): column '{column}' holds half .*\(U\+D800\).*mend"
     )
     with pytest.raises(ValueError, match=said):
-        load(config, tokenizer_of(CHATML), seed=1)
+        load(kind, source, tokenizer_of(CHATML), **settings)
 
 
 # ------------------------------------------------------------------- preferences: prompt + side
@@ -350,11 +361,8 @@ JOINED: dict[str, tuple[Any, list[Any]]] = {
 def test_a_response_goes_on_from_the_prompt(name: str, tmp_path: Path) -> None:
     asked, side = JOINED[name]
     row = {"prompt": asked, "chosen": [*side, ANSWER], "rejected": [*side, NO]}
-    assert preference(tmp_path, tokenizer_of(CHATML), **row) == (
-        f"{BEFORE}<|im_start|>assistant\n",
-        "yes<|im_end|>",
-        "no<|im_end|>",
-    )
+    found = preference(tmp_path, tokenizer_of(CHATML), **row)
+    assert found == (f"{BEFORE}<|im_start|>assistant\n", "yes<|im_end|>", "no<|im_end|>")
 
 
 def test_a_response_to_another_prompt(tmp_path: Path) -> None:
@@ -389,18 +397,18 @@ def test_variables_are_read_wherever_a_template_writes(value: bool | None, tmp_p
     read: dict[str, Any] = {"template": "chat", "template_variables": set_to}
 
     source = written(tmp_path, {"prompt": "rain?", "answer": "1", "response": "yes"})
-    asked = load_prompts(PromptsConfig(source=source, **read), tokenizer, seed=1).at(0).text
+    asked = load(PromptsConfig, source, tokenizer, **read).at(0).text
     assert asked == f"<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\n{thoughts}"
     part: dict[str, Any] = {"source": source, "weight": 1.0, "template_variables": set_to}
     mixture = PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat")
     assert load_prompts(mixture, tokenizer, seed=1).at(0).text == asked
-    pair = load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1).at(0)
+    pair = load(DemonstrationsConfig, source, tokenizer, **read).at(0)
     assert tokenizer.decode(pair.prompt_ids) == asked
     source = written(tmp_path, {"messages": [ASK, ANSWER]})
-    talk = load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1).at(0)
+    talk = load(DemonstrationsConfig, source, tokenizer, **read).at(0)
     assert (talk.prompt_ids, talk.response_ids) == (pair.prompt_ids, pair.response_ids)
     source = written(tmp_path, {"prompt": "rain?", "chosen": "yes", "rejected": "no"})
-    one = load_preferences(PreferencesConfig(source=source, **read), tokenizer, seed=1).row(0)
+    one = load(PreferencesConfig, source, tokenizer, **read).row(0)
     assert (one.prompt_ids, one.responses[0]) == (pair.prompt_ids, pair.response_ids)
 
     judge = JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables=set_to)
@@ -420,37 +428,28 @@ def test_a_variable_that_the_template_does_not_read(tmp_path: Path) -> None:
         tokenizer = tokenizer_of(CHATML, template)
         read: dict[str, Any] = {"template": "chat", "template_variables": {name: False}}
         source = written(tmp_path, {"prompt": "q", "answer": "1", "response": "a"})
-        with pytest.raises(ValueError, match=rf"^prompts\.template_variables {said}$"):
-            load_prompts(PromptsConfig(source=source, **read), tokenizer, seed=1)
-        with pytest.raises(ValueError, match=rf"^demonstrations\.template_variables {said}$"):
-            load_demonstrations(DemonstrationsConfig(source=source, **read), tokenizer, seed=1)
-        with pytest.raises(ValueError, match=rf"^preferences\.template_variables {said}$"):
-            load_preferences(PreferencesConfig(source=source, **read), tokenizer, seed=1)
+        for section, kind in SECTIONS.items():
+            with pytest.raises(ValueError, match=rf"^{section}\.template_variables {said}$"):
+                load(kind, source, tokenizer, **read)
         with pytest.raises(ValueError, match=rf"^judge\.template_variables {said}$"):
             JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables={name: False})
 
 
-@pytest.mark.parametrize("kind", [PromptsConfig, DemonstrationsConfig, PreferencesConfig])
+@pytest.mark.parametrize("kind", SECTIONS.values())
 def test_variables_without_a_template(kind: Any) -> None:
-    with pytest.raises(
-        ValueError, match=f"{kind.__name__}.template is 'none', which does not use it"
-    ):
+    said = f"{kind.__name__}.template is 'none', which does not use it"
+    with pytest.raises(ValueError, match=said):
         kind(source="x", template_variables={"enable_thinking": False})
 
 
-@pytest.mark.parametrize(("load", "kind"), [
-    (load_prompts, PromptsConfig),
-    (load_demonstrations, DemonstrationsConfig),
-    (load_preferences, PreferencesConfig),
-])  # fmt: skip
-def test_other_variables_are_other_data(load: Any, kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SECTIONS.values())
+def test_other_variables_are_other_data(kind: Any, tmp_path: Path) -> None:
     row = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a", "rejected": "b"}
-    read: dict[str, Any] = {"source": written(tmp_path, row), "template": "chat"}
-    found = [
-        load(kind(**read, template_variables=one), tokenizer_of(CHATML, THINKS), seed=1).fingerprint
-        for one in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-    ]
-    assert len(set(found)) == 3
+    source, tokenizer, found = written(tmp_path, row), tokenizer_of(CHATML, THINKS), set()
+    for one in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        rows = load(kind, source, tokenizer, template="chat", template_variables=one)
+        found.add(rows.fingerprint)
+    assert len(found) == 3
 
 
 DATED = "{{ strftime_now('%d %B') }}\n" + CHATML.template
@@ -470,23 +469,21 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         made = {} if changed is None else changed
         source = written(tmp_path, row | made, row | other)
-        read: dict[str, Any] = {"source": source, "template": "chat", "shuffle": False}
-        part: dict[str, Any] = {"source": source, "weight": 1.0}
+        read: dict[str, Any] = {"template": "chat", "shuffle": False}
+        part = PromptSourceConfig(source=source, weight=1.0)
         tokenizer: Any = tokenizer_of(CHATML, template)
-        single: dict[str, Any] = {"response_column": "text", "label_column": "good"}
+        chats, columns = {"messages_column": "messages"}, {"response_column": "text"}
         rows = [
-            load_prompts(PromptsConfig(**read), tokenizer, seed=1),
-            load_prompts(PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat"),
-             tokenizer, seed=1),
-        ]  # fmt: skip
+            load(PromptsConfig, source, tokenizer, **read),
+            load(PromptsConfig, "", tokenizer, sources=(part,), template="chat"),
+        ]
+        read |= {"source": source, "tokenizer": tokenizer}
         data = [
-            load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1),
-            load_demonstrations(
-                DemonstrationsConfig(**read, messages_column="messages"), tokenizer, seed=1
-            ),
-            load_preferences(PreferencesConfig(**read), tokenizer, seed=1),
-            load_preferences(PreferencesConfig(**read), tokenizer, seed=1, single=True),
-            load_preferences(PreferencesConfig(**read, **single), tokenizer, seed=1, single=True),
+            load(DemonstrationsConfig, **read),
+            load(DemonstrationsConfig, **read, **chats),
+            load(PreferencesConfig, **read),
+            load(PreferencesConfig, **read, single=True),
+            load(PreferencesConfig, **read, **columns, label_column="good", single=True),
         ]
         shown = [one.at(0).token_ids for one in rows] + [one.at(0).prompt_ids for one in data]
         return [one.fingerprint for one in (*rows, *data)], list(map(tokenizer.decode, shown))
@@ -503,9 +500,8 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         found, _ = digests(2, template, changed)
         assert all(one != before for one, before in zip(found, today, strict=True))
     found, _ = digests(2, DATED, {"rejected": "c", "text": "w"})
-    assert [one == before for one, before in zip(found, today, strict=True)] == [True] * 4 + [
-        False
-    ] * 3
+    same = [one == before for one, before in zip(found, today, strict=True)]
+    assert same == [True] * 4 + [False] * 3
 
 
 def test_tools_are_shown_with_one_set_of_variables() -> None:
@@ -547,10 +543,8 @@ def opening(name: str) -> Any:
 
 
 def pair_of(folder: Path, tokenizer: Any, said: Any) -> list[str]:
-    config = DemonstrationsConfig(
-        source=written(folder, {"prompt": "rain?", "response": said}), template="chat"
-    )
-    row = load_demonstrations(config, tokenizer, seed=1).at(0)
+    source = written(folder, {"prompt": "rain?", "response": said})
+    row = load(DemonstrationsConfig, source, tokenizer, template="chat").at(0)
     return [tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)]
 
 
@@ -612,13 +606,10 @@ def test_a_response_may_be_a_chat_of_one_turn(name: str, tmp_path: Path) -> None
     if name == "no chat":
         return
     data = {"prompt": "rain?", "response": said, "chosen": said, "rejected": "no", "good": True}
-    read: dict[str, Any] = {"source": written(tmp_path, data), "template": "rendered"}
-    for column, load in (
-        ("response", lambda: load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1)),
-        ("chosen", lambda: load_preferences(PreferencesConfig(**read), tokenizer, seed=1)),
-    ):
+    source = written(tmp_path, data)
+    for column, kind in (("response", DemonstrationsConfig), ("chosen", PreferencesConfig)):
         with pytest.raises(ValueError, match=f"line 1 .*column '{column}' holds a chat; set .*cha"):
-            load()
+            load(kind, source, tokenizer, template="rendered")
 
 
 @pytest.mark.parametrize("turns", [[ANSWER, MORE, ANSWER], [ASK], [ASK, ANSWER], [RESULT, ANSWER]])
@@ -643,12 +634,13 @@ def test_a_reply_without_thoughts_where_they_are_opened(name: str, tmp_path: Pat
     tokenizer = opening(name)
     said = "line 1 .*opens the thoughts .*<think>, but a reply has none; begin it with <think></thi"
     way = "use a template that does not open them$"
-    with pytest.raises(ValueError, match=f"{said}.*{way}"):
-        pair_of(tmp_path, tokenizer, "yes")
-    with pytest.raises(ValueError, match=f"{said}.*{way}"):
-        preference(tmp_path, tokenizer, prompt=[ASK], chosen=[ANSWER], rejected=[NO])
-    with pytest.raises(ValueError, match=f"{said}.*{way}"):
-        conversation(tmp_path, tokenizer, [ASK, ANSWER])
+    for refuse in (
+        lambda: pair_of(tmp_path, tokenizer, "yes"),
+        lambda: preference(tmp_path, tokenizer, prompt=[ASK], chosen=[ANSWER], rejected=[NO]),
+        lambda: conversation(tmp_path, tokenizer, [ASK, ANSWER]),
+    ):
+        with pytest.raises(ValueError, match=f"{said}.*{way}"):
+            refuse()
     assert pair_of(tmp_path, tokenizer, "<think></think>yes")[1] == "</think>yes<|im_end|>"
     tokenizer.chat_template += "{% if not thinking %}{% endif %}"
     with pytest.raises(ValueError, match=r"or set demonstrations\.template_variables.* thinking"):
@@ -752,16 +744,10 @@ def test_bare_texts_for_a_chat_model_are_said(tmp_path: Path) -> None:
     def warnings(prompt: str, tokenizer: Any) -> list[str]:
         row = {"prompt": prompt, "answer": "a", "response": "b", "chosen": "b", "rejected": "c"}
         source = written(tmp_path, row)
-        loaded = (
-            load_prompts(PromptsConfig(source=source), tokenizer, seed=1),
-            load_demonstrations(DemonstrationsConfig(source=source), tokenizer, seed=1),
-            load_preferences(PreferencesConfig(source=source), tokenizer, seed=1),
-        )
-        return [one.warning for one in loaded]
+        return [load(kind, source, tokenizer).warning for kind in SECTIONS.values()]
 
     chatml: Any = tokenizer_of(CHATML)
-    names = ("prompts", "demonstrations", "preferences")
-    for name, warning in zip(names, warnings("rain?", chatml), strict=True):
+    for name, warning in zip(SECTIONS, warnings("rain?", chatml), strict=True):
         assert warning.startswith(f"{name}.template is none") and "template to chat" in warning
     assert warnings("<|im_start|>user\nrain?<|im_end|>\n", chatml) == ["", "", ""]
     chatml.chat_template = None
@@ -809,21 +795,17 @@ def test_a_text_begins_once(name: str, tmp_path: Path) -> None:
     tokenizer: Any = tokenizer_of(family)
     texts = ["a", f"{family.bos}a", tokenizer.apply_chat_template([ASK], tokenize=False)]
     source = written(tmp_path, *({"prompt": text, "answer": "1"} for text in texts))
-    rows = load_prompts(PromptsConfig(source=source, shuffle=False), tokenizer, seed=1)
+    rows = load(PromptsConfig, source, tokenizer, shuffle=False)
     for row in rows:
         assert row.token_ids[0] == tokenizer.bos_token_id
         assert tokenizer.bos_token_id not in row.token_ids[1:]
     assert rows.at(0).token_ids == rows.at(1).token_ids
     data: dict[str, Any] = {"response": "b", "chosen": "b", "rejected": "c", "good": True}
-    source = written(
-        tmp_path, *({"prompt": text, "text": f"{text}{family.eos}", **data} for text in texts)
-    )
-    read: dict[str, Any] = {"source": source, "shuffle": False}
-    pairs = load_demonstrations(DemonstrationsConfig(**read), tokenizer, seed=1)
-    wholes = load_demonstrations(
-        DemonstrationsConfig(**read, text_column="text"), tokenizer, seed=1
-    )
-    sides = load_preferences(PreferencesConfig(**read), tokenizer, seed=1)
+    made = ({"prompt": text, "text": f"{text}{family.eos}", **data} for text in texts)
+    read = {"source": written(tmp_path, *made), "tokenizer": tokenizer, "shuffle": False}
+    pairs = load(DemonstrationsConfig, **read)
+    wholes = load(DemonstrationsConfig, **read, text_column="text")
+    sides = load(PreferencesConfig, **read)
     end = end_of_turn(tokenizer, "none")
     scored = scored_tokens(tokenizer, texts, ["b"] * 3, "none", end)
     for number, row in enumerate(rows):

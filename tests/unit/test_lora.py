@@ -180,8 +180,6 @@ def test_an_adapter_of_another_model_or_of_other_layers_is_refused(
     wide = str(write_model(tmp_path / "wide", hidden_size=128, intermediate_size=64))
     with pytest.raises(ValueError, match=r"made for another base model: .*set model\.path to"):
         check_adapters(adapter, ModelConfig(path=wide))
-    with pytest.raises(ValueError, match=r"set training\.lora\.targets to \['down_proj', 'q_proj'"):
-        check_adapters(replace(adapter, targets=("q_proj",)), ModelConfig(path=model))
     (Path(adapter.adapter) / CONFIG).write_text("[1")
     with pytest.raises(ValueError, match="fetch the adapter again"):
         check_adapters(adapter, ModelConfig(path=model))

@@ -23,26 +23,20 @@ PADDINGS: dict[str, tuple[dict[str, Any], int, str]] = {
     "its own": ({"pad": "<pad>"}, 0, "<pad>"),
     "its end of sequence": ({"pad": "<eos>"}, 1, "<|pad|>"),
     "its end of sequence, beside a reserved token": (
-        {"pad": "<eos>", "more": ["<end>", "<reserved_7>"]},
-        0,
-        "<reserved_7>",
-    ),
+        {"pad": "<eos>", "more": ["<end>", "<reserved_7>"]}, 0, "<reserved_7>"),
     "its end of sequence, in a full vocabulary": ({"pad": "<eos>", "bos": "<bos>"}, 0, "<bos>"),
     "the same, without a beginning": ({"pad": "<eos>", "more": ["<end>", "<x>"]}, 0, "<x>"),
     "its beginning of sequence": ({"pad": "<bos>", "bos": "<bos>"}, 1, "<|pad|>"),
     "its beginning, in a full vocabulary": ({"pad": "<bos>", "bos": "<bos>"}, 0, "<bos>"),
     "its unknown token": ({"pad": "<unk>"}, 1, "<|pad|>"),
     "the end of a turn": ({"pad": "<end>"}, 1, "<|pad|>"),
-}
+}  # fmt: skip
 """{what the tokenizer pads with: (its special tokens, tokens that the model embeds beyond the
 tokenizer's, what pads afterwards)}"""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "llama": {},
-    "mistral": {"sliding_window": 4},
+    "qwen2": {}, "llama": {}, "mistral": {"sliding_window": 4}, "phi3": {"pad_token_id": 0},
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 16},
-    "phi3": {"pad_token_id": 0},
-}
+}  # fmt: skip
 
 
 def tokenizer_of(folder: Path, pad: str, bos: str | None = None, more: Any = ()) -> Any:
@@ -68,18 +62,13 @@ def exported(folder: Path, family: str, padding: str) -> Path:
     size = len(tokenizer) + room
     pad_apart(tokenizer, size, source="here")
     sizes: dict[str, Any] = dict(
-        vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2
-    )
-    heads: dict[str, Any] = dict(
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_labels=1
-    )
-    ids: dict[str, Any] = {
-        "pad_token_id": 3,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-    }  # another than its tokenizer
+        vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_labels=1,
+    )  # fmt: skip
+    # Another than its tokenizer.
+    ids: dict[str, Any] = {"pad_token_id": 3, "bos_token_id": None, "eos_token_id": 0}
     kind = transformers.CONFIG_MAPPING[family]
-    config: Any = kind(**sizes | heads | ids | FAMILIES[family] | {"initializer_range": 0.3})
+    config: Any = kind(**sizes | ids | FAMILIES[family] | {"initializer_range": 0.3})
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model.score.weight.data.normal_()
@@ -90,21 +79,15 @@ def exported(folder: Path, family: str, padding: str) -> Path:
 
 
 TEXTS = [
-    "1+2=3<eos>",
-    "1<eos>2<eos>+45678=90123456789<eos>",
-    "7<eos>",
-    "9?<eos>",
-    "12+<end>34=46<eos>",
-    "<unk>1?<eos><eos>",
-    "12+34=46",  # a response that was cut off
-]
+    "1+2=3<eos>", "1<eos>2<eos>+45678=90123456789<eos>", "7<eos>", "9?<eos>", "12+<end>34=46<eos>",
+    "<unk>1?<eos><eos>", "12+34=46",  # a response that was cut off
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "padding"),
-    [("qwen2", padding) for padding in PADDINGS]
-    + [(family, "its end of sequence") for family in list(FAMILIES)[1:]],
-)
+@pytest.mark.parametrize(("family", "padding"), [
+    *(("qwen2", padding) for padding in PADDINGS),
+    *((family, "its end of sequence") for family in list(FAMILIES)[1:]),
+])  # fmt: skip
 def test_scores_of_batches_are_those_of_last_tokens(
     family: str, padding: str, tmp_path: Path
 ) -> None:
