@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from gpu_steps import CLUSTER as STEPS
 from gpu_steps import ClusterStep, listed
+from support.commands import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCHES = [step for step in STEPS if "tools/bench/" in step.command]
 PLANS = sorted({step.dry_run for step in STEPS if step.dry_run})
 
@@ -31,11 +31,7 @@ def test_the_list_says_of_each_what_is_healthy() -> None:
     lines = list(listed(STEPS))
     assert sum(line.startswith("   healthy  ") for line in lines) == len(STEPS)
     assert all(step.shows and step.look and step.healthy for step in STEPS)
-    told = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "run_gpu.py"), "--cluster"],
-        capture_output=True,
-        text=True,
-    )
+    told = python("tools/run_gpu.py", "--cluster")
     assert told.returncode == 0 and told.stdout.splitlines() == lines
 
 

@@ -22,13 +22,9 @@ from megarl.weight_sync.families import FAMILIES, parameter_table, refuse_engine
 from megarl.weight_sync.parameters import training_shards
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=70,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+    vocab_size=70, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,10 +91,8 @@ def test_every_family_is_among_the_cases() -> None:
 def test_a_table_names_what_a_checkpoint_holds(tmp_path: Path, case: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(small(case), dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    owned = {
-        name: tuple(tensor.shape)
-        for name, tensor in load_file(tmp_path / "model.safetensors").items()
-    }
+    tensors = load_file(tmp_path / "model.safetensors")
+    owned = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     table = parameter_table(json.loads((tmp_path / "config.json").read_text()))
     assert {row.name: row.shape for row in table} == owned
     assert len(table) == len(owned)
@@ -108,12 +102,10 @@ def test_a_table_names_what_a_checkpoint_holds(tmp_path: Path, case: str) -> Non
 def test_a_silent_configuration_means_what_transformers_takes_it_for(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]
     fields = {field.name: field.default for field in dataclasses.fields(config)}
-    assert dict(FAMILIES[kind].defaults) == {
-        name: fields.get(name) for name in FAMILIES[kind].defaults
-    }
-    few: dict[str, Any] = {"num_hidden_layers": 1} | (
-        {"num_experts": 2} if FAMILIES[kind].experts else {}
-    )
+    defaults = FAMILIES[kind].defaults
+    assert dict(defaults) == {name: fields.get(name) for name in defaults}
+    few: dict[str, Any] = {"num_hidden_layers": 1}
+    few |= {"num_experts": 2} if FAMILIES[kind].experts else {}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config(**few))
     shapes = {
@@ -129,22 +121,15 @@ def test_old_and_new_names_of_a_setting_mean_the_same(tmp_path: Path) -> None:
     """Published checkpoints say num_experts; transformers 5 writes num_local_experts."""
     new = written(small("qwen3_moe"), tmp_path)
     assert "num_local_experts" in new
-    old = {
-        ("num_experts" if name == "num_local_experts" else name): value
-        for name, value in new.items()
-    }
+    old = {name.replace("num_local_experts", "num_experts"): new[name] for name in new}
     assert parameter_table(old) == parameter_table(new)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case, (kind, _) in CASES.items()
-        if not (FAMILIES[kind].experts or FAMILIES[kind].stacked)
-    ],
-)
+@pytest.mark.parametrize("case", [
+    case for case, (kind, _) in CASES.items()
+    if not (FAMILIES[kind].experts or FAMILIES[kind].stacked)
+])  # fmt: skip
 def test_a_table_is_cut_as_the_trainer_cuts(tmp_path: Path, case: str, tensor: int) -> None:
     config = small(case)
     table = parameter_table(written(config, tmp_path))
@@ -170,8 +155,7 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
 
 @pytest.mark.parametrize(("config", "says"), [
     ({"model_type": "gpt2"},
-     (r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known:"
-     r" qwen2, ")),
+     r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known: qwen2, "),
     ({"model_type": "olmo2"}, r"olmo2 has no parameter table \(vLLM has no implementation of its"),
     ({}, "model type None has no parameter table"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}},

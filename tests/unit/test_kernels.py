@@ -75,19 +75,13 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """
     last: dict[str, Any] = {"factor": 1.0}
 
+    Tensor = torch.Tensor
+
     def flash_attn_varlen_func(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        deterministic: bool = False,
-    ) -> torch.Tensor:
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, deterministic: bool = False,
+    ) -> Tensor:  # fmt: skip
         assert causal and softmax_scale and cu_seqlens_q is cu_seqlens_k
         last.update(longest=max_seqlen_q, deterministic=deterministic)
         out = reference_attention(q, k, v, cu_seqlens_q, softmax_scale * last["factor"])
@@ -121,9 +115,8 @@ def test_flash_attn_is_called_as_it_wants_to_be(flash_attn: dict[str, Any]) -> N
 def test_a_kernel_that_is_wrong_is_refused(flash_attn: dict[str, Any], factor: float) -> None:
     flash_attn["factor"] = factor
     q, k, v = (torch.randn(6, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    with pytest.raises(
-        RuntimeError, match=r"differs from the reference in float64.*set training.a"
-    ):
+    said = r"differs from the reference in float64.*set training.a"
+    with pytest.raises(RuntimeError, match=said):
         packed_attention(q, k, v, Documents.of(starts_of([6])), 0.3, "flash_attn")
 
 
@@ -137,17 +130,14 @@ def test_flash_attn_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert [provider(one) for one in capabilities] == ["FA2", "FA4", "FA4", "FA2"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "installed", "wanted", "why"),
-    [
-        ((9, 0), torch.bfloat16, True, "flash_attn", "FlashAttention-4, compute capability 9.0"),
-        ((10, 0), torch.float16, True, "flash_attn", "compute capability 10.0"),
-        ((9, 0), torch.bfloat16, False, "torch", "not installed"),
-        ((8, 0), torch.bfloat16, True, "torch", "compute capability 8.0, for which"),
-        ((12, 0), torch.bfloat16, True, "torch", "compute capability 12.0, for which"),
-        ((9, 0), torch.float32, True, "torch", "float32, and FlashAttention-4 takes 16 bit"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "dtype", "installed", "wanted", "why"), [
+    ((9, 0), torch.bfloat16, True, "flash_attn", "FlashAttention-4, compute capability 9.0"),
+    ((10, 0), torch.float16, True, "flash_attn", "compute capability 10.0"),
+    ((9, 0), torch.bfloat16, False, "torch", "not installed"),
+    ((8, 0), torch.bfloat16, True, "torch", "compute capability 8.0, for which"),
+    ((12, 0), torch.bfloat16, True, "torch", "compute capability 12.0, for which"),
+    ((9, 0), torch.float32, True, "torch", "float32, and FlashAttention-4 takes 16 bit"),
+])  # fmt: skip
 def test_what_auto_stands_for_on_a_gpu(
     capability: tuple[int, int],
     dtype: torch.dtype,
@@ -169,9 +159,8 @@ def test_what_auto_stands_for_on_a_gpu(
     kernel = varlen_kernel("auto", dtype, device)
     line = attention_line(str(dtype).removeprefix("torch."), device)
     automatic.cache_clear()
-    assert (
-        chosen == wanted and why in said and line == f"training.attention auto is {wanted}: {said}"
-    )
+    assert chosen == wanted and why in said
+    assert line == f"training.attention auto is {wanted}: {said}"
     if wanted == "flash_attn":
         assert kernel is reference_attention
     else:
@@ -293,18 +282,12 @@ def test_a_torch_that_knows_no_shared_heads_is_given_every_head(
     """
     from torch.nn.attention import varlen
 
+    Tensor = torch.Tensor
+
     def old(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-    ) -> torch.Tensor:
+        q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
         assert q.shape == k.shape == v.shape and window_size == (-1, 0) and scale is not None
         return packed_attention(q, k, v, Documents.of(cu_seq_q), scale, "reference")
 
@@ -318,10 +301,8 @@ def test_a_torch_that_knows_no_shared_heads_is_given_every_head(
     found = torch_varlen(q, k, v, starts, 30, 0.4)
     wanted = packed_attention(q, k, v, Documents.of(starts), 0.4, "reference")
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(
-        torch.autograd.grad(found, (q, k, v), upstream),
-        torch.autograd.grad(wanted, (q, k, v), upstream),
-    )
+    grads = (torch.autograd.grad(out, (q, k, v), upstream) for out in (found, wanted))
+    torch.testing.assert_close(*grads)
 
 
 def test_another_document_never_changes_mine() -> None:
@@ -331,9 +312,8 @@ def test_another_document_never_changes_mine() -> None:
     out = packed_attention(q, k, v, Documents.of(starts_of(lengths)), 0.3)
     grads = torch.autograd.grad(out[7:37].sum(), (q, k, v))
     for grad in grads:
-        assert (
-            grad[:7].abs().max() == 0 and grad[37:].abs().max() == 0 and grad[7:37].abs().max() > 0
-        )
+        others = torch.cat([grad[:7], grad[37:]])
+        assert others.abs().max() == 0 and grad[7:37].abs().max() > 0
     with torch.no_grad():
         for x in (q, k, v):
             x[:7] = 1e4
@@ -353,10 +333,8 @@ def test_linear_equals_float64_forward_and_backward(
     upstream = torch.randn(*shape[:-1], 29, generator=draw)
 
     def values_and_grads(function, kind: torch.dtype) -> list[torch.Tensor]:
-        inputs = [
-            tensor.to(kind).requires_grad_()
-            for tensor in ((x, weight, bias) if with_bias else (x, weight))
-        ]
+        given = (x, weight, bias) if with_bias else (x, weight)
+        inputs = [tensor.to(kind).requires_grad_() for tensor in given]
         out = function(*inputs)
         return [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
 
@@ -395,17 +373,14 @@ def test_bfloat16x2_multiplies_finer_than_bfloat16(head: bool) -> None:
         return [out, *torch.autograd.grad(out, [a, b], given.to(kind))]
 
     def gaps(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
-        return [
-            float((a.double() - b).detach().norm() / b.detach().norm())
-            for a, b in zip(found, wanted, strict=True)
-        ]
+        pairs = zip(found, wanted, strict=True)
+        return [float((a.double() - b).detach().norm() / b.detach().norm()) for a, b in pairs]
 
     value, *grads = gaps(values_and_grads(torch.float32), values_and_grads(torch.float64))
     assert 3e-7 < value < 2**-16, "neither float32's products nor bfloat16's"
     assert all(1e-4 < one < 2**-8 for one in grads)
-    value, *grads = gaps(
-        values_and_grads(torch.float32, exact=True), values_and_grads(torch.float64, exact=True)
-    )
+    exact = (values_and_grads(kind, exact=True) for kind in (torch.float32, torch.float64))
+    value, *grads = gaps(*exact)
     assert value < 1e-6
     assert head or max(grads) < 1e-6  # the gradient of logits is no bfloat16 number
 
