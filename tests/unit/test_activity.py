@@ -64,12 +64,9 @@ def other(recording: Recording) -> Iterator[Start]:
     started = []
 
     def start(name: str, body: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN + body, recording.folder, name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", BEGIN + body, recording.folder, name]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, **pipes, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         return process
@@ -83,6 +80,11 @@ def other(recording: Recording) -> Iterator[Start]:
 def during(call: str, then: str = "time.sleep(600)") -> str:
     """Program of a process that is in an activity."""
     return f'with activity({call}):\n    print("ready", flush=True)\n    {then}\n'
+
+
+def step() -> None:
+    with activity("step", kind="train"):
+        pass
 
 
 def mine(folder: Path) -> Life:
@@ -147,8 +149,7 @@ def test_a_process_that_cannot_write_goes_on(
     recording = Recording(str(tmp_path / "absent" / "activity"), "run")
     close = recording.open("engine0")
     for _ in range(3):
-        with activity("step", kind="train"):
-            pass
+        step()
     close()
     assert capsys.readouterr().err.count("what engine0 does is not recorded") == 1
     assert not (tmp_path / "absent").exists()
@@ -160,8 +161,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(
     with Path("/dev/full").open("ab", buffering=0) as full:
         recordings.RECORDERS[0]._file = full
         for _ in range(3):
-            with activity("step", kind="train"):
-                pass
+            step()
     assert capsys.readouterr().err.count("is recorded no more") == 1
 
 
@@ -170,8 +170,7 @@ def test_a_killed_process_leaves_a_torn_line_and_the_next_goes_on(recording: Rec
     recording.open("rank0")()
     path.write_bytes(path.read_bytes() + b'{"name":"step","ph":"B","cat":"tra')
     close = recording.open("rank0")
-    with activity("step", kind="train"):
-        pass
+    step()
     close()
     (life,) = read(path.parent)  # the same process: one life
     assert life.closed and names(life.spans.values()) == ["step"]
