@@ -2,7 +2,7 @@
 
 To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
 returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`, its name to
-`CorrectionName` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
+`CORRECTION` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
 Together with a loss that clips the ratio to them, this is PPO with three policies: the engine's

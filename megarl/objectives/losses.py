@@ -1,7 +1,7 @@
 """Policy losses per token, and the weight of every token in the loss of a mini-batch.
 
 To add a loss, write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
-`LossTerms`, add a line to `LOSSES`, its name to `LossName` in `config.py`, and its closed form to
+`LossTerms`, add a line to `LOSSES`, its name to `LOSS` in `config.py`, and its closed form to
 `tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
 `AGGREGATIONS` and `AggregationName`. A loss has no gradient where the advantage is 0: tokens of
 groups of equal rewards are not computed (`RunConfig.skips_equal_groups`).

@@ -2,7 +2,7 @@
 
 `megarl.objectives.advantages` has the functions that give a whole sample one advantage. Here are
 those that give each token its own. To add one: write a function of (`TokenRewards`, config), add a
-line to `TOKEN_ADVANTAGES`, add its name to `AdvantageName` in `config.py`.
+line to `TOKEN_ADVANTAGES`, add its name to `ADVANTAGE` in `config.py`.
 """
 
 from __future__ import annotations

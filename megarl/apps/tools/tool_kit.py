@@ -6,7 +6,6 @@ ToolKit(config, codec, sources).start() -> kit.session() for each rollout
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.plain_calls import PlainCalls
 from megarl.environments.session import Answer, Observation
-from megarl.environments.user_code import Sources, load, split
+from megarl.environments.user_code import Sources, own_function
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ class ToolKit:
         plain = PlainCalls(self._config.threads)
         found: list[tuple[str, Tool]] = []
         for where in settings.functions:
-            path, name = split(where, FUNCTIONS)
-            function = load(path, name, FUNCTIONS, "function", inspect.isfunction, self._sources)
+            function = own_function(where, FUNCTIONS, sources=self._sources)
             found.append((where, FunctionTool(function, where, plain)))
         self._servers = self._make_servers() if settings.servers else []
         await asyncio.gather(*(server.start() for server in self._servers))

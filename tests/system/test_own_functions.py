@@ -1,0 +1,62 @@
+"""A whole run whose advantage, loss, correction, filter and method are the examples of
+docs/extending.md, in files of the user's: no file of the repository changes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, megarl, records, tiny_run, write_recipe
+from support.tiny import write_model
+
+KEYS = {
+    "loss": ("my_loss.py", "bounded"),
+    "advantage": ("my_advantage.py", "above_median"),
+    "correction": ("my_correction.py", "soft"),
+    "filter": ("my_filter.py", "far_apart"),
+    "method": ("my_method.py", "imitate"),
+}
+"""{example on the page: (file, function)}"""
+
+
+def example(name: str) -> str:
+    """The page's code block of the example `name`."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    found = re.search(rf"```python own_{name}\n(.*?)```", page, re.S)
+    assert found, name
+    assert len(found[1].splitlines()) <= 15, "short enough to be read"
+    return found[1]
+
+
+def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
+    tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 3)
+    for name, (file, function) in KEYS.items():
+        # Each leaves a word where its body begins, in whichever process it runs.
+        said = f"    open({str(tmp_path / 'called')!r}, 'a').write('{name} ')\n"
+        head = re.search(rf"def {function}\(.*\):\n", example(name))
+        assert head is not None
+        (tmp_path / file).write_text(example(name).replace(head[0], head[0] + said))
+    named = {name: ":".join(place) for name, place in KEYS.items()}
+    tree["algorithm"] = {
+        "loss": named["loss"],
+        "clip_high": 0.4,
+        "advantage": named["advantage"],
+        "correction": {"kind": named["correction"]},
+        "method": named["method"],
+    }
+    tree["rollout"] |= {"filter": named["filter"]}
+    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    assert done.code == 0, done.err[-4000:]
+    called = (tmp_path / "called").read_text().split()
+    # Each was tried once at least, and was called in each step; the trial does not call a method.
+    for name in KEYS:
+        assert called.count(name) >= (3 if name == "method" else 4), (name, called.count(name))
+    steps = records(tmp_path / "run" / "metrics.jsonl")
+    assert [row["imitated"] for row in steps] == [1.0] * 3
+    assert all(row["grad_norm"] > 0 and row["clip_share"] == 0 for row in steps)
+    assert all(row["correction/mean"] == pytest.approx(1.0, abs=1e-3) for row in steps)
+    found = json.loads(megarl("ledger", str(tmp_path / "run"), "--json").out)
+    assert set(found["rejected"]) == {"rollout.filter"} and found["rejected"]["rollout.filter"] > 0
