@@ -134,13 +134,13 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
     found_T = trial(logp_T, old_T, advantages_T, mean, algorithm)
     found_T = found_T.per_token if isinstance(found_T, LossTerms) else found_T
     trial.tensor(found_T, logp_T, "[T], of each token")
-    slopes_T = None
+    slopes_T = torch.zeros_like(logp_T)
     if found_T.requires_grad:
         (slopes_T,) = trial.run(
-            lambda: torch.autograd.grad(found_T.sum(), [logp_T], allow_unused=True)
+            lambda: torch.autograd.grad(found_T.sum(), [logp_T], materialize_grads=True)
         )
     trial.require(
-        slopes_T is not None and (bool(slopes_T.any()) or not lengths),
+        bool(slopes_T.any()) or not lengths,
         "has no gradient; compute it from logp_T, without detach() and torch.no_grad()",
     )
     trial.require(bool(slopes_T.isfinite().all()), "has a gradient of NaN or infinity; mend it")

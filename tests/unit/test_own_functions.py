@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_a_function_of_a_file_passes(key: str, tmp_path: Path) -> None:
 )
 def test_the_other_forms_pass(key: str, function: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(RIGHT)
+    attempt(key, f"{tmp_path}/own.py:{function}")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_example_of_the_page_passes(key: str, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
+    name = key.removesuffix(".kind").partition(".")[2]
+    found = re.search(rf"```python own_{name}\n(.*?)```", page, re.S)
+    assert found and len(found[1].splitlines()) <= 15, "short enough to be read"
+    (tmp_path / "own.py").write_text(found[1])
+    (function,) = re.findall(r"^def (\w+)", found[1], re.M)
     attempt(key, f"{tmp_path}/own.py:{function}")
 
 

@@ -14,6 +14,7 @@ from pydantic.errors import PydanticUserError
 
 from megarl.apps.tools.tool import CallError, as_text
 from megarl.environments.plain_calls import LimitExceeded, PlainCalls, within
+from megarl.environments.user_code import check_function
 from megarl.schema import require
 
 FUNCTIONS = "environment.tools.functions"
@@ -28,6 +29,7 @@ class FunctionTool:
         """`where`: the setting's value, for errors. `plain`: runs functions that are not `async`.
         Raises `ValueError` for a parameter without a type, or of a type that JSON cannot hold.
         """
+        check_function(function, where, FUNCTIONS)
         is_named = inspect.isfunction(inspect.unwrap(function)) and function.__name__.isidentifier()
         require(
             is_named,
