@@ -33,6 +33,12 @@ START = "python -m ray.scripts.scripts start --block"
 TORCHRUN = "python -m megarl.parallel.torchrun"
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 PATIENCE = f"{SHUTDOWN}=264"
+ENV = f"env MEGARL_FOLDER=/tmp/m {PATIENCE}"
+ALL = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+NO_GPU = f"{ENV} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
+EIGHT = f"{ENV} {ALL} {START} --num-gpus=8 --address=node0:6000 {RAY}"
+RANKS = f"{ENV} RAY_ADDRESS=node0:6000 {ALL} {TORCHRUN}"
+MASTER = "--nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train RECIPES"
 """For a checkpoint within 240 s of a signal."""
 
 
@@ -62,10 +68,9 @@ def short(command: str) -> str:
 def test_one_node() -> None:
     """Ray deals the engines' GPUs out, and the ranks have the others."""
     assert plan_of("dapo_14b.yaml", 1) == [
-        f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START} --num-gpus=4"
-        f" {HEAD} --temp-dir=/tmp/m/0",
-        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3 {TORCHRUN}"
+        f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START}"
+        f" --num-gpus=4 {HEAD} --temp-dir=/tmp/m/0",
+        f"ranks 0: {ENV} RAY_ADDRESS=node0:6000 CUDA_VISIBLE_DEVICES=0,1,2,3 {TORCHRUN}"
         " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
     ]
 
@@ -73,14 +78,9 @@ def test_one_node() -> None:
 def test_two_nodes() -> None:
     """Ranks on the first node, all engines on the second. The ranks join Ray where they are."""
     assert plan_of("long_context_64k.yaml", 2) == [
-        f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
-        " --temp-dir=/tmp/m/0",
-        f"ray 1: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/1",
-        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 {TORCHRUN} --nnodes 1 --node-rank 0"
-        " --nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train"
-        " RECIPES/long_context_64k.yaml",
+        f"ray 0: {NO_GPU} {HEAD} --temp-dir=/tmp/m/0",
+        f"ray 1: {EIGHT} --temp-dir=/tmp/m/1",
+        f"ranks 0: {RANKS} --nnodes 1 --node-rank 0 {MASTER}/long_context_64k.yaml",
     ]
 
 
@@ -89,33 +89,19 @@ def test_four_roles_apart() -> None:
     last two nodes only engines.
     """
     found = plan_of("ppo_70b_apart.yaml", 12)
-    rays = [
-        f"ray {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
-        f" --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
-        for node in (1, 2, 3)
-    ]
-    engines = [
-        f"ray {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        f" {START} --num-gpus=8 --address=node0:6000 {RAY} --temp-dir=/tmp/m/{node}"
-        for node in (10, 11)
-    ]
+    joins = f"{NO_GPU} --address=node0:6000 {RAY}"
+    rays = [f"ray {node}: {joins} --temp-dir=/tmp/m/{node}" for node in (1, 2, 3)]
+    engines = [f"ray {node}: {EIGHT} --temp-dir=/tmp/m/{node}" for node in (10, 11)]
     ranks = [
-        f"ranks {node}: env MEGARL_FOLDER=/tmp/m {PATIENCE} RAY_ADDRESS=node0:6000"
-        f" CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 {TORCHRUN} --nnodes 10"
-        f" --node-rank {node} --nproc-per-node 8 --master-addr node0 --master-port 6001"
-        " -m megarl train RECIPES/ppo_70b_apart.yaml"
+        f"ranks {node}: {RANKS} --nnodes 10 --node-rank {node} {MASTER}/ppo_70b_apart.yaml"
         for node in range(10)
     ]
-    head = f"ray 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0 {HEAD}"
-    assert found == [f"{head} --temp-dir=/tmp/m/0", *rays, *engines, *ranks]
+    assert found == [f"ray 0: {NO_GPU} {HEAD} --temp-dir=/tmp/m/0", *rays, *engines, *ranks]
 
 
 def test_a_run_without_engines_has_no_ray() -> None:
-    assert plan_of("sft_7b.yaml", 1, "sft") == [
-        f"ranks 0: env MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        f" {TORCHRUN} --nproc-per-node 8"
-        " -m megarl sft RECIPES/sft_7b.yaml",
-    ]
+    command = f"{TORCHRUN} --nproc-per-node 8 -m megarl sft RECIPES/sft_7b.yaml"
+    assert plan_of("sft_7b.yaml", 1, "sft") == [f"ranks 0: {ENV} {ALL} {command}"]
 
 
 def test_by_hand_it_is_said_for_each_node() -> None:
@@ -141,40 +127,25 @@ def test_by_hand_it_is_said_for_each_node() -> None:
 
 def test_places_on_the_cpu() -> None:
     """Ranks on as many nodes as divide them; engines from the last node on."""
-    tree = {
-        "folder": "run",
-        "model": {"path": "m"},
-        "prompts": {"source": "p.jsonl"},
-        "rollout": {"num_engines": 2, "engine": {"tensor": 2}},
-        "training": {"layout": {"data": 4}},
-    }
+    tree = {"folder": "run", "model": {"path": "m"}, "prompts": {"source": "p.jsonl"}}
+    tree |= {"rollout": {"num_engines": 2, "engine": {"tensor": 2}}}
+    tree |= {"training": {"layout": {"data": 4}}}
     plan = make_plan(from_tree(RunConfig, tree, where="test"), Options("r.yaml"))
     gpus = deal_cpu(plan, 3)
     assert [gpu.node for gpu in gpus.ranks] == [0, 0, 1, 1]
     assert [[gpu.node for gpu in one] for one in gpus.engines] == [[2, 2], [1, 1]]
     started = processes(plan, gpus, Options("r.yaml"), "train", AT)
-    assert [(one.kind, one.node) for one in started] == [
-        ("ray", 0),
-        ("ray", 1),
-        ("ray", 2),
-        ("ranks", 0),
-        ("ranks", 1),
-    ]
+    kinds = [(one.kind, one.node) for one in started]
+    assert kinds == [("ray", 0), ("ray", 1), ("ray", 2), ("ranks", 0), ("ranks", 1)]
     dealt = [one.command.words for one in started if one.kind == "ray"]
-    assert [
-        f'--resources={{"megarl_engine_ranks": {n}}}' in words
-        for n, words in zip((0, 2, 2), dealt, strict=True)
-    ] == [True] * 3
+    for count, words in zip((0, 2, 2), dealt, strict=True):
+        assert f'--resources={{"megarl_engine_ranks": {count}}}' in words
 
 
-@pytest.mark.parametrize(
-    ("nodes", "hosts"),
-    [
-        ("gpu7", ["gpu7"]),
-        ("gpu[08-10],login", ["gpu08", "gpu09", "gpu10", "login"]),
-        ("a[1-2]b[3,5]", ["a1b3", "a1b5", "a2b3", "a2b5"]),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "hosts"), [
+    ("gpu7", ["gpu7"]), ("gpu[08-10],login", ["gpu08", "gpu09", "gpu10", "login"]),
+    ("a[1-2]b[3,5]", ["a1b3", "a1b5", "a2b3", "a2b5"]),
+])  # fmt: skip
 def test_a_list_of_nodes(nodes: str, hosts: list[str]) -> None:
     assert expanded(nodes) == hosts
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,22 +43,35 @@ LAYOUTS = (
 )
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """What a command prints as JSON."""
-    capsys.readouterr()  # transformers imports DeepSpeed, which talks, once a test makes a model
-    assert reshard.main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+
+    def call(*arguments: object) -> dict[str, Any]:
+        capsys.readouterr()  # transformers imports DeepSpeed, which talks, once a test makes a model
+        assert reshard.main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return call
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Run:
     """What a command says when it refuses; it must leave nothing behind."""
-    capsys.readouterr()
-    beside = Path(str(arguments[1])).parent
-    before = set(beside.iterdir())
-    assert reshard.main([*map(str, arguments)]) == 1
-    said = capsys.readouterr()
-    assert not said.out and said.err.count("\n") == 1 and set(beside.iterdir()) == before
-    return said.err
+
+    def call(*arguments: object) -> str:
+        capsys.readouterr()
+        beside = Path(str(arguments[1])).parent
+        before = set(beside.iterdir())
+        assert reshard.main([*map(str, arguments)]) == 1
+        said = capsys.readouterr()
+        assert not said.out and said.err.count("\n") == 1 and set(beside.iterdir()) == before
+        return said.err
+
+    return call
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -84,15 +98,8 @@ def model_of(
     """Four heads, two key heads, an odd vocabulary: word shards of unlike sizes, key heads cut and
     shared.
     """
-    made = write_model(
-        folder,
-        kind=kind,
-        tied=tied,
-        biases=True,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=41,
-    )
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 41}
+    made = write_model(folder, kind=kind, tied=tied, biases=True, **sizes)
     if dtype != torch.float32:
         cast = {name: tensor.to(dtype) for name, tensor in tensors(made).items()}
         save_file(cast, made / "model.safetensors", metadata={"format": "pt"})
@@ -108,60 +115,41 @@ def in_two_files(folder: Path) -> None:
         part = dict(list(sorted(whole.items()))[number::2])
         save_file(part, folder / f"part{number}.safetensors", metadata={"format": "pt"})
         where |= dict.fromkeys(part, f"part{number}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": where})
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
 # -------------------------------------------------------------------------------------- round trips
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trips_are_bitwise(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_round_trips_are_bitwise(kind: str, tmp_path: Path, run: Run) -> None:
     """Split, then from layout to layout and back to whole: the tensors, bit by bit, and a model
     that transformers loads.
     """
     import transformers
 
-    source = model_of(
-        tmp_path / "model",
-        kind,
-        tied=kind == "qwen3",
-        dtype=torch.bfloat16 if kind == "llama" else torch.float32,
-    )
-    order = random.Random(kind).sample(LAYOUTS, 4)
-    run(capsys, "split", source, tmp_path / "0", "--layout", order[0])
+    dtype = torch.bfloat16 if kind == "llama" else torch.float32
+    source = model_of(tmp_path / "model", kind, tied=kind == "qwen3", dtype=dtype)
+    order, back = random.Random(kind).sample(LAYOUTS, 4), tmp_path / "back"
+    run("split", source, tmp_path / "0", "--layout", order[0])
     for number, layout in enumerate(order[1:], 1):
-        run(
-            capsys,
-            "convert",
-            tmp_path / f"{number - 1}",
-            tmp_path / f"{number}",
-            "--layout",
-            layout,
-        )
-    found = run(capsys, "join", tmp_path / "3", tmp_path / "back")
+        folders = tmp_path / f"{number - 1}", tmp_path / f"{number}"
+        run("convert", *folders, "--layout", layout)
+    found = run("join", tmp_path / "3", back)
     assert found["files"] == ["model.safetensors"] and found["left_out"] == []
-    assert_same(tensors(tmp_path / "back"), tensors(source))
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {
-        path.name for path in source.iterdir()
-    } | {"digests.json"}
-    assert (tmp_path / "back" / "config.json").read_text() == (source / "config.json").read_text()
+    assert_same(tensors(back), tensors(source))
+    names = {path.name for path in source.iterdir()} | {"digests.json"}
+    assert {path.name for path in back.iterdir()} == names
+    assert (back / "config.json").read_text() == (source / "config.json").read_text()
 
-    one, other = (
-        transformers.AutoModelForCausalLM.from_pretrained(path)
-        for path in (source, tmp_path / "back")
-    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    one, other = load(source), load(back)
     assert_same(one.state_dict(), other.state_dict())
     words = torch.arange(2, 12)[None]
     assert torch.equal(one(words).logits, other(words).logits)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert (
-        tokenizer("12+3=")["input_ids"]
-        == transformers.AutoTokenizer.from_pretrained(source)("12+3=")["input_ids"]
-    )
+    load = transformers.AutoTokenizer.from_pretrained
+    assert load(back)("12+3=")["input_ids"] == load(source)("12+3=")["input_ids"]
 
 
 def random_layouts(count: int) -> list[str]:
@@ -174,12 +162,10 @@ def random_layouts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", random_layouts(8))
-def test_ranks_hold_what_the_layout_says(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_hold_what_the_layout_says(layout: str, tmp_path: Path, run: Run) -> None:
     """Each rank's file against the definition: its piece of every whole tensor, flat."""
     source = model_of(tmp_path / "model")
-    run(capsys, "split", source, tmp_path / "out", "--layout", layout)
+    run("split", source, tmp_path / "out", "--layout", layout)
     degrees, whole = reshard.parse_degrees(layout), tensors(source)
     described = checkpoint_files.read_description(tmp_path / "out")
     assert described.degrees == degrees.layout and described.zero_stage == degrees.zero_stage
@@ -189,18 +175,18 @@ def test_ranks_hold_what_the_layout_says(
     owned = reshard.load_model(source).owned(degrees)
     for file, one in zip(described.files, owned, strict=True):
         assert_same(load_file(tmp_path / "out" / file), scatter(one, whole))
-    run(capsys, "join", tmp_path / "out", tmp_path / "back")
+    run("join", tmp_path / "out", tmp_path / "back")
     assert_same(tensors(tmp_path / "back"), whole)
 
 
-def test_several_files_and_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_files_and_an_index(tmp_path: Path, run: Run) -> None:
     import transformers
 
     source = model_of(tmp_path / "model")
     whole = tensors(source)
     in_two_files(source)
-    run(capsys, "split", source, tmp_path / "out", "--layout", "tensor 2 data 2 zero 3")
-    found = run(capsys, "join", tmp_path / "out", tmp_path / "back", "--file-gb", "0.00005")
+    run("split", source, tmp_path / "out", "--layout", "tensor 2 data 2 zero 3")
+    found = run("join", tmp_path / "out", tmp_path / "back", "--file-gb", "0.00005")
     assert len(found["files"]) > 2
     for name in found["files"]:
         owned = load_file(tmp_path / "back" / name)
@@ -212,32 +198,32 @@ def test_several_files_and_an_index(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert_same(dict(loaded.state_dict()), whole)
 
 
-def test_dtypes_stay_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dtypes_stay_where_they_differ(tmp_path: Path, run: Run) -> None:
     source = model_of(tmp_path / "model")
     mixed = {n: t.to(torch.bfloat16) if t.dim() > 1 else t for n, t in tensors(source).items()}
     mixed["model.norm.weight"] = mixed["model.norm.weight"].to(torch.float16)
     save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
-    found = run(capsys, "split", source, tmp_path / "out", "--layout", "data 3 zero 3")
+    found = run("split", source, tmp_path / "out", "--layout", "data 3 zero 3")
     assert found["dtypes"] == ["bfloat16", "float16", "float32"]
-    run(capsys, "join", tmp_path / "out", tmp_path / "back")
+    run("join", tmp_path / "out", tmp_path / "back")
     assert_same(tensors(tmp_path / "back"), mixed)
 
 
-def test_a_tied_head_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_head_is_left_out(tmp_path: Path, run: Run, refused: Run) -> None:
     """If it is the embedding again; a buffer of old Llama checkpoints, too."""
     source = model_of(tmp_path / "model", "llama", tied=True)
     whole = tensors(source)
     more = {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(whole | more, source / "model.safetensors")
-    found = run(capsys, "split", source, tmp_path / "out", "--layout", "tensor 2")
+    found = run("split", source, tmp_path / "out", "--layout", "tensor 2")
     assert set(found["left_out"]) == set(more)
-    run(capsys, "join", tmp_path / "out", tmp_path / "back")
+    run("join", tmp_path / "out", tmp_path / "back")
     assert_same(tensors(tmp_path / "back"), whole)
     more["lm_head.weight"][3, 3] += 1
     save_file(whole | more, source / "model.safetensors")
     assert "tie_word_embeddings" in refused(
-        capsys, "split", source, tmp_path / "no", "--layout", "tensor 2"
+        "split", source, tmp_path / "no", "--layout", "tensor 2"
     )
 
 
@@ -257,95 +243,44 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert one.returncode == 0 and json.loads(one.stdout)["parameters"] > 0, one.stderr
     assert_same(tensors(tmp_path / "back"), tensors(source))
     done = call("join", "out", "back")
-    assert (
-        done.returncode == 1
-        and not done.stdout
-        and "is there already" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 1 and not done.stdout
+    assert "is there already" in done.stderr and "Traceback" not in done.stderr
 
 
 # ----------------------------------------------------------------------------------------- dry runs
 
-LARGE = {
-    "14B": (
-        14_768_307_200,
-        dict(
-            model_type="qwen3",
-            num_hidden_layers=40,
-            hidden_size=5120,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-        )
-        | dict(head_dim=128, intermediate_size=17408, vocab_size=151936, tie_word_embeddings=False),
-    ),
-    "70B": (
-        70_553_706_496,
-        dict(
-            model_type="llama",
-            num_hidden_layers=80,
-            hidden_size=8192,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        )
-        | dict(intermediate_size=28672, vocab_size=128256, tie_word_embeddings=False),
-    ),
-    "30B-A3B": (
-        30_532_122_624,
-        dict(
-            model_type="qwen3_moe",
-            num_hidden_layers=48,
-            hidden_size=2048,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-        )
-        | dict(
-            head_dim=128,
-            num_experts=128,
-            moe_intermediate_size=768,
-            intermediate_size=6144,
-            vocab_size=151936,
-        )
-        | dict(tie_word_embeddings=False),
-    ),
-}
+LARGE: dict[str, tuple[int, str]] = {
+    "14B": (14_768_307_200, "model_type: qwen3, num_hidden_layers: 40, hidden_size: 5120,"
+     " num_attention_heads: 40, num_key_value_heads: 8, head_dim: 128, intermediate_size: 17408,"
+     " vocab_size: 151936, tie_word_embeddings: false"),
+    "70B": (70_553_706_496, "model_type: llama, num_hidden_layers: 80, hidden_size: 8192,"
+     " num_attention_heads: 64, num_key_value_heads: 8, intermediate_size: 28672,"
+     " vocab_size: 128256, tie_word_embeddings: false"),
+    "30B-A3B": (30_532_122_624, "model_type: qwen3_moe, num_hidden_layers: 48, hidden_size: 2048,"
+     " num_attention_heads: 32, num_key_value_heads: 4, head_dim: 128, num_experts: 128,"
+     " moe_intermediate_size: 768, intermediate_size: 6144, vocab_size: 151936,"
+     " tie_word_embeddings: false"),
+}  # fmt: skip
 """Parameters as their model cards count them, and config.json."""
 
 
 def config_of(folder: Path, name: str) -> Path:
     path = folder / "config.json"
-    path.write_text(json.dumps(LARGE[name][1]))
+    path.write_text(json.dumps(yaml.safe_load("{" + LARGE[name][1] + "}")))
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "engines", "tensor"),
-    [
-        ("14B", "data 2 tensor 4 zero 3", 2, 4),
-        ("14B", "data 2 sequence 2 tensor 2", 4, 8),
-        ("70B", "data 2 tensor 8 zero 3", 1, 8),
-        ("30B-A3B", "data 4 zero 3", 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "source", "engines", "tensor"), [
+    ("14B", "data 2 tensor 4 zero 3", 2, 4),
+    ("14B", "data 2 sequence 2 tensor 2", 4, 8),
+    ("70B", "data 2 tensor 8 zero 3", 1, 8),
+    ("30B-A3B", "data 4 zero 3", 1, 2),
+])  # fmt: skip
 def test_a_dry_run_of_a_large_model(
-    name: str,
-    source: str,
-    engines: int,
-    tensor: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, source: str, engines: int, tensor: int, tmp_path: Path, run: Run
 ) -> None:
-    arguments = [
-        "--source",
-        source,
-        "--engines",
-        engines,
-        "--engine-tensor",
-        tensor,
-        "--link-gb-s",
-        "50",
-    ]
-    found = run(capsys, "plan", config_of(tmp_path, name), *arguments)
+    to = ["--engines", engines, "--engine-tensor", tensor, "--link-gb-s", 50]
+    found = run("plan", config_of(tmp_path, name), "--source", source, *to)
     parameters = LARGE[name][0]
     assert found["model"]["parameters"] == parameters
     cover = found["coverage"]
@@ -357,61 +292,32 @@ def test_a_dry_run_of_a_large_model(
     assert cover["written_elements"] < engines * parameters * 1.02
     degrees = reshard.parse_degrees(source)
     replicas = degrees.layout.size // degrees.layout.tensor
-    if degrees.zero_stage == 3:
-        assert math.isclose(found["source"]["bytes"], 2 * parameters, rel_tol=0.01)
-    else:
-        assert math.isclose(found["source"]["bytes"], 2 * parameters * replicas, rel_tol=0.01)
+    copies = 1 if degrees.zero_stage == 3 else replicas
+    assert math.isclose(found["source"]["bytes"], 2 * parameters * copies, rel_tol=0.01)
     ranks = engines * tensor
     assert found["target"]["ranks"] == ranks and found["naive_bytes"] > ranks * 2 * parameters
     assert found["most_received_bytes"] == 2 * cover["written_elements"] // ranks
-    assert (
-        found["predicted_s"] == max(found["most_sent_bytes"], found["most_received_bytes"]) / 50e9
-    )
+    busiest = max(found["most_sent_bytes"], found["most_received_bytes"])
+    assert found["predicted_s"] == busiest / 50e9
     assert found["most_sent_bytes"] >= found["moved_bytes"] / found["source"]["ranks"]
-    assert (
-        found["buckets"]["rank_buckets"]
-        >= found["target"]["largest_rank_bytes"] / found["buckets"]["largest_bytes"]
-    )
+    buckets = found["buckets"]
+    least = found["target"]["largest_rank_bytes"] / buckets["largest_bytes"]
+    assert buckets["rank_buckets"] >= least
 
 
 def test_a_dry_run_between_training_layouts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = config_of(tmp_path, "14B")
-    found = run(
-        capsys,
-        "plan",
-        path,
-        "--source",
-        "data 4 tensor 2 zero 3",
-        "--target",
-        "data 2 tensor 4 zero 3",
-    )
-    assert (
-        found["target"]["ranks"] == 8
-        and found["moved_bytes"] == found["minimum_bytes"] == found["target"]["bytes"]
-    )
-    same = run(
-        capsys,
-        "plan",
-        path,
-        "--source",
-        "data 4 zero 3",
-        "--target",
-        "data 4 zero 3",
-        "--colocated",
-    )
-    assert (
-        same["moved_bytes"] == 0
-        and same["local_copies"] == same["copies"]
-        and same["predicted_s"] == 0
-    )
-    assert (
-        reshard.main(
-            ["plan", str(path), "--source", "data 2", "--engines", "1", "--engine-tensor", "2"]
-        )
-        == 0
-    )
+    path, layout = config_of(tmp_path, "14B"), "data 4 zero 3"
+    target = "data 2 tensor 4 zero 3"
+    found = run("plan", path, "--source", "data 4 tensor 2 zero 3", "--target", target)
+    assert found["target"]["ranks"] == 8
+    assert found["moved_bytes"] == found["minimum_bytes"] == found["target"]["bytes"]
+    same = run("plan", path, "--source", layout, "--target", layout, "--colocated")
+    assert same["moved_bytes"] == same["predicted_s"] == 0
+    assert same["local_copies"] == same["copies"]
+    to_engines = ["--source", "data 2", "--engines", "1", "--engine-tensor", "2"]
+    assert reshard.main(["plan", str(path), *to_engines]) == 0
     assert "14,768,307,200 parameters" in capsys.readouterr().out
 
 
@@ -448,61 +354,35 @@ def truncate(path: Path, off: int = 100) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config.json": (lambda f: (f / "config.json").unlink(), ["config.json", "name a model's"]),
-    "config.json of something else": (
-        lambda f: (f / "config.json").write_text("[]"),
-        ["model_type", "name one"],
-    ),
+    "config.json of something else": (lambda f: (f / "config.json").write_text("[]"),
+     ["model_type", "name one"]),
     "unknown family": (lambda f: change_config(f, model_type="gpt2"), ["gpt2", "known: qwen2"]),
-    "no weights": (
-        lambda f: (f / "model.safetensors").unlink(),
-        ["model.safetensors", "name the folder"],
-    ),
-    "a missing tensor": (
-        lambda f: change_tensors(f, lambda t: t.pop(NORM)),
-        [NORM, "no tensor", "fetch both"],
-    ),
-    "an unexpected tensor": (
-        lambda f: change_tensors(f, lambda t: t.update(more=torch.ones(1))),
-        ["more in", "fetch both"],
-    ),
-    "another shape": (
-        lambda f: change_tensors(f, lambda t: t.update({NORM: torch.ones(32)})),
-        [NORM, "(32,)", "(64,)", "fetch both"],
-    ),
-    "another model": (
-        lambda f: change_config(f, num_hidden_layers=3, layer_types=None),
-        ["model.layers.2.", "no tensor"],
-    ),
-    "a config.json that contradicts itself": (
-        lambda f: change_config(f, num_hidden_layers=3),
-        ["layer_types", "fetch it"],
-    ),
-    "no weight's dtype": (
-        lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].int()})),
-        [NORM, "I32"],
-    ),
-    "a truncated file": (
-        lambda f: truncate(f / "model.safetensors"),
-        ["truncated", "fetch it again"],
-    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(),
+     ["model.safetensors", "name the folder"]),
+    "a missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)),
+     [NORM, "no tensor", "fetch both"]),
+    "an unexpected tensor": (lambda f: change_tensors(f, lambda t: t.update(more=torch.ones(1))),
+     ["more in", "fetch both"]),
+    "another shape": (lambda f: change_tensors(f, lambda t: t.update({NORM: torch.ones(32)})),
+     [NORM, "(32,)", "(64,)", "fetch both"]),
+    "another model": (lambda f: change_config(f, num_hidden_layers=3, layer_types=None),
+     ["model.layers.2.", "no tensor"]),
+    "a config.json that contradicts itself": (lambda f: change_config(f, num_hidden_layers=3),
+     ["layer_types", "fetch it"]),
+    "no weight's dtype": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].int()})),
+     [NORM, "I32"]),
+    "a truncated file": (lambda f: truncate(f / "model.safetensors"),
+     ["truncated", "fetch it again"]),
     "a name twice": (repeat_a_tensor, ["part0.safetensors and in", "part1.safetensors", "remove"]),
     "an index without its file": (forget_a_file, ["part1.safetensors", "not in the folder"]),
-    "an index and a whole file": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
-        ["both", "remove the one"],
-    ),
-    "an index that is none": (
-        lambda f: (
-            in_two_files(f),
-            (f / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
-        ),
-        ["index.json cannot be read"],
-    ),
-    "an index that is wrong": (
-        lambda f: (in_two_files(f), move_in_index(f)),
-        ["but it is not", "fetch both"],
-    ),
-}
+    "an index and a whole file": (lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+     ["both", "remove the one"]),
+    "an index that is none": (lambda f: (in_two_files(f),
+     (f / "model.safetensors.index.json").write_text('{"weight_map": 3}')),
+     ["index.json cannot be read"]),
+    "an index that is wrong": (lambda f: (in_two_files(f), move_in_index(f)),
+     ["but it is not", "fetch both"]),
+}  # fmt: skip
 
 
 def move_in_index(folder: Path) -> None:
@@ -513,13 +393,11 @@ def move_in_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_what_is_no_checkpoint_is_refused(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_is_refused(case: str, tmp_path: Path, refused: Run) -> None:
     spoil, says = BAD_FOLDERS[case]
     folder = model_of(tmp_path / "model")
     spoil(folder)
-    said = refused(capsys, "split", folder, tmp_path / "out", "--layout", "data 2 zero 3")
+    said = refused("split", folder, tmp_path / "out", "--layout", "data 2 zero 3")
     assert all(word in said for word in says), said
 
 
@@ -535,36 +413,24 @@ def change_layout(folder: Path, **changes: object) -> None:
 
 
 BAD_SHARDS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "a truncated shard": (
-        lambda f: truncate(f / "rank_00001.safetensors"),
-        ["rank_00001.safetensors is damaged"],
-    ),
-    "a changed byte": (
-        lambda f: flip(f / "rank_00002.safetensors"),
-        ["rank_00002.safetensors is damaged"],
-    ),
-    "a missing shard": (
-        lambda f: (f / "rank_00000.safetensors").unlink(),
-        ["missing or foreign", "rank_00000.safetensors"],
-    ),
+    "a truncated shard": (lambda f: truncate(f / "rank_00001.safetensors"),
+     ["rank_00001.safetensors is damaged"]),
+    "a changed byte": (lambda f: flip(f / "rank_00002.safetensors"),
+     ["rank_00002.safetensors is damaged"]),
+    "a missing shard": (lambda f: (f / "rank_00000.safetensors").unlink(),
+     ["missing or foreign", "rank_00000.safetensors"]),
     "no layout": (lambda f: (f / "layout.json").unlink(), ["no sharded checkpoint", "name one"]),
     "layout.json cut off": (lambda f: truncate(f / "layout.json"), ["layout.json cannot be read"]),
     "of a later format": (lambda f: change_layout(f, format=2), ["format 1"]),
     "nonsense": (lambda f: change_layout(f, layout={"data": 0}), ["does not describe ranks"]),
-    "another layout": (
-        lambda f: change_layout(f, layout={"data": 1, "sequence": 4, "tensor": 1}),
-        ["rank_00000", "layout.json"],
-    ),
+    "another layout": (lambda f: change_layout(f, layout={"data": 1, "sequence": 4, "tensor": 1}),
+     ["rank_00000", "layout.json"]),
     "another stage": (lambda f: change_layout(f, zero_stage=0), ["other files"]),
     "another fingerprint": (lambda f: change_layout(f, fingerprint="0"), ["names and shapes"]),
-    "a shard of another": (
-        lambda f: (
-            shutil.copy(f / "rank_00000.safetensors", f / "rank_00001.safetensors"),
-            seal_again(f),
-        ),
-        ["rank_00001.safetensors does not hold", "fetch"],
-    ),
-}
+    "a shard of another": (lambda f: (shutil.copy(f / "rank_00000.safetensors",
+     f / "rank_00001.safetensors"), seal_again(f)),
+     ["rank_00001.safetensors does not hold", "fetch"]),
+}  # fmt: skip
 
 
 def flip(path: Path) -> None:
@@ -577,92 +443,67 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("case", BAD_SHARDS)
 def test_a_damaged_sharded_checkpoint_is_refused(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, run: Run, refused: Run
 ) -> None:
     spoil, says = BAD_SHARDS[case]
     folder = tmp_path / "sharded"
-    run(capsys, "split", model_of(tmp_path / "model"), folder, "--layout", "data 2 tensor 2 zero 3")
+    run("split", model_of(tmp_path / "model"), folder, "--layout", "data 2 tensor 2 zero 3")
     spoil(folder)
     for command in (["join"], ["convert", "--layout", "data 2"]):
-        said = refused(capsys, command[0], folder, tmp_path / "out", *command[1:])
+        said = refused(command[0], folder, tmp_path / "out", *command[1:])
         assert all(word in said for word in says), said
 
 
-def test_layouts_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, run: Run, refused: Run) -> None:
     folder, out = model_of(tmp_path / "model"), tmp_path / "out"
-    assert "num_attention_heads = 4" in refused(
-        capsys, "split", folder, out, "--layout", "tensor 3"
-    )
-    run(capsys, "split", folder, tmp_path / "sharded", "--layout", "tensor 2")
-    assert "num_attention_heads = 4" in refused(
-        capsys, "convert", tmp_path / "sharded", out, "--layout", "tensor 8"
-    )
+    run("split", folder, tmp_path / "sharded", "--layout", "tensor 2")
+    for command in (["split", folder, out, "--layout", "tensor 3"],
+                    ["convert", tmp_path / "sharded", out, "--layout", "tensor 8"]):  # fmt: skip
+        assert "num_attention_heads = 4" in refused(*command)
     path = config_of(tmp_path, "14B")
-    assert "tensor is 16" in refused(
-        capsys, "plan", path, "--source", "tensor 16", "--engines", "1"
-    )
-    assert "tensor is 16" in refused(
-        capsys, "plan", path, "--source", "data 2", "--engines", "1", "--engine-tensor", "16"
-    )
-    assert "tensor is 7" in refused(
-        capsys, "plan", path, "--source", "data 2", "--target", "tensor 7"
-    )
+    for layouts, said in (
+        ("--source|tensor 16|--engines|1", "tensor is 16"),
+        ("--source|data 2|--engines|1|--engine-tensor|16", "tensor is 16"),
+        ("--source|data 2|--target|tensor 7", "tensor is 7"),
+    ):
+        assert said in refused("plan", path, *layouts.split("|"))
     moe = config_of(tmp_path, "30B-A3B")
-    assert "moe_tp_experts" in refused(
-        capsys, "plan", moe, "--source", "tensor 2", "--engines", "1"
-    )
+    assert "moe_tp_experts" in refused("plan", moe, "--source", "tensor 2", "--engines", "1")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "data",
-        "data two",
-        "data 2 tensor",
-        "width 2",
-        "zero 4",
-        "data 0",
-        "data 2 data 2",
-        "data 2 tensor -1",
-    ],
-)
+NO_LAYOUTS = ("", "data", "data two", "data 2 tensor", "width 2", "zero 4", "data 0")
+
+
+@pytest.mark.parametrize("words", [*NO_LAYOUTS, "data 2 data 2", "data 2 tensor -1"])
 def test_layouts_that_are_none_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         reshard.main(["split", "a", "b", "--layout", words])
     assert "--layout" in capsys.readouterr().err
 
 
-def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Run
+) -> None:
     folder, out = model_of(tmp_path / "model"), tmp_path / "out"
     out.mkdir()
-    assert "is there already" in refused(capsys, "split", folder, out, "--layout", "data 2")
+    assert "is there already" in refused("split", folder, out, "--layout", "data 2")
     (tmp_path / ".writing_new").mkdir()
     assert "another process writes" in refused(
-        capsys, "split", folder, tmp_path / "new", "--layout", "data 2"
+        "split", folder, tmp_path / "new", "--layout", "data 2"
     )
     (tmp_path / "file").write_text("")
-    assert "within one that is yours" in refused_deep(capsys, folder, tmp_path / "file" / "there")
-    deep = tmp_path / "not" / "there"
-    assert reshard.main(["split", str(folder), str(deep), "--layout", "data 2"]) == 0
+    for out, code in ((tmp_path / "file" / "there", 1), (tmp_path / "not" / "there", 0)):
+        assert reshard.main(["split", str(folder), str(out), "--layout", "data 2"]) == code
+        assert ("within one that is yours" in capsys.readouterr().err) == code
 
 
-def refused_deep(capsys: pytest.CaptureFixture[str], folder: Path, out: Path) -> str:
-    assert reshard.main(["split", str(folder), str(out), "--layout", "data 2"]) == 1
-    return capsys.readouterr().err
-
-
-def test_a_full_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Run) -> None:
     """Before, where it can be known; and where it fills up in the middle."""
     folder, out = model_of(tmp_path / "model"), tmp_path / "out"
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
+        said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "are needed" in said and "0.000 GB free" in said and "another disk" in said
 
     real = checkpoint_files.write_safetensors
@@ -674,7 +515,7 @@ def test_a_full_disk_is_told(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "write_safetensors", fills_up)
-        said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
+        said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "No space left" in said and "free some space" in said
 
     def refused_by_the_disk(output: checkpoint_files.Output, *rest: Any) -> int:
@@ -682,7 +523,7 @@ def test_a_full_disk_is_told(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "write_safetensors", refused_by_the_disk)
-        said = refused(capsys, "split", folder, out, "--layout", "data 2 zero 3")
+        said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "Read-only file system" in said and "free some space" not in said
     assert "correct that, or name a folder on another disk" in said
 
@@ -706,10 +547,9 @@ def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         made.append(size)
         return real(size, **settings)
 
+    degrees = reshard.Degrees(Layout(data=2, tensor=2), 3)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.torch, "empty", counted)
-        reshard.write_sharded(
-            source, reshard.Degrees(Layout(data=2, tensor=2), 3), tmp_path / "out"
-        )
+        reshard.write_sharded(source, degrees, tmp_path / "out")
     sizes = {name: math.prod(shape) for name, shape in source.model.shapes.items()}
     assert len(made) == 4 * len(sizes) and max(made) <= max(sizes.values())

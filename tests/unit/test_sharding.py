@@ -17,21 +17,15 @@ from megarl.trainer import sharding
 from megarl.trainer.sharding import refuse_tensor, shard_model
 
 KINDS = {
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "llama": transformers.LlamaConfig,
-    "mistral": transformers.MistralConfig,
-}
+    "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig,
+}  # fmt: skip
 
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=41,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+    vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
 
 
 def small(kind: str = "qwen2", **changes: Any) -> transformers.PreTrainedConfig:
@@ -58,26 +52,24 @@ def test_the_parts_of_all_ranks_are_the_whole_model(kind: str, tensor: int, tied
         mine = model(config)
         shards = shard_model(mine, axis(tensor, rank))
         parts.append(dict(mine.named_parameters()))
-        assert whole_shapes(mine, shards) == {
-            name: tuple(parameter.shape) for name, parameter in whole.items()
-        }
+        shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+        assert whole_shapes(mine, shards) == shapes
     for name, parameter in whole.items():
         owned = [part[name] for part in parts]
         if name in shards:
             assert torch.equal(torch.cat(owned, shards[name].dim), parameter)
             assert all(part.tensor_model_parallel for part in owned)
         else:
-            assert all(
-                torch.equal(part, parameter) and not hasattr(part, "tensor_model_parallel")
-                for part in owned
-            )
+            assert all(torch.equal(part, parameter) for part in owned)
+            assert not any(hasattr(part, "tensor_model_parallel") for part in owned)
     if tensor > 1:
         cut = {name.split(".")[-2] for name in shards}
         # With four ranks for two key heads, key and value projections stay whole.
         expected = {"embed_tokens", "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-        assert cut == expected | (set() if tied else {"lm_head"}) | (
+        expected |= (set() if tied else {"lm_head"}) | (
             {"k_proj", "v_proj"} if tensor == 2 else set()
         )
+        assert cut == expected
 
 
 def test_neighbours_share_a_key_head() -> None:
@@ -113,10 +105,8 @@ def test_what_does_not_divide_is_refused(changes: dict[str, int], tensor: int, s
 
 def test_a_style_we_do_not_know_is_refused_by_name() -> None:
     config = small()
-    config.base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-    }
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.experts": "moe_tp_experts"}
+    config.base_model_tp_plan = plan
     with pytest.raises(ValueError, match="moe_tp_experts"):
         refuse_tensor(config, 2)
 
@@ -135,10 +125,8 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
 
     from megarl.trainer.compilation import drop_stale_locks
 
-    old, fresh = (
-        tmp_path / "py311_cpu" / name / "lock"
-        for name in ("deepspeed_shm_comm", "deepspeed_cpu_adam")
-    )
+    names = ("deepspeed_shm_comm", "deepspeed_cpu_adam")
+    old, fresh = (tmp_path / "py311_cpu" / name / "lock" for name in names)
     for lock in (old, fresh):
         lock.parent.mkdir(parents=True)
         lock.touch()
@@ -148,72 +136,39 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
 
 
 LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-}
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 LATENT: dict[str, Any] = dict(
-    num_key_value_heads=4,
-    kv_lora_rank=16,
-    q_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=8,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+    v_head_dim=8, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 
 REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
     "scaled embedding": (
-        transformers.VaultGemmaConfig(**SMALL, head_dim=8, final_logit_softcapping=None),
-        2,
-        "VaultGemmaTextScaledWordEmbedding",
-    ),
+        transformers.VaultGemmaConfig(**SMALL, head_dim=8, final_logit_softcapping=None), 2,
+        "VaultGemmaTextScaledWordEmbedding"),
     "parameters on a part of the activations": (
-        transformers.ApertusConfig(**SMALL),
-        2,
-        "mlp.act_fn.alpha",
-    ),
+        transformers.ApertusConfig(**SMALL), 2, "mlp.act_fn.alpha"),
     "a soft cap of logits in a model that is not known to have one": (
-        transformers.VaultGemmaConfig(**SMALL, head_dim=8),
-        1,
-        "final_logit_softcapping = 30.0",
-    ),
+        transformers.VaultGemmaConfig(**SMALL, head_dim=8), 1, "final_logit_softcapping = 30.0"),
     "a factor of logits in a model that is not known to have one": (
-        transformers.LlamaConfig(**SMALL, logit_scale=0.5),
-        1,
-        "logit_scale = 0.5",
-    ),
+        transformers.LlamaConfig(**SMALL, logit_scale=0.5), 1, "logit_scale = 0.5"),
     "another attention": (
-        transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4),
-        1,
-        "bloom.* 0 of its 2",
-    ),
+        transformers.BloomConfig(vocab_size=41, hidden_size=32, n_layer=2, n_head=4), 1,
+        "bloom.* 0 of its 2"),
     "a bare error of the model's": (
-        transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4),
-        1,
-        "gptj",
-    ),
+        transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4), 1, "gptj"),
     "experts by another name": (
-        transformers.AriaTextConfig(**SMALL, moe_num_experts=2),
-        1,
-        "aria_text uses mixture of experts",
-    ),
+        transformers.AriaTextConfig(**SMALL, moe_num_experts=2), 1,
+        "aria_text uses mixture of experts"),
     "values narrower than keys": (
-        transformers.YoutuConfig(**SMALL | LATENT),
-        1,
-        "youtu has values of width 8 and keys of width 16 .*latent",
-    ),
+        transformers.YoutuConfig(**SMALL | LATENT), 1,
+        "youtu has values of width 8 and keys of width 16 .*latent"),
     "rotary embeddings of the longest document": (
-        transformers.LlamaConfig(
-            **SMALL, rope_parameters=LONG | {"original_max_position_embeddings": 32}
-        ),
-        1,
-        "longrope rotary",
-    ),
-}
+        transformers.LlamaConfig(**SMALL, rope_parameters=LONG), 1, "longrope rotary"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
