@@ -32,60 +32,42 @@ CHATML = Family(
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    end="<|im_end|>",
-    eos="<|endoftext|>",
-    others=("<|im_start|>",),
-)
+    end="<|im_end|>", eos="<|endoftext|>", others=("<|im_start|>",),
+)  # fmt: skip
 LLAMA = Family(
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    end="<|eot_id|>",
-    eos="<|end_of_text|>",
-    bos="<|begin_of_text|>",
+    end="<|eot_id|>", eos="<|end_of_text|>", bos="<|begin_of_text|>",
     others=("<|start_header_id|>", "<|end_header_id|>"),
-)
+)  # fmt: skip
 GEMMA = Family(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
     "{{ raise_exception('no system role') }}{% endif %}<start_of_turn>"
     "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    end="<end_of_turn>",
-    eos="<eos>",
-    bos="<bos>",
-    others=("<start_of_turn>",),
-)
+    end="<end_of_turn>", eos="<eos>", bos="<bos>", others=("<start_of_turn>",),
+)  # fmt: skip
 MISTRAL = Family(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
     "{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
-    end="</s>",
-    eos="</s>",
-    bos="<s>",
-    others=("[INST]", "[/INST]"),
-)
+    end="</s>", eos="</s>", bos="<s>", others=("[INST]", "[/INST]"),
+)  # fmt: skip
 PHI = Family(
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
-    end="<|end|>",
-    eos="<|endoftext|>",
-    others=("<|user|>", "<|assistant|>", "<|system|>"),
-)
+    end="<|end|>", eos="<|endoftext|>", others=("<|user|>", "<|assistant|>", "<|system|>"),
+)  # fmt: skip
 GRANITE = Family(
     "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
     "<|end_of_text|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-    end="<|end_of_text|>",
-    eos="<|end_of_text|>",
-    others=("<|start_of_role|>", "<|end_of_role|>"),
-)
+    end="<|end_of_text|>", eos="<|end_of_text|>", others=("<|start_of_role|>", "<|end_of_role|>"),
+)  # fmt: skip
 FAMILIES = {
-    "chatml": CHATML,
-    "llama": LLAMA,
-    "gemma": GEMMA,
-    "mistral": MISTRAL,
-    "phi": PHI,
+    "chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "mistral": MISTRAL, "phi": PHI,
     "granite": GRANITE,
-}
+}  # fmt: skip
 
 
 def tokenizer_of(family: Family, template: str | None = None) -> PreTrainedTokenizerFast:

@@ -40,7 +40,7 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
     """
     mark = uuid.uuid4().hex
     settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=settings, text=True, start_new_session=True, **pipes
     )
@@ -105,7 +105,7 @@ def python(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     """A new Python with these words, in the repository's root; `settings` are those of
     `subprocess.run`.
     """
-    usual = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 300}
+    usual: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 300}
     return subprocess.run([sys.executable, *words], check=False, **usual | settings)
 
 

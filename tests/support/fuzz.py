@@ -47,15 +47,9 @@ MAKERS = {
 """{kind of case: (its share, function of (random numbers, good case, good model) -> case)}"""
 
 OWN = (
-    "prompts",
-    "evaluation",
-    "demonstrations",
-    "preferences",
-    "checked: ",
-    "checks: ",
-    "megarl: warning: ",
-    "resume is auto, and ",
-)
+    "prompts", "evaluation", "demonstrations", "preferences", "checked: ", "checks: ",
+    "megarl: warning: ", "resume is auto, and ",
+)  # fmt: skip
 """Beginnings of the lines that a check may print."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

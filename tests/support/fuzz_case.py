@@ -10,25 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROWS = [
-    {
-        "prompt": f"{n}+1=",
-        "answer": str(n + 1),
-        "response": str(n + 1),
-        "chosen": str(n + 1),
-        "rejected": str(n + 2),
-    }
-    for n in range(20)
-]
+    {"prompt": f"{n}+1=", "answer": answer, "response": answer, "chosen": answer,
+     "rejected": str(n + 2)} for n in range(20) for answer in [str(n + 1)]
+]  # fmt: skip
 
 Expect = Literal["refuse", "pass", "either"]
 """What the check must do: refuse with one line, pass, or one of the two."""
 
 
-SECTIONS = {
-    "sft": "demonstrations",
-    "preference": "preferences",
-    "reward-model": "preferences",
-}
+SECTIONS = {"sft": "demonstrations"} | dict.fromkeys(("preference", "reward-model"), "preferences")
 """{command: the section of its recipe with the data}; others have `prompts`."""
 
 

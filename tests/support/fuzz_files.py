@@ -196,13 +196,10 @@ def header(draw: random.Random) -> Change:
             path.write_bytes(struct.pack("<Q", 2**62) + data[8:])
             return
         change = {
-            "dtype": {"dtype": "F16"},
-            "unknown dtype": {"dtype": "Q7"},
-            "shape": {"shape": [3, 5]},
-            "offsets": {"data_offsets": [0, 10**12]},
-            "negative": {"shape": [-1, 4]},
+            "dtype": {"dtype": "F16"}, "unknown dtype": {"dtype": "Q7"}, "shape": {"shape": [3, 5]},
+            "offsets": {"data_offsets": [0, 10**12]}, "negative": {"shape": [-1, 4]},
             "text": {"shape": "x"},
-        }[way]
+        }[way]  # fmt: skip
         tree[name] = one | change
         made = json.dumps(tree).encode()
         path.write_bytes(struct.pack("<Q", len(made)) + made + data[8 + size :])
@@ -266,10 +263,8 @@ def shards(draw: random.Random) -> Change:
             where[names[0]] = 3
         if way == "wrong file":
             where[names[0]] = files[1]
-        index: Any = {
-            "metadata": {},
-            "weight_map": list(where) if way == "map is a list" else where,
-        }
+        listed = list(where) if way == "map is a list" else where
+        index: Any = {"metadata": {}, "weight_map": listed}
         (model / "model.safetensors.index.json").write_text(
             json.dumps([] if way == "list" else index)
         )
@@ -297,23 +292,10 @@ def data(draw: random.Random, case: Case, good: Path) -> Case:
     if way == "raw":
         case.what, case.spoil = raw(draw, "data.jsonl")
     elif way == "line":
-        line = draw.choice(
-            [
-                "[1]",
-                "3",
-                "{",
-                '{"prompt": 1e400, "answer": 1}',
-                '{"prompt": NaN}',
-                "\\",
-                "null",
-                "{}",
-                '{"a": ' * 3000,
-                "9" * 5000,
-                f'{{"prompt": {"9" * 5000}}}',
-                '"x"',
-                "\ufeff{}",
-            ]
-        )
+        line = draw.choice([
+            "[1]", "3", "{", '{"prompt": 1e400, "answer": 1}', '{"prompt": NaN}', "\\", "null", "{}",
+            '{"a": ' * 3000, "9" * 5000, f'{{"prompt": {"9" * 5000}}}', '"x"', "\ufeff{}",
+        ])  # fmt: skip
         case.what, case.expect = f"data line {line[:30]!r}", "refuse"
         case.spoil = lambda folder: _append(folder / "data.jsonl", line)
     elif way == "cell":
@@ -370,10 +352,8 @@ def json_file(draw: random.Random) -> Callable[[Path], None]:
 
 
 def parquet_file(draw: random.Random) -> Callable[[Path], None]:
-    way, share = (
-        draw.choice(["right", "cut", "bytes", "binary", "dates", "nan", "none"]),
-        draw.random(),
-    )
+    ways = ["right", "cut", "bytes", "binary", "dates", "nan", "none"]
+    way, share = draw.choice(ways), draw.random()
 
     def spoil(folder: Path) -> None:
         import datetime
@@ -382,12 +362,8 @@ def parquet_file(draw: random.Random) -> Callable[[Path], None]:
         import pyarrow.parquet
 
         columns: dict[str, Any] = {name: [row[name] for row in ROWS] for name in ROWS[0]}
-        one: Any = {
-            "binary": b"\xff",
-            "dates": datetime.date(2024, 1, 1),
-            "nan": float("nan"),
-            "none": None,
-        }.get(way, "")
+        kinds = {"binary": b"\xff", "dates": datetime.date(2024, 1, 1), "nan": float("nan")}
+        one: Any = (kinds | {"none": None}).get(way, "")
         if way in ("binary", "dates", "nan", "none"):
             columns["answer"] = columns["response"] = columns["rejected"] = [one] * len(ROWS)
         path = folder / "data.parquet"
@@ -406,13 +382,9 @@ FORMATS = {"csv": csv_file, "json": json_file, "parquet": parquet_file}
 def environment(draw: random.Random, case: Case, good: Path) -> Case:
     """What a launcher sets."""
     good_ranks = {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+        "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
     name = draw.choice(list(good_ranks))
     found = draw.choice(
         ["", "x", "-1", "0", "1", "2", "3", "1e3", " 1", "1.5", "9" * 30, "70000", "0x1", "١"]

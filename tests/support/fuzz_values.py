@@ -15,53 +15,22 @@ from megarl.schema import Range
 from support.fuzz_case import Case, Expect
 
 KINDS: dict[str, Any] = {
-    "train": RunConfig,
-    "distill": DistillConfig,
-    "eval": RunConfig,
-    "sft": SftConfig,
-    "preference": PreferenceConfig,
-    "reward-model": RewardModelConfig,
-}
+    "train": RunConfig, "distill": DistillConfig, "eval": RunConfig, "sft": SftConfig,
+    "preference": PreferenceConfig, "reward-model": RewardModelConfig,
+}  # fmt: skip
 
 PATHS = (
-    "folder",
-    "model.path",
-    "model.tokenizer",
-    "reference.model.path",
-    "teacher.model.path",
-    "prompts.source",
-    "demonstrations.source",
-    "evaluation.prompts.source",
-    "weight_sync.folder",
-    "environment.verifier",
-    "environment.session",
-)
+    "folder", "model.path", "model.tokenizer", "reference.model.path", "teacher.model.path",
+    "prompts.source", "demonstrations.source", "evaluation.prompts.source", "weight_sync.folder",
+    "environment.verifier", "environment.session",
+)  # fmt: skip
 
 TEXTS = [
-    "",
-    " ",
-    "\0",
-    "a\0b",
-    "\ud800",
-    "x" * 5000,
-    "x/" * 3000,
-    "../" * 50,
-    "/dev/null",
-    "/dev/zero/x",
-    "/proc/self/mem",
-    "~",
-    "{folder}/loop",
-    "{folder}/loop/x",
-    "{folder}/data.jsonl",
-    "{folder}/data.jsonl/x",
-    "{folder}",
-    "a:b",
-    ":",
-    "x.py:",
-    "nobody/nothing-at-all",
-    "\n",
+    "", " ", "\0", "a\0b", "\ud800", "x" * 5000, "x/" * 3000, "../" * 50, "/dev/null",
+    "/dev/zero/x", "/proc/self/mem", "~", "{folder}/loop", "{folder}/loop/x", "{folder}/data.jsonl",
+    "{folder}/data.jsonl/x", "{folder}", "a:b", ":", "x.py:", "nobody/nothing-at-all", "\n",
     "é\u200b\U0001f600",
-]
+]  # fmt: skip
 
 
 def settings(kind: Any) -> list[tuple[str, Any, Range | None]]:
@@ -93,12 +62,7 @@ def value(draw: random.Random, key: str, hint: Any, allowed: Range | None) -> tu
     first = kinds[0]
     if draw.random() < 0.25:
         wrong = [[], {}, [1], {"a": 1}, "text", None, 1.5, True, 7, [[]], "1", "nan"]
-        fits = {
-            bool: (bool,),
-            int: (int,),
-            float: (int, float),
-            str: (str,),
-        }.get(first, ())
+        fits = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(first, ())
         choices = [
             one
             for one in wrong
@@ -116,9 +80,8 @@ def value(draw: random.Random, key: str, hint: Any, allowed: Range | None) -> tu
         broken = "\0" in text or "\ud800" in text
         return text, "refuse" if broken or (key in PATHS and len(text) > 4096) else "either"
     if typing.get_origin(first) is tuple:
-        return draw.choice(
-            [[0], [1], [1, 1], [2, 1], [-1], [10**9], [1.5], [None], ["x"]]
-        ), "either"
+        tuples = [[0], [1], [1, 1], [2, 1], [-1], [10**9], [1.5], [None], ["x"]]
+        return draw.choice(tuples), "either"
     if typing.get_origin(first) is dict:
         weights: list[Any] = [{}, {"exact_match": 1.0}, {"math": 0, "exact_match": 2}, {"a": 1}]
         wrong = [{"math": math.nan}, {"math": 1e9}, {"math": "x"}, {"math": None}, {"a\0": 1}]
@@ -245,18 +208,10 @@ def yaml_text(draw: random.Random, case: Case) -> Case:
 def command_line(draw: random.Random, case: Case) -> Case:
     """A setting on the command line, or words that are none."""
     if draw.random() < 0.4:
-        case.arguments = draw.choice(
-            [
-                *(["--"], ["-x"], ["--steps"], ["--steps", "1", "2"], ["x"], ["--rollout", "3"]),
-                *(
-                    ["--=3"],
-                    ["--steps=", "3"],
-                    ["--.x", "1"],
-                    ["--folder.x", "1"],
-                    ["--ranks", "0"],
-                ),
-            ]
-        )
+        case.arguments = draw.choice([
+            ["--"], ["-x"], ["--steps"], ["--steps", "1", "2"], ["x"], ["--rollout", "3"],
+            ["--=3"], ["--steps=", "3"], ["--.x", "1"], ["--folder.x", "1"], ["--ranks", "0"],
+        ])  # fmt: skip
         case.what, case.expect = f"arguments {case.arguments}", "refuse"
         return case
     key, hint, allowed = draw.choice(settings(RunConfig))

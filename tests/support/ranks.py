@@ -25,11 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = [ROOT, *(ROOT / name for name in ("tests", "tools"))]
 """Where test files find what they import; the same as `pythonpath` in pyproject.toml."""
 IMPORTS = [
-    "deepspeed",
-    "transformers.models.qwen2.modeling_qwen2",
-    "megarl.trainer.policy",
+    "deepspeed", "transformers.models.qwen2.modeling_qwen2", "megarl.trainer.policy",
     "megarl.trainer.role",
-]
+]  # fmt: skip
 """What most ranks import."""
 
 

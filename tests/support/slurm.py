@@ -81,12 +81,8 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "the nodes of a Slurm cluster need namespaces, which only root may create"
     words = ["unshare", "--uts", "--net", "--pid", "--ipc", "--mount", "--fork", "--mount-proc"]
-    tried = subprocess.run(
-        [*words, "sh", "-c", "hostname x && ip link add va type veth peer name vb"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    script = "hostname x && ip link add va type veth peer name vb"
+    tried = subprocess.run([*words, "sh", "-c", script], capture_output=True, text=True, timeout=60)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -164,13 +160,9 @@ class Cluster:
     def _daemon(self, host: str, words: Sequence[str], log: str) -> None:
         with (self.folder / log).open("ab") as out:
             entered = [*self.enter(host), find(words[0]) or words[0], *words[1:]]
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
             process = subprocess.Popen(
-                entered,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
+                entered, env=self.environment, **streams, start_new_session=True
             )
         self.daemons.append(process)
 
@@ -201,15 +193,8 @@ class Cluster:
         # nsenter forks into the process namespace, and unshare into a new one.
         self.inits[name] = only_child(only_child(started.pid))
         link = f"ip link add {name} type veth peer name eth0 netns"
-        inner = int(
-            subprocess.run(
-                [*self.enter(CONTROLLER), "sh", "-c", f"pgrep -f '^sh -c hostname {name} '"],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=20,
-            ).stdout.split()[0]
-        )
+        found = [*self.enter(CONTROLLER), "sh", "-c", f"pgrep -f '^sh -c hostname {name} '"]
+        inner = int(subprocess.check_output(found, text=True, timeout=20).split()[0])
         plug = f"{link} {inner} && ip link set {name} master bridge up"
         subprocess.run([*self.enter(CONTROLLER), "sh", "-c", plug], check=True, timeout=20)
         wait_for(up.exists, name)
@@ -244,11 +229,8 @@ class Cluster:
 
     def job(self, number: int) -> dict[str, str]:
         """What scontrol tells of a job."""
-        return dict(
-            pair.split("=", 1)
-            for pair in self.run("scontrol", "--oneliner", "show", "job", str(number)).split()
-            if "=" in pair
-        )
+        told = self.run("scontrol", "--oneliner", "show", "job", str(number)).split()
+        return dict(pair.split("=", 1) for pair in told if "=" in pair)
 
     def processes(self, name: str) -> list[str]:
         """Command lines of a node's processes, slurmd and the first one left out."""
@@ -278,17 +260,8 @@ class Cluster:
 
 def unshare() -> list[str]:
     """The words before a command that run it as the first process of new namespaces."""
-    return [
-        "unshare",
-        "--uts",
-        "--net",
-        "--pid",
-        "--ipc",
-        "--mount",
-        "--fork",
-        "--mount-proc",
-        "--kill-child",
-    ]
+    namespaces = ["--uts", "--net", "--pid", "--ipc", "--mount"]
+    return ["unshare", *namespaces, "--fork", "--mount-proc", "--kill-child"]
 
 
 def only_child(parent: int) -> int:

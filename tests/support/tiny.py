@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megarl.data.config import DemonstrationsConfig
 from megarl.schema import replace
+from megarl.supervised_config import SftConfig
 from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
@@ -33,23 +36,13 @@ def write_model(
     import transformers
 
     write_tokenizer(folder)
-    sizes = (
-        dict(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,  # of 32: vLLM has no narrower ones on CPU
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            tie_word_embeddings=tied,
-            initializer_range=0.15,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-        | changes
-    )
+    # Heads of 32: vLLM has no narrower ones on CPU.
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        tie_word_embeddings=tied, initializer_range=0.15, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0,
+    ) | changes  # fmt: skip
     torch.manual_seed(seed)
     made = transformers.CONFIG_MAPPING[kind]
     if kind == "mistral":
@@ -106,6 +99,13 @@ def random_adapter(folder: Path, model: str, lora: LoraConfig, size: float = 0.2
     return replace(lora, adapter=str(folder))
 
 
+def sft_config(folder: Path | str = "run", **changes: Any) -> SftConfig:
+    """A configuration of fine-tuning whose model and data are not there."""
+    needed: dict[str, Any] = {"folder": str(folder), "model": ModelConfig(path="model")}
+    needed["demonstrations"] = DemonstrationsConfig(source="rows.jsonl")
+    return SftConfig(**needed | changes)
+
+
 def write_tokenizer(folder: Path) -> None:
     """Characters: pad 0, eos 1, then digits and a few signs."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -135,30 +135,19 @@ def groups(
 
     def rollout(sample: int) -> Rollout:
         length = draw.randint(1, 24)
-        tokens = [
-            draw.randrange(VOCABULARY) for _ in range(length)
-        ]  # 0, the padding word, whose embedding never learns, too
+        # 0, the padding word, whose embedding never learns, too.
+        tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
         logprobs = [-draw.random() * 4 for _ in range(length)]
         arrays = TokenArrays(np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32))
         segment = Segment("model", length, arrays, [(0, length)], "stop")
-        return Rollout(
-            sample,
-            sample,
-            [segment],
-            Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False),
-            0,
-        )
+        verdict = Verdict(reward=draw.choice([-1.0, 0.25, 1.0]), correct=False)
+        return Rollout(sample, sample, [segment], verdict, 0)
+
+    def prompt(ordinal: int) -> Prompt:
+        ids = [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompts))]
+        return Prompt(ordinal, "prompt", ids, "answer")
 
     return [
-        Group(
-            ordinal,
-            Prompt(
-                ordinal,
-                "prompt",
-                [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompts))],
-                "answer",
-            ),
-            [rollout(sample) for sample in range(samples)],
-        )
+        Group(ordinal, prompt(ordinal), [rollout(sample) for sample in range(samples)])
         for ordinal in range(first, first + count)
     ]

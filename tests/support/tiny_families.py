@@ -9,14 +9,9 @@ import transformers
 from torch import nn
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-)
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
+)  # fmt: skip
 
 
 def small_model(kind: str, seed: int = 0) -> nn.Module:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def other(recording: Recording) -> Iterator[Start]:
 
     def start(name: str, body: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", BEGIN + body, recording.folder, name]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, **pipes, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

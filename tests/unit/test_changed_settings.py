@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from support.ranks import run_ranks
+from support.tiny import sft_config
 
 from megarl.config import SftConfig, dump
-from megarl.data.config import DemonstrationsConfig
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.context import changed_settings, unknown_settings
 
 
+def learning(rate: float) -> TrainingConfig:
+    return TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate))
+
+
 def test_changed_settings_are_listed(tmp_path: Path) -> None:
     def recipe(folder: str, rate: float) -> SftConfig:
-        return SftConfig(
-            folder=folder,
-            model=ModelConfig(path="model"),
-            demonstrations=DemonstrationsConfig(source="rows.jsonl"),
-            training=TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate)),
-        )
+        return sft_config(folder, training=learning(rate))
 
     file = tmp_path / "recipe.yaml"
     assert changed_settings(file, recipe("run", 0.25)) == []
@@ -40,22 +40,12 @@ def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
     from megarl.trainer.model_config import load_model_config
 
     place, model = Path(folder), write_model(Path(folder) / "model")
-    config = SftConfig(
-        folder=folder,
-        steps=steps,
-        model=ModelConfig(path=str(model)),
-        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
-        training=TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate)),
-    )
+    settings: Any = {"steps": steps, "training": learning(rate)}
+    config = sft_config(folder, model=ModelConfig(path=str(model)), **settings)
     write_progress(place, Progress(done, done, 0, "", "", ""))
-    inputs = RunInputs(
-        Layout(),
-        load_tokenizer(config.model.path),
-        load_model_config(config.model),
-        stop_token_ids=[1],
-        data="",
-        resume_from=place if done else None,
-    )
+    tokenizer, described = load_tokenizer(config.model.path), load_model_config(config.model)
+    resumes: Any = {"resume_from": place if done else None}
+    inputs = RunInputs(Layout(), tokenizer, described, [1], "", **resumes)
     with open_run(config, inputs) as context:
         return context.is_finished(), (place / "recipe.yaml").read_text()
 
@@ -70,11 +60,7 @@ def test_a_finished_run_keeps_the_recipe_that_it_was_trained_by(tmp_path: Path) 
 
 
 def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
-    config = SftConfig(
-        folder="run",
-        model=ModelConfig(path="model"),
-        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
-    )
+    config = sft_config()
     file = tmp_path / "recipe.yaml"
     assert unknown_settings(file, config) == []
     file.write_text(dump(config))

@@ -802,7 +802,7 @@ def test_a_text_begins_once(name: str, tmp_path: Path) -> None:
     assert rows.at(0).token_ids == rows.at(1).token_ids
     data: dict[str, Any] = {"response": "b", "chosen": "b", "rejected": "c", "good": True}
     made = ({"prompt": text, "text": f"{text}{family.eos}", **data} for text in texts)
-    read = {"source": written(tmp_path, *made), "tokenizer": tokenizer, "shuffle": False}
+    read: Any = {"source": written(tmp_path, *made), "tokenizer": tokenizer, "shuffle": False}
     pairs = load(DemonstrationsConfig, **read)
     wholes = load(DemonstrationsConfig, **read, text_column="text")
     sides = load(PreferencesConfig, **read)

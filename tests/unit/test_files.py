@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tiny import sft_config
 
 from megarl import cli
 from megarl.activity import files as activity_files
@@ -21,13 +22,10 @@ from megarl.apps.runs.report import write_report
 from megarl.apps.tune.reference_scores import read, write
 from megarl.checkpoints import lease, manifest
 from megarl.checks.folder_checks import check_writable, owned_folder
-from megarl.config import SftConfig
-from megarl.data.config import DemonstrationsConfig
 from megarl.errors import UserError
 from megarl.files import refuse_unfit
 from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
-from megarl.trainer.config import ModelConfig
 
 DEEP = "[" * 200_000
 OWNER = ".owner.000001.json"
@@ -72,19 +70,10 @@ ODD: dict[str, Callable[[Path], object]] = {
 }
 
 
-def config_of(folder: Path) -> SftConfig:
-    return SftConfig(
-        folder=str(folder),
-        steps=1,
-        resume="auto",
-        model=ModelConfig(path="model"),
-        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
-    )
-
-
 @pytest.mark.parametrize("kind", [*ODD, "a folder or a file"])
 def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind: str) -> None:
     run = run_folder(tmp_path / "run")
+    config = sft_config(run, steps=1, resume="auto")
     refuse_unfit(run)
     for name in (*FILES, *FOLDERS):
         path = run / name
@@ -104,7 +93,7 @@ def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind
         message = str(said.value)
         assert message.startswith(f"{path} is {found}, ") and "move it away" in message
         for starts in (True, False):
-            with pytest.raises(ValueError, match=name), owned_folder(config_of(run), starts=starts):
+            with pytest.raises(ValueError, match=name), owned_folder(config, starts=starts):
                 pass
         with pytest.raises(ValueError, match=name):
             check_writable(str(run), setting="folder")

@@ -119,7 +119,7 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
     speaker.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     )
-    column = {"answer_column": "reward_model.ground_truth", "template": "chat"}
+    column: Any = {"answer_column": "reward_model.ground_truth", "template": "chat"}
     read = PromptsConfig(source=str(tmp_path / "dapo.parquet"), **column, shuffle=False)
     prompts = list(load_prompts(read, speaker, seed=1))
     assert [prompt.answer for prompt in prompts] == answers

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.kernels.linear import ONEDNN, linear, use_bfloat16x2
 from megarl.kernels.logprobs import linear_logprobs
@@ -74,8 +75,6 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     a test may set a `factor` that spoils the result.
     """
     last: dict[str, Any] = {"factor": 1.0}
-
-    Tensor = torch.Tensor
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
@@ -281,8 +280,6 @@ def test_a_torch_that_knows_no_shared_heads_is_given_every_head(
     output and gradients are those of attention that shares them.
     """
     from torch.nn.attention import varlen
-
-    Tensor = torch.Tensor
 
     def old(
         q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,

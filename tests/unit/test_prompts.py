@@ -565,7 +565,7 @@ TALK = turns(
 )
 
 
-def trained(row: Any) -> list[str]:
+def trained(row: Any) -> Any:
     """The stretches of a conversation's response that are trained on, as text."""
     pairs = zip(row.response_ids, row.response_mask, strict=True)
     stretches = itertools.groupby(pairs, key=lambda pair: pair[1])

@@ -106,16 +106,11 @@ def test_the_script_asks_first() -> None:
     assert script.count("$settings") == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--model qwen", "--model is 'qwen'; set it to smollm2"),
-        ("--model", "--model is ''"),
-        ("one", "found 'one'"),
-        ("1 2", "found '1 2'"),
-        ("--models smollm2", "found '--models smollm2'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    ("--model qwen", "--model is 'qwen'; set it to smollm2"), ("--model", "--model is ''"),
+    ("one", "found 'one'"), ("1 2", "found '1 2'"),
+    ("--models smollm2", "found '--models smollm2'"),
+])  # fmt: skip
 def test_other_arguments_are_refused_at_once(arguments: str, says: str) -> None:
     done = subprocess.run(
         ["bash", SCRIPT, *arguments.split()], capture_output=True, text=True, timeout=20

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.tiny import sft_config
 
 from megarl.checkpoints.progress import Progress, write_progress
 from megarl.checks.run_files import check_run_files, outlook
-from megarl.config import SftConfig
-from megarl.data.config import DemonstrationsConfig
 from megarl.ledger.journal import FILE, SEAL, sealed
-from megarl.trainer.config import ModelConfig
 
 STEP = 6
 
@@ -162,13 +160,7 @@ def test_what_is_no_file_is_told(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("steps", "says"), [(20, "a start continues it"), (6, "is finished")])
 def test_check_says_what_a_start_would_do(tmp_path: Path, steps: int, says: str) -> None:
-    config = SftConfig(
-        folder=str(tmp_path),
-        steps=steps,
-        resume="auto",
-        model=ModelConfig(path="model"),
-        demonstrations=DemonstrationsConfig(source="rows.jsonl"),
-    )
+    config = sft_config(tmp_path, steps=steps, resume="auto")
     # Of the inputs, only these are looked at.
     inputs: Any = SimpleNamespace(resume_from=run_folder(tmp_path), num_rows=20)
     said = outlook(config, inputs)

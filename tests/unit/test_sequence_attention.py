@@ -413,8 +413,8 @@ def test_a_block_in_which_nothing_is_seen_leaves_no_nan(block: str) -> None:
     """Queries before every key, alone and beside some that see them, into empty sums and full ones."""
     starts = torch.tensor([0, 8])
     made = BLOCKS[block]()
-    halves = (Positions.of(half, starts) for half in torch.arange(8).chunk(2))
-    assert made.prepare(*halves, CPU) is None
+    early, late = (Positions.of(half, starts) for half in torch.arange(8).chunk(2))
+    assert made.prepare(early, late, CPU) is None
     queries = Positions.of(torch.tensor([0, 6, 1, 7, 2, 3]), starts)
     work = made.prepare(queries, Positions.of(torch.tensor([4, 5]), starts), CPU)
     q, (k, v) = torch.randn(6, 2, 16), torch.randn(2, 2, 1, 16).unbind(1)
