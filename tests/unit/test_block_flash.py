@@ -60,9 +60,8 @@ def backward(given: TENSORS, lse: torch.Tensor, causal: bool, scale: float) -> T
     assert all(x.dtype == dtype for x in given), "the kernel takes one type"
     grad_out, q, k, v, out = (x.to(lse.dtype) for x in given)
     p = (scores(q, k, causal, scale) - lse[..., None]).exp()
-    grad_scores = (
-        p * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
-    )
+    sums = (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = p * (grad_out @ v.transpose(-1, -2) - sums) * scale
     grads = grad_scores @ k, grad_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out
     return tuple(grad.to(dtype) for grad in grads)
 
@@ -75,10 +74,8 @@ def by_rows(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale) -> TENSORS:
-    assert (cum_q, cum_k, dropout, debug) == (None, None, 0.0, False) and (max_q, max_k) == (
-        q.shape[1],
-        k.shape[1],
-    )
+    assert (cum_q, cum_k, dropout, debug) == (None, None, 0.0, False)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
     q, k, v = by_rows(q, k, v)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -87,36 +84,18 @@ def flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *
 
 
 def flash_backward(
-    grad_out,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cum_q,
-    cum_k,
-    max_q,
-    max_k,
-    dropout,
-    causal,
-    state,
-    unused,
-    *,
+    grad_out, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *,
     scale,
-) -> TENSORS:
-    assert (cum_q, cum_k, dropout) == (None, None, 0.0) and (max_q, max_k) == (
-        q.shape[1],
-        k.shape[1],
-    )
+) -> TENSORS:  # fmt: skip
+    assert (cum_q, cum_k, dropout) == (None, None, 0.0)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
     assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     grad_out, q, k, v, out = by_rows(grad_out, q, k, v, out)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     repeated = [x.repeat_interleave(heads[1], 1) for x in (k, v)]
     grads = backward((grad_out, q, *repeated, out), lse, causal, scale)
-    return tuple(
-        x.transpose(1, 2)
-        for x in (grads[0], *(grad.unflatten(1, heads).sum(2) for grad in grads[1:]))
-    )
+    summed = (grad.unflatten(1, heads).sum(2) for grad in grads[1:])
+    return tuple(x.transpose(1, 2) for x in (grads[0], *summed))
 
 
 @pytest.fixture
@@ -139,11 +118,8 @@ def test_any_rows_equal_dense_attention(
     def check(case: Case) -> None:
         case = replace(case, cap=None)  # which the block refuses
         tensors = case.tensors()
-        assert_close(
-            split_attention(case, "flash", "ring", tensors)[0],
-            dense(case, tensors),
-            TOLERANCE[torch.float64],
-        )
+        found, _ = split_attention(case, "flash", "ring", tensors)
+        assert_close(found, dense(case, tensors), TOLERANCE[torch.float64])
 
     check()
 
@@ -194,17 +170,13 @@ def views(dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
     """(grad_out, q, k, v, out) as pieces hand them over: transposed, and as parts of something
     larger.
     """
-    for batch, heads, kv_heads, n, m in [
-        (1, 4, 4, 300, 300),
-        (1, 4, 2, 300, 200),
-        (3, 4, 1, 20, 20),
-    ]:
-        yield [
-            torch.empty(batch, length, 2, count, 64, dtype=dtype, device=META)[:, :, 1].transpose(
-                1, 2
-            )
-            for length, count in [(n, heads), (n, heads), (m, kv_heads), (m, kv_heads), (n, heads)]
-        ]
+    sizes = [(1, 4, 4, 300, 300), (1, 4, 2, 300, 200), (3, 4, 1, 20, 20)]
+    for batch, heads, kv_heads, n, m in sizes:
+        shapes = [(n, heads), (n, heads), (m, kv_heads), (m, kv_heads), (n, heads)]
+        larger = (
+            torch.empty(batch, x, 2, count, 64, dtype=dtype, device=META) for x, count in shapes
+        )
+        yield [one[:, :, 1].transpose(1, 2) for one in larger]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -232,9 +204,8 @@ def test_everything_the_block_makes_is_on_its_device(how: str) -> None:
             continue
         with elsewhere(), torch.no_grad():
             q = torch.empty(len(queries.index), 4, 64, dtype=torch.bfloat16, device=META)
-            k, v = torch.empty(len(keys.index), 2, 2, 64, dtype=torch.bfloat16, device=META).unbind(
-                1
-            )
+            both = torch.empty(len(keys.index), 2, 2, 64, dtype=torch.bfloat16, device=META)
+            k, v = both.unbind(1)
             sums = [torch.empty(x.shape, device=META) for x in (q, q, k, v)]
             lse = torch.empty(4, len(q), device=META)
             made.forward(q, k, v, work, 0.3, sums[0], lse)
@@ -246,14 +217,10 @@ def test_causal_pieces_are_square() -> None:
     starts = torch.tensor([0, 700, 707, 1500])
     for how in CUTS:
         owned = [Positions.of(index, starts) for index in cut(starts, 4, how)]
-        works = [
-            BLOCKS["flash"]().prepare(queries, keys, torch.device("cpu"))
-            for queries in owned
-            for keys in owned
-        ]
-        for piece in (
-            piece for work in works if work is not None for piece in work.pieces if piece.causal
-        ):
+        pairs = itertools.product(owned, owned)
+        works = [BLOCKS["flash"]().prepare(*pair, torch.device("cpu")) for pair in pairs]
+        found = [piece for work in works if work is not None for piece in work.pieces]
+        for piece in (one for one in found if one.causal):
             sizes = [
                 x.stop - x.start if isinstance(x, slice) else x.shape[1]
                 for x in (piece.queries, piece.keys)

@@ -71,12 +71,8 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=draw)
 
-        self.inputs = (
-            self.scale * normal(self.num_tokens, 5),
-            normal(words, 5),
-            self.scale * normal(self.num_tokens, 7),
-            normal(words, 7),
-        )
+        ours = self.scale * normal(self.num_tokens, 5), normal(words, 5)
+        self.inputs = (*ours, self.scale * normal(self.num_tokens, 7), normal(words, 7))
         self.targets = torch.randint(0, words, (self.num_tokens,), generator=draw)
         self.upstream = normal(self.num_tokens)
 
@@ -136,18 +132,9 @@ def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], toleranc
 @example([7, 3], "jensen_shannon", 0.5, 1.0, 0.7, 3, 1.0, 1, 64, torch.float64, 3)
 @example([7], "reverse_kl", 0.5, 0.0, 1.0, 0, 1.0, 2, 64, torch.float32, 1)
 def test_any_cut_equals_the_plain_formulas(
-    sizes: list[int],
-    kind: str,
-    beta: float,
-    share: float,
-    temperature: float,
-    num_tokens: int,
-    scale: float,
-    rows: int,
-    block_bytes: int,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+    sizes: list[int], kind: str, beta: float, share: float, temperature: float, num_tokens: int,
+    scale: float, rows: int, block_bytes: int, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
     top_k = min(sum(sizes), max(1, round(share * sum(sizes)))) if share else 0
     how = Divergence(kind, beta, top_k, temperature)
     # In float32 logits of 100 are rounded by 1e-5, which no formula could undo.
@@ -275,10 +262,8 @@ def test_bfloat16_is_as_near_as_its_logits_are() -> None:
     # A token whose logit ties in bfloat16 changes S: compared without top-k.
     case.how = Divergence("jensen_shannon", 0.5)
     wanted = case.evaluate(dense, torch.float64)
-    for found in (
-        case.evaluate(linear_divergence, torch.bfloat16),
-        *case.evaluate_cut(torch.bfloat16)[0],
-    ):
+    whole = case.evaluate(linear_divergence, torch.bfloat16)
+    for found in (whole, *case.evaluate_cut(torch.bfloat16)[0]):
         assert_close(found, wanted, 0.15)
 
 
@@ -308,14 +293,9 @@ def test_what_does_not_fit_is_refused() -> None:
         return torch.zeros(*shape)
 
     good: dict[str, Any] = dict(
-        hidden=zeros(3, 4),
-        weight=zeros(6, 4),
-        teacher_hidden=zeros(3, 5),
-        teacher_weight=zeros(6, 5),
-        targets=torch.zeros(3, dtype=torch.int64),
-        how=Divergence(),
-    )
-    linear_divergence(**good)
+        hidden=zeros(3, 4), weight=zeros(6, 4), teacher_hidden=zeros(3, 5),
+        teacher_weight=zeros(6, 5), targets=torch.zeros(3, dtype=torch.int64), how=Divergence(),
+    )  # fmt: skip
     for name, value, match in [
         ("weight", zeros(6, 5), "do not match"),
         ("teacher_weight", zeros(7, 5), "do not match"),

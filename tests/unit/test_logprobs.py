@@ -60,12 +60,8 @@ class Case:
             for rows in (self.num_tokens, words)
         )
         hidden[:, -1] = 1
-        signs = {
-            "none": 0.0,
-            "high": 1.0,
-            "low": -1.0,
-            "both": torch.randint(0, 2, (words,), generator=draw) * 2.0 - 1,
-        }
+        both = torch.randint(0, 2, (words,), generator=draw) * 2.0 - 1
+        signs = {"none": 0.0, "high": 1.0, "low": -1.0, "both": both}
         weight[:, -1] = 1e4 * torch.as_tensor(signs[self.offset], dtype=torch.float64)
         if self.masked:
             masked = torch.rand(words, generator=draw) < 0.5
@@ -109,16 +105,13 @@ class Case:
 
 
 def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
-    for name, a, b in zip(
-        ("log-prob", "entropy", "grad of hidden", "grad of weight"), found, wanted, strict=True
-    ):
+    names = ("log-prob", "entropy", "grad of hidden", "grad of weight")
+    for name, a, b in zip(names, found, wanted, strict=True):
         assert a.shape == b.shape, name
         finite = b.isfinite()
         assert torch.equal(a[~finite].double(), b[~finite]), name
-        difference = (a.double() - b)[finite].abs()
-        assert (
-            not difference.numel() or (difference / b[finite].abs().clamp_min(1)).max() < tolerance
-        ), name
+        error = (a.double() - b)[finite].abs() / b[finite].abs().clamp_min(1)
+        assert not error.numel() or error.max() < tolerance, name
 
 
 @pytest.fixture
@@ -147,16 +140,9 @@ SIZES = st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(lambda sizes
 @example([0, 9, 0, 2], 5, 1.0, "both", True, 2, 64, torch.float32, 1)
 @example([7], 0, 1.0, "none", False, 2, 64, torch.float32, 1)
 def test_any_cut_equals_the_plain_formula(
-    sizes: list[int],
-    num_tokens: int,
-    power: float,
-    offset: str,
-    masked: bool,
-    rows: int,
-    block_bytes: int,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+    sizes: list[int], num_tokens: int, power: float, offset: str, masked: bool, rows: int,
+    block_bytes: int, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
     # A temperature that is no power of two rounds logits of 1e4 by 1e-3: no formula could be near
     # then.
     temperature = power if offset == "none" else 2.0 ** round(3 * (power - 1))
@@ -170,9 +156,8 @@ def test_any_cut_equals_the_plain_formula(
     for of_rank in found:
         assert_close(of_rank, wanted, TOLERANCE[dtype])
         for mine, first in zip(of_rank[:3], found[0][:3], strict=True):
-            assert torch.equal(
-                mine.nan_to_num(), first.nan_to_num()
-            )  # to the bit the same on every rank
+            # To the bit the same on every rank.
+            assert torch.equal(mine.nan_to_num(), first.nan_to_num())
     assert_close(whole, wanted, TOLERANCE[dtype])
 
 
@@ -188,10 +173,8 @@ def test_values_of_any_size_equal_dense(
     hidden = torch.randn(13, 16, dtype=torch.float64, generator=draw) * 3
     weight = torch.randn(50, 16, dtype=torch.float64, generator=draw)
     case.tensors = hidden, weight, *case.tensors[2:]
-    found, wanted = (
-        case.evaluate(fused.linear_logprobs, dtype),
-        case.evaluate(dense_logprobs, torch.float64),
-    )
+    found = case.evaluate(fused.linear_logprobs, dtype)
+    wanted = case.evaluate(dense_logprobs, torch.float64)
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
     for a, b in zip(found, wanted, strict=True):
         assert ((a.double() - b).norm() / b.norm()) < tolerance
@@ -200,10 +183,8 @@ def test_values_of_any_size_equal_dense(
 def test_bfloat16_is_as_near_as_its_logits_are() -> None:
     case = Case([20, 44], 33, 0.7)
     wanted = case.evaluate(dense_logprobs, torch.float64)
-    for found in (
-        case.evaluate(fused.linear_logprobs, torch.bfloat16),
-        *case.evaluate_cut(torch.bfloat16)[0],
-    ):
+    whole = case.evaluate(fused.linear_logprobs, torch.bfloat16)
+    for found in (whole, *case.evaluate_cut(torch.bfloat16)[0]):
         assert [x.dtype for x in found] == [torch.float32] * 2 + [torch.bfloat16] * 2
         assert_close(found, wanted, 0.1)
 
@@ -261,12 +242,8 @@ def test_impossible_tokens_are_finite() -> None:
     weight = torch.tensor([[1e4, 0.0], [-1e4, 0.0]])
     logp, entropy = fused.linear_logprobs(hidden, weight, torch.tensor([0]), 1.0)
     (logp + entropy).sum().backward()
-    assert (
-        logp.item() == 0
-        and entropy.item() == 0
-        and hidden.grad is not None
-        and torch.isfinite(hidden.grad).all()
-    )
+    assert logp.item() == entropy.item() == 0
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
 
 
 def test_no_tokens() -> None:
@@ -304,24 +281,19 @@ def test_a_soft_cap_of_the_logits(
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    nothing, shard = (
-        torch.zeros(3, dtype=torch.int64),
-        fused.VocabularyShard(0, 5, torch.neg_, torch.neg_),
-    )
-    for hidden, weight, match, more in [
-        (torch.zeros(3, 4), torch.zeros(6, 5), "do not match", {}),
-        (torch.zeros(3, 4), torch.zeros(6, 4).double(), "do not match", {}),
-        (torch.zeros(3, 4), torch.zeros(6, 4), "largest shard has 5", {"shard": shard}),
-        (torch.zeros(3, 4), torch.zeros(6, 4), "set it above 0", {"temperature": 0.0}),
-        (torch.zeros(3, 4), torch.zeros(6, 4), "there are chunked, liger", {"backend": "none"}),
-        (torch.zeros(3, 4), torch.zeros(6, 4), "soft cap of logits is 0.0", {"cap": 0.0}),
-        (
-            *(torch.zeros(3, 4), torch.zeros(6, 4), "'liger' does not take a soft cap"),
-            {"cap": 2.0, "backend": "liger"},
-        ),
+    shard = fused.VocabularyShard(0, 5, torch.neg_, torch.neg_)
+    nothing, fits = torch.zeros(3, dtype=torch.int64), torch.zeros(6, 4)
+    for weight, match, more in [
+        (torch.zeros(6, 5), "do not match", {}),
+        (fits.double(), "do not match", {}),
+        (fits, "largest shard has 5", {"shard": shard}),
+        (fits, "set it above 0", {"temperature": 0.0}),
+        (fits, "there are chunked, liger", {"backend": "none"}),
+        (fits, "soft cap of logits is 0.0", {"cap": 0.0}),
+        (fits, "'liger' does not take a soft cap", {"cap": 2.0, "backend": "liger"}),
     ]:
         with pytest.raises(ValueError, match=match):
-            fused.linear_logprobs(hidden, weight, nothing, **more)
+            fused.linear_logprobs(torch.zeros(3, 4), weight, nothing, **more)
 
 
 def test_liger_is_refused_where_it_cannot_run() -> None:

@@ -26,18 +26,14 @@ CPU = torch.device("cpu")
 
 def samples_of(rows: list[tuple[list[int], int]]) -> Samples:
     """Samples of (token ids, number of leading tokens that are not trained on)."""
-    return Samples.concatenate(
-        [
-            Samples.one(
-                number,
-                tokens,
-                mask=np.arange(len(tokens)) >= untrained,
-                engine_logprobs=np.arange(len(tokens)) / -8,
-                reward=number,
-            )
-            for number, (tokens, untrained) in enumerate(rows)
-        ]
-    )
+
+    def one(number: int, tokens: list[int], untrained: int) -> Samples:
+        places = np.arange(len(tokens))
+        return Samples.one(
+            number, tokens, mask=places >= untrained, engine_logprobs=places / -8, reward=number
+        )
+
+    return Samples.concatenate([one(number, *row) for number, row in enumerate(rows)])
 
 
 @st.composite
@@ -86,9 +82,8 @@ def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
         assert all(parent in chain(tree.parents, d) for d in between), "not depth first"
         if owner >= 0:
             path = [*reversed(chain(tree.parents, document)), document]
-            places = np.concatenate(
-                [tree.places[tree.starts[d] : tree.starts[d + 1]] for d in path]
-            )
+            spans = [slice(*tree.starts[d : d + 2]) for d in path]
+            places = np.concatenate([tree.places[span] for span in spans])
             first, last = samples.offsets[owner : owner + 2]
             assert np.array_equal(samples.token_ids[places], samples.token_ids[first:last])
 
@@ -103,12 +98,9 @@ def chain(parents: tuple[int, ...], document: int) -> list[int]:
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
-    rows(most=24),
-    st.sampled_from([0.0, 1 / 16, 1 / 4]),
-    st.integers(1, 2),
-    st.integers(1, 4),
+    rows(most=24), st.sampled_from([0.0, 1 / 16, 1 / 4]), st.integers(1, 2), st.integers(1, 4),
     st.integers(8, 80),
-)
+)  # fmt: skip
 def test_the_balance_counts_what_is_computed(
     drawn: list[tuple[list[int], int]], saves: float, together: int, ranks: int, budget: int
 ) -> None:
@@ -178,12 +170,8 @@ def test_what_three_samples_share_may_be_too_little_for_two() -> None:
     if they share.
     """
     prompts = [[1] * 27 + [10] * 3, [1] * 27 + [10] * 3, [1] * 27 + [11] * 5]
-    samples = samples_of(
-        [
-            (prompt + [100 + n] + [7] * rest, len(prompt))
-            for n, (prompt, rest) in enumerate(zip(prompts, (20, 37, 40), strict=True))
-        ]
-    )
+    rests = enumerate(zip(prompts, (20, 37, 40), strict=True))
+    samples = samples_of([(one + [100 + n] + [7] * rest, len(one)) for n, (one, rest) in rests])
     even = FamilyBalance(sizes_of(samples, "on"), 1 / 4)
     assert even.tokens([0, 1]) == 51 + 68 and even.tokens([0, 1, 2]) < 51 + 68 + 73 - 2 * 25
     (rows,) = even.rows_in_step([range(3)], 107)
@@ -223,13 +211,8 @@ def test_every_trained_token_is_in_the_packed_sequence_once(
 def test_a_prompt_and_instructions_before_it_are_computed_once() -> None:
     """Two prompts that begin with the same 40 tokens, three responses each."""
     rules, responses = list(range(40)), ([1, 2, 3], [4], [5, 6])
-    samples = samples_of(
-        [
-            ([*rules, *question, *answer], 50)
-            for question in ([7] * 10, [8] * 10)
-            for answer in responses
-        ]
-    )
+    prompts = [[*rules, *question] for question in ([7] * 10, [8] * 10)]
+    samples = samples_of([([*one, *answer], 50) for one in prompts for answer in responses])
     tree = tree_of(samples)
     assert tree is not None
     assert tree.parents == (-1, 0, 1, 1, 1, 0, 5, 5, 5)
@@ -335,16 +318,12 @@ def test_work_stays_even_over_ranks() -> None:
     assert sum(map(even.tokens, dealt)) < 0.7 * sum(size.length for size in sizes)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "responses", "groups", "ranks", "budget"),
-    [
-        ([300, 1000, 3000, 7000], (100, 1000), 32, 8, 8192),
-        ([500, 1000, 2000, 24000], (500, 4000), 32, 8, 32768),
-        ([1000, 5000, 20000, 40000], (500, 8000), 32, 8, 65536),
-        ([4000], (50, 500), 9, 8, 32768),
-        ([4000], (50, 500), 32, 6, 32768),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "responses", "groups", "ranks", "budget"), [
+    ([300, 1000, 3000, 7000], (100, 1000), 32, 8, 8192),
+    ([500, 1000, 2000, 24000], (500, 4000), 32, 8, 32768),
+    ([1000, 5000, 20000, 40000], (500, 8000), 32, 8, 65536),
+    ([4000], (50, 500), 9, 8, 32768), ([4000], (50, 500), 32, 6, 32768),
+])  # fmt: skip
 def test_packed_sequences_are_even_over_ranks(
     prompts: list[int], responses: tuple[int, int], groups: int, ranks: int, budget: int
 ) -> None:
@@ -361,11 +340,9 @@ def test_packed_sequences_are_even_over_ranks(
         ]
         even = FamilyBalance(sizes, saves=1 / 16)
         dealt = even.split(ranks, budget)
+        packed = zip(dealt, even.rows_in_step(dealt, budget), strict=True)
         works = np.array(
-            [
-                [even.work([mine[place] for place in row]) for row in rows]
-                for mine, rows in zip(dealt, even.rows_in_step(dealt, budget), strict=True)
-            ]
+            [[even.work([mine[n] for n in row]) for row in rows] for mine, rows in packed]
         )
         of_rank = works.sum(1)
         print(of_rank.max() / of_rank.mean(), works.max(0).sum() / of_rank.mean())
@@ -396,9 +373,8 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
             heads = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
             distance = torch.arange(len(index))[:, None] - torch.arange(len(index))
             mask = (distance >= 0) & (distance < (case.window or len(index)))
-            out = F.scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=case.scale, enable_gqa=True
-            )
+            options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}
+            out = F.scaled_dot_product_attention(*heads, **options)
             outputs.append(out[0].transpose(0, 1)[-case.lengths[document] :])
         joined = torch.cat(outputs)
         wanted = [joined.detach(), *torch.autograd.grad(joined, (q, k, v), upstream)]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from support.commands import python
 
 FAKE = """
 class Anything:
@@ -55,36 +52,20 @@ def fake_kernels(folder: Path) -> Path:
     return folder
 
 
+def shows(folder: Path, code: str) -> str:
+    """The last line that a program prints where such a distribution is installed."""
+    paths = {"PYTHONPATH": str(fake_kernels(folder)), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    done = python("-c", code, env=paths)
+    assert done.stdout.strip(), done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
 def test_installed_kernels_wins_from_the_root_folder(tmp_path: Path) -> None:
     code = "import kernels, transformers.modeling_utils; print(kernels.__file__)"
-    environment = {
-        "PYTHONPATH": str(fake_kernels(tmp_path)),
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=120,
-    )
-    assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py"), done.stderr[-2000:]
+    assert shows(tmp_path, code) == str(tmp_path / "kernels" / "__init__.py")
 
 
 @pytest.mark.engine
 def test_installed_kernels_wins_in_a_ray_worker(tmp_path: Path) -> None:
     """Ray puts the driver's working folder first on its workers' path."""
-    environment = {
-        "PYTHONPATH": str(fake_kernels(tmp_path)),
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-c", IN_RAY]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=180
-    )
-    assert done.stdout.strip().endswith(str(tmp_path / "kernels" / "__init__.py")), done.stderr[
-        -2000:
-    ]
+    assert shows(tmp_path, IN_RAY) == str(tmp_path / "kernels" / "__init__.py")
