@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 32_455, "apps": 9_181, "tests": 39_496, "tools": 7_971}
+LIMITS = {"core": 32_306, "apps": 9_186, "tests": 38_324, "tools": 7_962}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 
