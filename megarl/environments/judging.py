@@ -1,7 +1,7 @@
 """Outcomes of responses, wherever their verifiers run: in worker processes, on reward servers, or
 both.
 
-    Judge.judge(prompt, response) -> Outcome    WorkerPool and a RewardClient for each server
+    Judge.judge(prompt, response) -> Outcome    Workers and a RewardClient for each server
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from megarl.environments.addresses import Token, is_remote
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.pool import WorkerPool
 from megarl.environments.reward_client import RewardClient
 from megarl.environments.scores import BadScore, Outcome, Score, add_up
 from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
+from megarl.environments.workers import Workers
 from megarl.types import Prompt
 
 
@@ -32,11 +32,11 @@ class Judge:
         token: Token | None,
         known: Sources | None = None,
     ) -> None:
-        """`codec`, `known`: see `WorkerPool`. `token`: of the reward servers. Raises `ValueError`
+        """`codec`, `known`: see `Workers`. `token`: of the reward servers. Raises `ValueError`
         as `megarl.environments.verifiers.own_files` does.
         """
         self._config = config
-        self.pool = WorkerPool(config, codec, known)
+        self.pool = Workers(config, codec, known)
         self.clients = {
             name: RewardClient(name, config, token) for name in named(config) if is_remote(name)
         }
@@ -74,7 +74,7 @@ class _Part:
     """Scores responses with one verifier, or with several reward functions."""
 
     def __init__(
-        self, config: EnvironmentConfig, pool: WorkerPool, clients: dict[str, RewardClient]
+        self, config: EnvironmentConfig, pool: Workers, clients: dict[str, RewardClient]
     ) -> None:
         self._config, self._pool, self._clients = config, pool, clients
         self._weights, self._local = named(config), local(config)

@@ -21,7 +21,7 @@ from typing import Any
 from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.config import EnvironmentConfig, RemoteConfig
-from megarl.environments.scores import Outcome
+from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
 from megarl.environments.wire import (
     ROUTE,
     WITHIN,
@@ -30,7 +30,6 @@ from megarl.environments.wire import (
     request_body,
     sample_json,
 )
-from megarl.environments.worker import DETAIL_CHARACTERS
 from megarl.schema import shortened
 from megarl.types import Prompt
 

@@ -17,6 +17,10 @@ MAX_REWARD = 1e9
 MAX_METRICS = 64
 """Largest number of metrics that one reward function may return."""
 METRIC = re.compile(r"[\w .%+@-][\w .%+@/-]{0,63}")
+DETAIL_CHARACTERS = 2000
+"""Most characters of a failure's message."""
+Reply = dict[str, Any]
+"""What a worker process replies to a request: some fields of `Outcome`, or others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,30 @@ def _number(value: Any) -> float:
     return math.nan if number is None else number
 
 
+def late_verdict(limit_s: float) -> str:
+    """What is said of a verifier that exceeded its time limit."""
+    return f"no verdict within environment.time_limit_s = {limit_s:g} s"
+
+
+def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
+    """The reply for what a verifier or session returned: {score, correct, metrics}, or {failure,
+    detail} if it is no score. `maps_scores`: only scores from 0 to 1 are allowed, because
+    `environment.correct` and `environment.wrong` map them to rewards.
+    """
+    try:
+        score = read_score(answer)
+        if maps_scores and not 0.0 <= score.reward <= 1.0:
+            raise BadScore(
+                "error",
+                f"the verifier returned {score.reward:g}, but environment.correct and"
+                " environment.wrong map scores from 0 (wrong) to 1 (right); leave both out to use"
+                " rewards as they are",
+            )
+    except BadScore as error:
+        return {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
+    return {"score": score.reward, "correct": score.correct, "metrics": score.metrics}
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a worker process of the environment replies to one request: the score of a response,
@@ -159,13 +187,12 @@ class Outcome:
     """What the user should know of the environment; said once."""
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any], *ends: str) -> Outcome:
-        """The outcome that a worker process's reply holds: one of the fields `ends`, or a failure.
-        Any other reply is a failure.
-        """
+    def of(cls, reply: Reply) -> Outcome:
+        """The outcome that a worker process's reply holds. One with no result is a failure."""
         score = reply.get("score")
         known = score is None or (isinstance(score, int | float) and math.isfinite(score))
-        if known and (reply.get("failure") or any(reply.get(name) is not None for name in ends)):
+        ends = ("failure", "score", "observation", "answer", "finish")
+        if known and any(reply.get(name) is not None for name in ends):
             try:
                 return cls(**reply)
             except TypeError:

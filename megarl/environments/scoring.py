@@ -20,8 +20,8 @@ from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
 from megarl.environments.response_text import TAGS, with_tags, without_opening
 from megarl.environments.scores import Outcome
-from megarl.environments.session_pool import SessionPool
 from megarl.environments.user_code import Sources
+from megarl.environments.workers import Workers
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
@@ -65,7 +65,7 @@ class Environment:
         self._config = config
         token = token or client_token(config)
         self._judge = Judge(config.without_sessions(), codec, token, known)
-        self._sessions = SessionPool(config, codec, known) if config.has_sessions else None
+        self._sessions = Workers(config, codec, known) if config.has_sessions else None
         self.has_start = self._sessions is not None
 
     async def start(self, *, within_s: float | None = None) -> None:
@@ -83,8 +83,8 @@ class Environment:
         """The user's files as the run first read them, by path; complete once the environment has
         started.
         """
-        sessions = self._sessions.sources if self._sessions is not None else {}
-        return self._judge.pool.sources | sessions
+        sessions = self._sessions.files.sources if self._sessions is not None else {}
+        return self._judge.pool.files.sources | sessions
 
     @property
     def thinking(self) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ an observation, with a score, or with an answer that the recipe's verifier score
     start(prompt) -> Observation      step(text, token_ids) -> Observation | Answer | score
 
 A verifier is a session of one step. Sessions run in the worker processes of
-`megarl.environments.session_pool`, each call under its own time limit.
+`megarl.environments.workers`, each call under its own time limit.
 """
 
 from __future__ import annotations

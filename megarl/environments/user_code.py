@@ -54,17 +54,56 @@ def read(paths: Sequence[Path]) -> Sources:
     return found
 
 
-def changed(sources: Sources) -> list[str]:
-    """The files of `sources` whose content on disk is another now, or which are gone."""
-    found = []
-    for path, content in sources.items():
+class UserFiles:
+    """The user's files as the run first read them. Every worker process runs that content, so that
+    an edit during the run changes nothing.
+    """
+
+    def __init__(self, files: Sequence[Path], known: Sources | None = None) -> None:
+        """`known`: what the run has read before, with the files imported from beside the user's
+        own; None at its start. Raises `ValueError` for a file that cannot be read.
+        """
+        self.sources = read(files) if known is None else known
+        self._knows_neighbours = known is not None
+        self._said_changed, self._warning = False, ""
+
+    def current(self) -> Sources:
+        """The files for a process that is to be started. The user is told once of those that were
+        edited or removed since the run started.
+        """
+        edited = [] if self._said_changed else list(filter(self._is_edited, self.sources))
+        if edited:
+            self._said_changed = True
+            self.warn(
+                f"{', '.join(edited)} changed after the run started; the run goes on with what it"
+                " was then"
+            )
+        return self.sources
+
+    def _is_edited(self, path: str) -> bool:
         try:
-            same = Path(path).read_bytes() == content
+            return Path(path).read_bytes() != self.sources[path]
         except OSError:
-            same = False
-        if not same:
-            found.append(path)
-    return found
+            return True
+
+    def loaded(self, imported: Sequence[str]) -> None:
+        """Note what a process has imported from beside the user's own files. What the first one did
+        is kept for the later ones.
+        """
+        if not self._knows_neighbours:
+            self._knows_neighbours = True
+            self.sources = read([Path(file) for file in imported]) | self.sources
+
+    def warn(self, warning: str) -> None:
+        """Have the user told of something with the next verdict."""
+        self._warning = "; ".join(filter(None, [self._warning, warning]))
+
+    def take_warning(self) -> str:
+        """What the user is to be told, once, such as that a file was edited or removed after the
+        run had read it; or empty.
+        """
+        warning, self._warning = self._warning, ""
+        return warning
 
 
 class _PinnedLoader(SourceFileLoader):

@@ -6,7 +6,7 @@ A verifier of the house returns 1.0 for a right response and 0.0 for a wrong one
 a function that makes it from the configuration, in `megarl/apps/verifiers`, and name it in
 `VERIFIERS`. To use one of your own, write `environment.verifier: path/to/file.py:function`, or
 several with weights in `environment.rewards`; docs/rewards.md says what it receives and returns.
-It may be async, may raise and may hang: `megarl.environments.pool` bounds it.
+It may be async, may raise and may hang: `megarl.environments.workers` bounds it.
 """
 
 from __future__ import annotations

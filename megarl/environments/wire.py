@@ -15,8 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from megarl.environments.scores import Outcome
-from megarl.environments.worker import DETAIL_CHARACTERS, score_reply
+from megarl.environments.scores import DETAIL_CHARACTERS, Outcome, score_reply
 from megarl.types import Prompt
 
 ROUTE = "/v1/score"
@@ -114,7 +113,7 @@ def read_answer(body: bytes, count: int, *, maps_scores: bool = False) -> list[O
     """The outcomes of `count` samples, None for one that the server has not scored yet. A score
     that is none is that sample's failure. Raises
     `BadMessage` if the answer is not JSON or does not have `count` scores. `maps_scores`: see
-    `megarl.environments.worker.score_reply`.
+    `megarl.environments.scores.score_reply`.
     """
     tree = _read(body, "answer")
     scores = tree.get("scores") if isinstance(tree, dict) else None

@@ -1,10 +1,10 @@
-"""Inside a worker process: requests are answered by number, verifiers are called, and memory is
-limited.
+"""The program of a worker process: it loads the recipe's verifier, session class or tools, and
+answers the requests of `megarl.environments.workers`.
 
-    (number, command, arguments) --Host--> {score, correct, metrics} | {failure, detail} | ...
+    (number, command, arguments) --Host--> {score, ...} | {observation, reward} | {failure, detail}
 
-A plain function is called outside of the event loop, in the main thread. `async` ones wait beside
-one another. Sessions: `megarl.environments.session_worker`.
+A verifier is called outside of the event loop, in the main thread. What is `async` waits beside one
+another, and so do sessions, whose plain functions run on threads.
 """
 
 from __future__ import annotations
@@ -12,23 +12,109 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import os
+import pickle
 import resource
 import signal
+import socket
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megarl.environments.channel import WorkerChannel
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.plain_calls import LimitExceeded, ending_forks, within
-from megarl.environments.response_text import Counted
-from megarl.environments.scores import BadScore, read_score
+import psutil
 
+from megarl.environments import user_code, verifiers
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.isolation import enter_own_domain
+from megarl.environments.response_text import Counted
+from megarl.environments.scores import (
+    DETAIL_CHARACTERS,
+    BadScore,
+    Reply,
+    late_verdict,
+    read_score,
+    score_reply,
+)
+from megarl.environments.session import Answer, Observation
+from megarl.environments.signatures import RewardFunction
+from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
+from megarl.environments.user_code import Sources
+from megarl.lookup import of_app
+from megarl.signals import die_with_parent
+
+BUILT_IN_MEMORY_MIB = 512
+"""Memory limit of a process that runs a built-in verifier, if the recipe sets none."""
 ROOM_LEFT = 0.25
-"""A worker process is replaced before its next request once less than this fraction is left of
-the memory that it could still allocate when its limit was set."""
+"""A process of a verifier is replaced before its next request once less than this fraction is left
+of the memory that it could still allocate when its limit was set."""
+BEAT_S = 0.5
+OUT_OF_MEMORY = "the verifier's process ran out of memory"
+MOST_STOPPED = 64
+"""Calls that exceeded their limit before the process is replaced: each may go on, or have left a
+thread behind."""
+MOST_CHARACTERS = 4_000_000
+"""Characters of an observation. More cannot be read by a model, and tokenising takes seconds."""
+
+
+class Channel:
+    """The process's end of its socket. A request is the length of its body (8 bytes) and the body,
+    a pickle. A reply is a line of JSON, because this process runs code nobody vouches for, and the
+    pool must not unpickle what that sends. A process that is forked gets /dev/null in its place.
+    """
+
+    def __init__(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
+        """`descriptor`: of the socket, which belongs to this object from now on."""
+        self._descriptor, self._process = descriptor, os.getpid()
+        self._file = _identity(descriptor)
+        opened = asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=2**20)
+        self._reader, self._writer = loop.run_until_complete(opened)
+        os.register_at_fork(after_in_child=self._let_go)
+
+    async def receive(self) -> tuple[Any, ...] | None:
+        """The next request; None if the pool has closed its end."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(8))
+            body = await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        return pickle.loads(body)  # noqa: S301 - from the pool
+
+    def send(self, number: int, reply: Reply) -> None:
+        """Send the reply to request `number`. Ends the process if it is not the worker process, or
+        if the user's code has closed the channel.
+        """
+        if os.getpid() != self._process:
+            os._exit(0)
+        if _identity(self._descriptor) != self._file:
+            said = "megarl: the user's code closed the descriptor of the worker's channel"
+            print(said, file=sys.stderr, flush=True)
+            os._exit(1)
+        try:
+            line = json.dumps([number, reply])
+        except (TypeError, ValueError, RecursionError) as error:
+            # The pool waits for a reply to this number.
+            failed = {"failure": "error", "detail": f"the reply is no JSON: {error}"}
+            line = json.dumps([number, failed])
+        self._writer.write(line.encode() + b"\n")
+
+    def _let_go(self) -> None:
+        if _identity(self._descriptor) == self._file:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self._descriptor, inheritable=False)
+            os.close(nothing)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """What tells the open file of a descriptor from others; None if it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class MemoryLimit:
@@ -37,117 +123,74 @@ class MemoryLimit:
     """
 
     def __init__(self, limit_mib: int | None) -> None:
-        """`limit_mib` None is no limit; elsewhere than on Linux there is none either."""
-        self.limit_mib = limit_mib if sys.platform == "linux" else None
-        self._room = 0
-        if self.limit_mib is None:
+        """`limit_mib` None is no limit."""
+        self.limit_mib = limit_mib
+        if limit_mib is None:
             return
-        resident, data = _used()
-        self._room = self.limit_mib * 2**20 - resident
+        used = psutil.Process().memory_info()
+        self._room = limit_mib * 2**20 - used.rss
         if self._room <= 0:
             raise ValueError(
-                f"environment.memory_limit_mib is {self.limit_mib}, but the verifier's process"
-                f" holds {resident / 2**20:.0f} MiB once it has loaded; raise it"
+                f"environment.memory_limit_mib is {limit_mib}, but the verifier's process"
+                f" holds {used.rss / 2**20:.0f} MiB once it has loaded; raise it"
             )
         # Not the address space: libraries reserve much more of that than they use. What is
         # reserved already is not used again, so the limit counts from here.
-        self._most = data + self._room
+        self._most = used.data + self._room
         resource.setrlimit(resource.RLIMIT_DATA, (self._most, self._most))
 
     def is_tight(self) -> bool:
         """Whether most of the room is used, by what earlier requests left behind."""
-        return self.limit_mib is not None and self._most - _used()[1] < ROOM_LEFT * self._room
-
-
-def _used() -> tuple[int, int]:
-    """Bytes of this process (in memory, private and writable: used or reserved)."""
-    pages = Path("/proc/self/statm").read_text().split()
-    size = os.sysconf("SC_PAGE_SIZE")
-    return int(pages[1]) * size, int(pages[5]) * size
-
-
-BEAT_S = 0.5
-DETAIL_CHARACTERS = 2000
-OUT_OF_MEMORY = "the verifier's process ran out of memory"
-MOST_STOPPED = 64
-"""Calls that exceeded their limit before the process is replaced: each may go on, or have left a
-thread behind."""
-Reply = dict[str, Any]
-
-
-def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
-    """The reply for what a verifier or session returned: {score, correct, metrics}, or {failure,
-    detail} if it is no score. `maps_scores`: only scores from 0 to 1 are allowed, because
-    `environment.correct` and `environment.wrong` map them to rewards.
-    """
-    try:
-        score = read_score(answer)
-        if maps_scores and not 0.0 <= score.reward <= 1.0:
-            raise BadScore(
-                "error",
-                f"the verifier returned {score.reward:g}, but environment.correct and"
-                " environment.wrong map scores from 0 (wrong) to 1 (right); leave both out to use"
-                " rewards as they are",
-            )
-    except BadScore as error:
-        return {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
-    return {"score": score.reward, "correct": score.correct, "metrics": score.metrics}
-
-
-def late_verdict(limit_s: float) -> str:
-    """What is said of a verifier that exceeded its time limit."""
-    return f"no verdict within environment.time_limit_s = {limit_s:g} s"
-
-
-def said(error: BaseException) -> str:
-    """An error of the user's code in one line; its own text may fail to be made."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"
-    except BaseException:
-        return name
+        if self.limit_mib is None:
+            return False
+        return self._most - psutil.Process().memory_info().data < ROOM_LEFT * self._room
 
 
 class Host:
-    """Answers the requests to a worker process, each with one reply of the same number."""
+    """Answers the requests to a worker process, each with one reply of the same number. A request
+    is the name of a method and its arguments; the first one is `load`.
+    """
 
-    def __init__(self, codec: Any, limit: MemoryLimit, config: EnvironmentConfig) -> None:
-        """`codec` decodes responses and encodes observations."""
-        self._codec, self._limit, self._config = codec, limit, config
-        self._calls: set[asyncio.Task[None]] = set()
-        self.num_late = 0
+    _config: EnvironmentConfig
+    _codec: Any
+    """A `Codec`, or None where all responses are texts."""
+    _verifier: Any = None
+    """A `megarl.environments.verifiers.Verifier`; None where the process runs sessions."""
+
+    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        self._channel, self._loop = channel, loop
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._overlaps = False
+        """Whether the process makes several calls at the same time."""
+        self._limit = MemoryLimit(None)
+        self._num_late = 0
         """Number of calls that exceeded their time limit."""
+        self._open: dict[str, Any] = {}
+        """{key of a rollout: its session}, of sessions that are in no call."""
+        self._in_call: set[str] = set()
+        """Keys of the rollouts whose session is in a call."""
+        self._encoding = ThreadPoolExecutor(1)
+        """A tokenizer is used by one thread at a time, and other sessions do not wait for it."""
 
-    def serve(
-        self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop, *, beats: bool
-    ) -> None:
-        """Answer requests until the pool closes its end. `beats`: send a sign of life, the number
-        0, every `BEAT_S` seconds. Without it the pool knows that a call keeps the whole process.
-        """
-        self._channel, self._loop, self._overlaps = channel, loop, beats
-        beating = loop.create_task(self._beat()) if beats else None
+    def serve(self) -> None:
+        """Answer requests until the pool closes its end."""
         # The loop stops with each request, so that a plain function can be called outside of it:
         # such a function may run a loop of its own, and a thread can have only one.
-        while (request := loop.run_until_complete(channel.receive())) is not None:
-            number, (command, *arguments) = request
-            self._take(number, command, arguments)
-        if beating is not None:
-            beating.cancel()
+        while (request := self._loop.run_until_complete(self._channel.receive())) is not None:
+            number, command, *arguments = request
+            reply: Reply = {}
+            with self._failing(reply):
+                made = getattr(self, command)(*arguments)
+                if inspect.isawaitable(made):
+                    self._begin_task(self._answer(number, made))
+                    continue
+                reply |= made
+            self._send(number, reply)
 
-    async def _beat(self) -> None:
-        while True:
-            self._channel.send(0, {})
-            await asyncio.sleep(BEAT_S)
-
-    def _take(self, number: int, command: str, arguments: list[Any]) -> None:
-        """Begin to answer a request."""
-        made: Awaitable[Reply] = getattr(self, f"_{command}")(*arguments)
-        self._answer_later(number, made)
-
-    def _answer_later(self, number: int, reply: Awaitable[Reply]) -> None:
-        task = self._loop.create_task(self._answer(number, reply))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+    def _begin_task(self, made: Any) -> None:
+        task = self._loop.create_task(made)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, awaited: Awaitable[Reply]) -> None:
         reply: Reply = {}
@@ -156,13 +199,18 @@ class Host:
         self._send(number, reply)
 
     def _send(self, number: int, reply: Reply) -> None:
-        if self._retires(reply):
+        """Send a reply, which says whether the process should begin nothing further."""
+        if not self._overlaps:
+            # A timer that the call has set would go off in the next call.
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)  # the first is that of `signal.alarm` too
+        retires = self._num_late >= MOST_STOPPED
+        if self._verifier is not None:
+            full = OUT_OF_MEMORY in reply.get("detail", "") or self._limit.is_tight()
+            retires = retires or full or "again" in reply
+        if retires:
             reply["retire"] = True
         self._channel.send(number, reply)
-
-    def _retires(self, reply: Reply) -> bool:
-        """Whether the process should begin nothing further after `reply`."""
-        return self.num_late >= MOST_STOPPED
 
     @contextlib.contextmanager
     def _failing(self, reply: Reply) -> Iterator[None]:
@@ -172,87 +220,230 @@ class Host:
         except BadScore as error:
             reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
         except LimitExceeded as error:
-            self.num_late += 1
+            self._num_late += 1
             reply |= {"failure": "timeout", "detail": str(error)}
         except MemoryError:
             limit = self._limit.limit_mib
             advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
             reply |= {"failure": "error", "detail": f"{OUT_OF_MEMORY}{advice}"}
         except BaseException as error:  # SystemExit and such must not end the process either
-            reply |= {"failure": "error", "detail": said(error)[:DETAIL_CHARACTERS]}
+            reply |= {"failure": "error", "detail": _said(error)[:DETAIL_CHARACTERS]}
+            # A thread that an earlier call has left behind may have interrupted this one.
+            is_interrupted = KeyboardInterrupt in (type(error), type(error.__cause__))
+            if self._verifier is not None and is_interrupted:
+                reply["again"] = True
 
-    async def _decode(self, token_ids: Any) -> Reply:
+    # Loading
+
+    def load(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> Reply:
+        """Load what the recipe names, and say what the pool should know: {imported, tools, forms,
+        beats}, or {refused}. `sources`: content of the user's files.
+        """
+        self._config, self._codec = config, codec
+        limit_mib, functions = config.memory_limit_mib, dict[str, RewardFunction]()
+        about: Reply = {"tools": []}
+        try:
+            # Before the user's files are on the path, where one may hide a library.
+            if config.tools.are_used:
+                of_app("ToolKit")
+            verifiers.import_built_in(config)
+            own = verifiers.own_files(config)
+            if config.isolate and (config.has_sessions or own):
+                enter_own_domain(mounts=bool(config.programs))
+            with ending_forks():
+                user_code.prepare_imports(own, sources)
+                if config.tools.are_used:
+                    kit = of_app("ToolKit")(config, codec, sources)
+                    self._loop.run_until_complete(kit.start())
+                    about["tools"], self._make = kit.schemas, kit.session
+                elif config.has_sessions:
+                    self._make = verifiers.load_session(config, sources)
+                else:
+                    functions = verifiers.load_functions(config, sources)
+                    self._verifier = verifiers.load_verifier(config, functions)
+                    limit_mib = limit_mib or (None if own else BUILT_IN_MEMORY_MIB)
+            self._limit = MemoryLimit(limit_mib)
+        except BaseException as error:
+            return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
+        self._calls = UserCalls(config.threads)
+        self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
+        if self._overlaps:
+            self._begin_task(self._beat())
+        about["forms"] = {name: one.form for name, one in functions.items() if one.form}
+        return about | {"imported": user_code.neighbours(own), "beats": self._overlaps}
+
+    async def _beat(self) -> None:
+        """Send a sign of life, the number 0, again and again. Without it the pool knows that a call
+        keeps the whole process.
+        """
+        while True:
+            self._channel.send(0, {})
+            await asyncio.sleep(BEAT_S)
+
+    def decode(self, token_ids: Any) -> Reply:
+        """Token ids to text."""
         return {"text": self._codec.decode(token_ids)}
 
+    # Verifiers
 
-class VerifierHost(Host):
-    """Calls the verifier."""
-
-    def __init__(
-        self,
-        verifier: Callable[[Any, str], Any],
-        codec: Any,
-        limit: MemoryLimit,
-        config: EnvironmentConfig,
-    ) -> None:
-        super().__init__(codec, limit, config)
-        self._verifier = verifier
-
-    def _take(self, number: int, command: str, arguments: list[Any]) -> None:
-        if command != "judge":
-            return super()._take(number, command, arguments)
-        reply: Reply = {}
-        with self._failing(reply):
-            made = self._call(*arguments)
-            if inspect.isawaitable(made):
-                return self._answer_later(number, self._score(made))
-            reply |= self._reply(made)
-        self._send(number, reply)
-
-    def _call(self, prompt: Any, response: Any, num_tokens: int | None) -> Any:
-        """What the verifier returns for a response, given as text or token ids. `num_tokens`: see
-        `megarl.environments.judging.Judge.judge`.
+    def judge(self, prompt: Any, response: Any, num_tokens: int | None) -> Any:
+        """The reply with the verifier's score of a response, given as text or token ids, or an
+        awaitable of it. `num_tokens`: see `megarl.environments.judging.Judge.judge`.
         """
-        text = response
         if not isinstance(response, str):
-            text = self._codec.decode(response)
             num_tokens = len(response) if num_tokens is None else num_tokens
+            response = self._codec.decode(response)
         elif num_tokens is None and self._codec is not None:
             num_tokens = len(self._codec.encode(response))
         if num_tokens is not None:
-            text = Counted.of(text, num_tokens)
+            response = Counted.of(response, num_tokens)
         with ending_forks():
-            return self._verifier(prompt, text)
+            made = self._verifier(prompt, response)
+        return self._judged(made) if inspect.isawaitable(made) else self._score(made)
 
-    @contextlib.contextmanager
-    def _failing(self, reply: Reply) -> Iterator[None]:
-        with super()._failing(reply):
-            try:
-                yield
-            except BaseException as error:
-                # A thread that an earlier call has left behind may have interrupted this one.
-                if KeyboardInterrupt in (type(error), type(error.__cause__)):
-                    reply["again"] = True
-                raise
-
-    def _send(self, number: int, reply: Reply) -> None:
-        if not self._overlaps:
-            # A timer that the call has set would go off in the next call.
-            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-                signal.setitimer(timer, 0)  # the first is that of `signal.alarm` too
-        super()._send(number, reply)
-
-    def _retires(self, reply: Reply) -> bool:
-        """See `Host`. A call that is to be made again needs another process."""
-        full = self._limit.is_tight() or OUT_OF_MEMORY in reply.get("detail", "")
-        return full or "again" in reply or super()._retires(reply)
-
-    async def _score(self, made: Awaitable[Any]) -> Reply:
+    async def _judged(self, made: Awaitable[Any]) -> Reply:
         limit_s = self._config.time_limit_s
-        try:
-            return self._reply(await within(limit_s, made))
-        except LimitExceeded:
-            raise LimitExceeded(late_verdict(limit_s)) from None
+        return self._score(await within(limit_s, made, late_verdict(limit_s)))
 
-    def _reply(self, answer: Any) -> Reply:
+    def _score(self, answer: Any) -> Reply:
         return score_reply(answer, maps_scores=not self._config.maps_no_scores)
+
+    # Sessions
+
+    async def begin(self, key: str, prompt: Any) -> Reply:
+        """Make and start the session of rollout `key`; its first observation."""
+        session, goes_on = None, False
+        self._in_call.add(key)
+        try:
+            session = await self._call(self._make, setting="start_limit_s")
+            found = await self._call(session.start, prompt, setting="start_limit_s")
+            if not isinstance(found, Observation):
+                said = f"the session's start returned {found!r:.200}, not an Observation"
+                raise TypeError(said)
+            if found.reward != 0.0:
+                raise ValueError("the session's start returned a reward, but no turn was taken yet")
+            reply = await self._observation(found)
+            goes_on = True
+        finally:
+            await self._leave(key, session, goes_on=goes_on)
+        return reply
+
+    async def step(self, key: str, token_ids: Any) -> Reply:
+        """A step of the session of rollout `key`, after which it goes on or ends."""
+        session, goes_on = self._open.pop(key, None), False
+        if session is None:
+            detail = "the session ended with the process it ran in, which another session broke"
+            return {"failure": "error", "detail": detail}
+        self._in_call.add(key)
+        try:
+            text = self._codec.decode(token_ids)
+            if getattr(session, "limits_its_calls", False):
+                found = await session.step(text, token_ids)
+            else:
+                found = await self._call(session.step, text, token_ids)
+            if isinstance(found, Answer):
+                if not isinstance(found.text, str):
+                    raise TypeError(f"the session's answer is {found.text!r:.200}, not a text")
+                metrics = read_score({"reward": 0.0, **found.metrics}).metrics
+                return {"answer": found.text, "metrics": metrics}
+            if not isinstance(found, Observation):
+                return self._score(found)
+            reply = await self._observation(found)
+            if not reply["observation"]:
+                raise ValueError(
+                    f"the session's step returned the observation {found.text!r:.80}, which has no"
+                    " tokens in the model's tokenizer"
+                )
+            goes_on = True
+        finally:
+            await self._leave(key, session, goes_on=goes_on)
+        return reply
+
+    async def cut_off(self, key: str, token_ids: Any) -> Reply:
+        """Discard the session of rollout `key`, whose response is cut off; one with a method
+        `cut_off_inside` says inside what.
+        """
+        self._in_call.discard(key)  # one in a call is closed after it
+        session, finish = self._open.pop(key, None), ""
+        try:
+            if token_ids is not None and hasattr(session, "cut_off_inside"):
+                finish = await self._call(session.cut_off_inside, token_ids)
+                if finish not in ("", "tool_call"):
+                    raise TypeError(
+                        f"cut_off_inside returned {finish!r:.80}, not '' or 'tool_call'"
+                    )
+            return {"finish": finish}
+        finally:
+            await self._close(session)
+
+    async def _leave(self, key: str, session: Any, *, goes_on: bool) -> None:
+        """Leave a session open after its call, unless it has ended or was discarded meanwhile."""
+        if goes_on and key in self._in_call:
+            self._open[key] = session
+        else:
+            await self._close(session)
+        self._in_call.discard(key)
+
+    async def _close(self, session: Any) -> None:
+        """Call the session's method `close`, if it has one. The rollout has ended, so that an error
+        there is only printed.
+        """
+        if hasattr(session, "close"):
+            try:
+                await self._call(session.close)
+            except BaseException as error:
+                print(f"a session's close failed: {_said(error)}", file=sys.stderr)
+
+    async def _call(
+        self, function: Callable[..., Any], *arguments: Any, setting: str = "time_limit_s"
+    ) -> Any:
+        """What a function of the user returns within the limit of `environment.<setting>`."""
+        limit_s = getattr(self._config, setting)
+        late = f"no reply within environment.{setting} = {limit_s:g} s"
+        return await self._calls.run(function, arguments, limit_s, late)
+
+    async def _observation(self, found: Observation) -> Reply:
+        text = found.text
+        if not isinstance(text, str):
+            raise TypeError(f"the session's observation is {text!r:.200}, not a text")
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(
+                f"the session's observation has {len(text):,} characters, more than"
+                f" {MOST_CHARACTERS:,}; shorten it"
+            )
+        reward = read_score(found.reward).reward
+        ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
+        return {"observation": ids, "reward": reward}
+
+
+def _said(error: BaseException) -> str:
+    """An error of the user's code in one line; its own text may fail to be made."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except BaseException:
+        return name
+
+
+def main(parent: int) -> None:
+    """Answer requests on the socket at standard input until the parent process (pid `parent`)
+    closes its end.
+    """
+    die_with_parent(parent)
+    loop = asyncio.new_event_loop()
+    # The channel moves away from standard input, so that a verifier may read without breaking it;
+    # what one prints goes to standard error, because the parent's standard output may be read by
+    # a program.
+    channel = Channel(os.dup(0), loop)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    code = 0
+    try:
+        Host(channel, loop).serve()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Not an ordinary exit, which waits for threads that a user's call keeps.
+    os._exit(code)

@@ -1,77 +1,131 @@
-"""Worker processes as a pool calls them: requests by number, and another process for one that ends.
+"""Worker processes, in which verifiers and sessions run, each call under a hard time limit.
 
-    Workers.at(place) -> Worker      Worker.ask(command, arguments, limit_s) -> reply
+    Workers.judge(prompt, response) -> Outcome                              in any of them
+    Workers.begin(key, prompt), .step(key, token_ids) -> Outcome            always in the same one
 
-Requests of one process wait beside one another. A reply counts only under the number of a request
-that waits for it. A process is ended, and every request to it fails, if it ends by itself, closes
-its channel, sends anything but such replies, or keeps still for too long. The next request starts
-another process. If that fails, requests fail, and the start is tried again later: the run goes on.
+A process that ends, closes its channel, sends anything but replies, or keeps still for too long is
+ended with all that it has started, and another one takes its place.
+
+A process calls one plain verifier at a time. One that hangs, even in C code, costs its process and
+its own sample. Where the process ends during a call, the call is made again, once, in a new
+process: an earlier call may have left behind what ended it. Of `async` verifiers a process has
+`environment.concurrency` calls under way; where one of them ends the process, all are made again,
+one by one in a process of their own, so that the one at fault fails alone.
+
+Thousands of sessions are open at once; calls of one process wait beside one another. A call that
+exceeds its time limit costs its own rollout. A process that ends, or that one call keeps from
+answering anything, costs the rollouts whose sessions it ran. If no process starts in its place, the
+calls fail, and the start is tried again later: the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import pickle
 import secrets
+import signal
+import socket
+import subprocess
+import sys
 import time
+import zlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from megarl.environments.channel import BadReply, read_reply, request
+import numpy as np
+import psutil
+
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.user_code import Sources
+from megarl.environments.scores import Outcome, Reply, late_verdict
+from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
-from megarl.environments.worker_handle import UserFiles, WorkerHandle
+from megarl.private_folder import MARK, kill_marked
+from megarl.types import Prompt
 
+ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
+# Not `-m`, which would need PYTHONPATH, and that every process a verifier starts would inherit.
+PROGRAM = """import sys
+sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
+from megarl.environments.worker import main
+main(int(sys.argv[2]))"""
+MOST_BYTES = 2**30
+"""Longest reply. A longer one was not written by `megarl.environments.worker.Channel`."""
 START_WITHIN_S = 120.0  # a verifier of one's own may import much
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond the time limit of a call, after which a process is
 killed: an `async` function keeps it by computing, or code in C keeps Python's lock."""
 LOOK_S = 0.5
 END_WITHIN_S = 1.0
-"""Seconds that a process has to end once its channel is closed, so that its exit code is known."""
-READ_WITHIN_S = 0.1
-"""Seconds in which what a process has sent before its end is read. Usually the channel is closed
-before, but a child of the process may hold it open."""
+"""Seconds that a process has to end once its channel is closed, so that its exit code is known; and
+in which what it has sent is read once it has ended, since a child may hold its channel open."""
 TRIES, FIRST_PAUSE_S = 3, 1.0
 """How often a process is started that does not, and the pause after the first try, which doubles.
 """
 PAUSE_S = 30.0
 """Seconds for which the calls of a process that did not start fail before it is tried again."""
+DECODE_WITHIN_S = 60.0
+DECODE_TRIES = 3
+"""Requests to decode a response, each if the one before was not answered."""
 
 
+@dataclass(eq=False)
 class WorkerLost(Exception):
-    """Raised if a worker process ended, or was ended, before it replied. The message continues a
-    sentence about the process.
-    """
+    """Raised if a worker process ended, or was ended, before it replied."""
 
-    def __init__(self, failure: Literal["error", "timeout"], message: str, calls: int = 1) -> None:
-        """`calls`: number of requests that waited for a reply."""
-        super().__init__(message)
-        self.failure: Literal["error", "timeout"] = failure
-        self.calls = calls
-        self.by_itself = False
-        """Whether the process ended, closed its channel or sent no reply by itself: through the
-        call that waits, or through what an earlier one has left behind."""
+    failure: Literal["error", "timeout"]
+    message: str
+    """Continues a sentence about the process."""
+    calls: int = 1
+    """Number of requests that waited for a reply."""
+    by_itself: bool = False
+    """Whether the process ended, closed its channel or sent no reply: through the call that waits,
+    or through what an earlier one has left behind."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Worker:
-    """A process that runs the user's verifier or sessions, and the requests for whose replies the
-    pool waits. All methods are called in one event loop.
+    """A process and the requests for whose replies the pool waits. All methods but `kill` are
+    called in one event loop.
     """
 
-    tools: list[dict[str, Any]]
-    """The recipe's tools, as `megarl.apps.tools.tool.Schema`."""
-    forms: dict[str, str]
-    """{name of a reward function: its form}, where that is not megarl's own."""
     beats = False
     """Whether the process sends a message now and then that it is alive, which it does for `async`
     functions and sessions. Then it gets many requests at once. Without such messages it gets one
     request at a time, and is killed when the request takes longer than its time limit."""
 
-    def __init__(self, handle: WorkerHandle, config: EnvironmentConfig) -> None:
-        self.handle, self._config = handle, config
-        self._waiting: dict[int, tuple[asyncio.Future[dict[str, Any] | WorkerLost], float]] = {}
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Start the process: afresh as a program (never forked: this process has threads). It ends
+        with its parent, even one killed by force.
+        """
+        self._config = config
+        self._mark = f"{os.environ.get(MARK, '')}/{secrets.token_hex(8)}"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                # -P: the working folder stays off the path, where a file of the user's may hide a
+                # library.
+                [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
+                stdin=theirs.fileno(),
+                # A verifier is code nobody vouches for, and what it says ends up in transcripts.
+                # What the verifier starts, in whatever session, is known and killed by the mark.
+                env=config.variables(os.environ) | {MARK: self._mark},
+                # Ctrl-C is the parent's affair
+                start_new_session=True,
+            )
+        self._ending = os.pidfd_open(self.process.pid)
+        """Descriptor that is readable once the process has ended."""
+        self._has_ended = asyncio.Event()
+        """Set once the process has ended, or is to be ended."""
+        self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
+        self.waiting: dict[int, tuple[asyncio.Future[Reply | WorkerLost], float]] = {}
         """{number of a request: (its reply, its time limit)}"""
         self._last = secrets.randbits(62)
         """Number of the last request. The user's code in the process should not guess one."""
@@ -79,24 +133,14 @@ class Worker:
         """Why the process is gone; None while it runs."""
         self.retires = False
         """Whether the process asked to be replaced: it begins nothing further."""
-        self.sessions: set[str] = set()
-        """Keys of the rollouts whose sessions it runs."""
-
-    async def connect(self) -> None:
-        """Begin to read the process's replies and to wait for its end."""
-        self._reader, self._writer = await asyncio.open_connection(
-            sock=self.handle.channel, limit=2**20
-        )
         self._heard_at = time.monotonic()
-        self.end = asyncio.create_task(self._wait_for_end())
-        self._tasks = [self.end]
+        self.life = asyncio.create_task(self._live(ours))
 
-    async def load(
-        self, codec: Codec | None, sources: Sources, within_s: float | None
-    ) -> list[str]:
+    async def load(self, codec: Codec | None, sources: Sources, within_s: float | None) -> Reply:
         """Have the process load the verifier or session, from `sources` where they hold its files.
-        Returns the files beside the user's own that it imported. Raises `ValueError`, with advice,
-        if that does not succeed within `within_s` seconds.
+        Returns {imported: files beside the user's own, tools: the recipe's tools, forms: {name of
+        a reward function: its form, where that is not megarl's own}}. Raises `ValueError`, with
+        advice, if that does not succeed within `within_s` seconds.
         """
         config = self._config
         # In a run the engines may start at the same time and take every core.
@@ -104,7 +148,7 @@ class Worker:
         code = config.session or ", ".join(config.tools.functions or named(config))
         told = f"{setting_of(config)} '{code}'"
         try:
-            reply = await self.ask(config, codec, sources, limit_s=limit_s)
+            reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
         except WorkerLost as lost:
             if lost.failure == "error":
                 raise ValueError(f"{told}: its process {lost} at start") from None
@@ -112,14 +156,12 @@ class Worker:
                 f"{told} did not load within {limit_s:g} s; move what takes long out of its file's"
                 " top level, or raise environment.load_limit_s"
             ) from None
-        if "refused" in reply:
-            raise ValueError(reply["refused"])
-        self.tools, self.forms, self.beats = reply["tools"], reply["forms"], reply["beats"]
-        if self.beats:
-            self._tasks.append(asyncio.create_task(self._watch()))
-        return reply["imported"]
+        if "imported" not in reply:
+            raise ValueError(reply.get("refused") or reply.get("detail"))
+        self.beats = reply["beats"]
+        return reply
 
-    async def ask(self, *message: Any, limit_s: float) -> dict[str, Any]:
+    async def ask(self, *message: Any, limit_s: float) -> Reply:
         """The reply to a request; {failure, detail} for one that cannot be pickled. Raises
         `WorkerLost` if the process is gone before the reply comes.
         """
@@ -127,198 +169,349 @@ class Worker:
             raise self.lost
         self._last += 1
         try:
-            body = request(self._last, message)
+            body = pickle.dumps((self._last, *message))
         except Exception as error:
             return {"failure": "error", "detail": f"{type(error).__name__}: {error}"}
         future = asyncio.get_running_loop().create_future()
         # It stays there if the caller is cancelled: the process replies all the same.
-        self._waiting[self._last] = future, limit_s
-        self._writer.write(body)
+        self.waiting[self._last] = future, limit_s
+        (await self._writer).write(len(body).to_bytes(8) + body)
         await asyncio.wait({future}, timeout=None if self.beats else limit_s)
         if not future.done():
-            self._lose(WorkerLost("timeout", "gave no reply and was ended"))
+            self.lose(WorkerLost("timeout", "gave no reply and was ended"))
         found = future.result()
         if isinstance(found, WorkerLost):
             raise found
         return found
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it runs no session and no request waits for it."""
-        return not self._waiting and not self.sessions
+    def lose(self, why: WorkerLost) -> None:
+        """Have the process ended. Every request that waits fails, without waiting for its end."""
+        if self.lost is None:
+            self.lost, why.calls = why, len(self.waiting)
+            self._has_ended.set()
+            for future, _ in self.waiting.values():
+                future.set_result(why)
+            self.waiting.clear()
 
-    async def _read(self) -> WorkerLost | None:
-        """Read replies until the channel is closed, or holds something else: then returns what."""
+    async def _live(self, channel: socket.socket) -> None:
+        """The process's life: read its replies until it ends, is to be ended, or gives no sign of
+        life; then kill all that is left of it.
+        """
+        reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_BYTES)
+        self._writer.set_result(writer)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._ending, self._has_ended.set)
+        reading = asyncio.create_task(self._read(reader))
+        ended = asyncio.create_task(self._has_ended.wait())
         try:
-            while True:
-                number, reply = await read_reply(self._reader)
+            while not (reading.done() or ended.done()):
+                looked_at = time.monotonic()
+                await asyncio.wait({reading, ended}, timeout=LOOK_S, return_when="FIRST_COMPLETED")
+                self._look(time.monotonic() - looked_at)
+            if self.lost is None:
+                await asyncio.wait({reading, ended}, timeout=END_WITHIN_S)
+                said = reading.result() if reading.done() else ""
+                said = said or self.how_it_ended() or "closed the channel that it replies through"
+                self.lose(WorkerLost("error", said, by_itself=True))
+        finally:
+            self.lose(WorkerLost("error", "was ended with its pool"))
+            loop.remove_reader(self._ending)
+            reading.cancel()
+            ended.cancel()
+            # A process with much memory can take a second to end.
+            await asyncio.to_thread(self.kill)
+            writer.close()
+            os.close(self._ending)
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Read replies until the channel is closed, or until something else comes: returns what
+        the process did. A reply counts only under the number of a request that waits for it.
+        """
+        line = b""
+        try:
+            while (line := await reader.readline()).endswith(b"\n"):
+                number, reply = json.loads(line)
                 self._heard_at = time.monotonic()
                 if number == 0:
                     continue
-                if number not in self._waiting:
-                    return WorkerLost("error", "sent a reply to no request")
-                future, _ = self._waiting.pop(number)
-                self.retires = self.retires or reply.pop("retire", False)
-                future.set_result(reply)
-        except BadReply as error:
-            return WorkerLost("error", f"sent no reply but {error}")
-        except (asyncio.IncompleteReadError, OSError):
-            return None
+                if number not in self.waiting:
+                    return "sent a reply to no request"
+                self.retires = reply.pop("retire", False) or self.retires
+                self.waiting.pop(number)[0].set_result(reply)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return f"sent no reply but {line[:40]!r}"
+        except OSError:
+            pass
+        return ""
 
-    async def _wait_for_end(self) -> None:
-        """Wait until the process ends, or its channel does."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self.handle.ending, ended.set)
-        reading, ending = asyncio.create_task(self._read()), asyncio.create_task(ended.wait())
-        try:
-            await asyncio.wait({reading, ending}, return_when="FIRST_COMPLETED")
-            within_s = READ_WITHIN_S if ending.done() else END_WITHIN_S
-            await asyncio.wait({reading, ending}, timeout=within_s)
-            why = reading.result() if reading.done() else None
-            if why is None and ending.done():
-                why = WorkerLost("error", f"ended {self.handle.how_it_ended()}")
-            why = why or WorkerLost("error", "closed the channel that it replies through")
-            why.by_itself = True
-            self._lose(why)
-        finally:
-            loop.remove_reader(self.handle.ending)
-            reading.cancel()
-            ending.cancel()
+    def _look(self, waited_s: float) -> None:
+        """End the process if it should give signs of life and does not. `waited_s`: since the last
+        look.
+        """
+        if waited_s > LOOK_S + GRACE_S / 2:
+            # This process stood still itself, and has not read what came meanwhile.
+            self._heard_at = time.monotonic()
+        silent_s = time.monotonic() - self._heard_at
+        limits_s = (limit_s for _, limit_s in self.waiting.values())
+        most_s = max(limits_s, default=self._config.time_limit_s) + GRACE_S
+        if self.beats and silent_s > most_s:
+            said = f"was kept from answering by a call for {silent_s:.0f} s"
+            self.lose(WorkerLost("timeout", f"{said}; an async function must wait, not compute"))
 
-    async def _watch(self) -> None:
-        """End the process if it gives no sign of life."""
-        while True:
-            looked_at = time.monotonic()
-            await asyncio.sleep(LOOK_S)
-            if time.monotonic() - looked_at > LOOK_S + GRACE_S / 2:
-                # This process stood still itself, and has not read what came meanwhile.
-                self._heard_at = time.monotonic()
-            silent_s = time.monotonic() - self._heard_at
-            limits_s = (limit_s for _, limit_s in self._waiting.values())
-            if silent_s > max(limits_s, default=self._config.time_limit_s) + GRACE_S:
-                said = f"was kept from answering by a call for {silent_s:.0f} s"
-                advice = "an async function must wait, not compute"
-                self._lose(WorkerLost("timeout", f"{said}; {advice}"))
-                return
+    def how_it_ended(self) -> str:
+        """How the process has ended, for messages; empty while it runs. The process is not reaped,
+        so that its id is not reused before `kill`.
+        """
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return ""
+        if found.si_code == os.CLD_EXITED:
+            return f"ended with exit code {found.si_status}"
+        return f"ended by signal {signal.Signals(found.si_status).name}"
 
-    def _lose(self, why: WorkerLost) -> None:
-        """End the process; every request that waits fails, without waiting for its end."""
-        if self.lost is not None:
-            return
-        why.calls = len(self._waiting)
-        self.lost = why
-        self.handle.signal()
-        for future, _ in self._waiting.values():
-            if not future.done():
-                future.set_result(why)
-        self._waiting.clear()
-
-    async def close(self) -> None:
-        """End the process and close its channel. A process with much memory can take a second."""
-        self._lose(WorkerLost("error", "was ended with its pool"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
-        self._writer.close()
-        await asyncio.to_thread(self.handle.discard)
+    def kill(self) -> None:
+        """Kill the process and all that it has started, and wait for its end. In any thread."""
+        with contextlib.suppress(psutil.Error):
+            for one in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        kill_marked(self._mark)
 
 
 class Workers:
-    """A fixed number of places for worker processes. The process of a place starts with the first
-    request to the place, and another one follows where a process ended.
+    """Scores responses, or runs the sessions of a recipe, in `config.num_workers` worker processes,
+    and one more for calls that are made again. The process of a place starts with the first request
+    to the place. Belongs to one event loop.
     """
 
     def __init__(
-        self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None, places: int
+        self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None = None
     ) -> None:
-        """`codec` decodes responses and encodes observations. `known`: see `UserFiles`. Raises
-        `ValueError` if a file of the user's is missing.
+        """`codec` decodes responses given as token ids, and encodes observations. `known`: see
+        `UserFiles`. Raises `ValueError` if a file of the user's is missing.
         """
         self._config, self._codec = config, codec
         self.files = UserFiles(own_files(config), known)
-        self.places: list[Worker | None] = [None] * places
+        self.places: list[Worker | None] = [None] * (config.num_workers + 1)
         self._starting = [asyncio.Lock() for _ in self.places]
-        self._failed: list[tuple[float, str]] = [(-PAUSE_S, "") for _ in self.places]
+        self._failed = [(-PAUSE_S, "") for _ in self.places]
         """Of each place: when its process last did not start, and why."""
-        self._has_loaded = False
-        self._open: set[Worker] = set()
-        """The processes that were started and not yet closed."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._busy = [0] * config.num_workers
+        """Requests under way in each place; the last place, for calls made again, has no number."""
+        self._room = asyncio.Semaphore(config.num_workers)
+        self._alone = asyncio.Lock()
+        self._overlaps: bool | None = None
+        """Whether a process makes several calls at the same time; None before one has loaded."""
+        self.tools: list[dict[str, Any]] = []
+        """The recipe's tools, as `megarl.apps.tools.tool.Schema`, once a process has loaded."""
+        self.forms: dict[str, str] = {}
+        """{name of a reward function: its form}, where that is not megarl's own; likewise."""
+        self._homes: dict[str, Worker] = {}
+        """{key of a rollout: the process that runs its session}."""
+        self._alive: set[Worker] = set()
+        self._asked: set[asyncio.Task[Reply]] = set()
         self._closed = False
 
-    def has(self, place: int) -> bool:
-        """Whether there is a process in the place."""
-        return self.places[place] is not None
+    async def start(self, within_s: float | None = None) -> None:
+        """Start a first process and load the user's code there; raises `ValueError` if it does not
+        load within `within_s` seconds.
+        """
+        await self._at(0, within_s)
 
-    async def at(self, place: int, within_s: float | None = None) -> Worker:
+    async def judge(
+        self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
+    ) -> Outcome:
+        """Score a response with the verifier. Failures are part of the outcome; `ValueError` is
+        raised only if the verifier cannot be loaded, `RuntimeError` if the pool is closed.
+        `num_tokens`: see `Judge.judge`.
+        """
+        limit_s = self._config.time_limit_s
+        call = self._anywhere("judge", prompt, response, num_tokens, limit_s=limit_s)
+        return await self._outcome(call)
+
+    async def begin(self, key: str, prompt: Prompt) -> Outcome:
+        """Start the session of rollout `key`. The outcome holds its first observation, which may be
+        empty.
+        """
+        return await self._outcome(self._at_home("begin", key, prompt))
+
+    async def step(self, key: str, token_ids: np.ndarray) -> Outcome:
+        """Pass the model's response to the session of rollout `key`. The outcome holds an
+        observation, an answer or a score.
+        """
+        return await self._outcome(self._at_home("step", key, token_ids))
+
+    async def cut_off(self, key: str, token_ids: np.ndarray | None = None) -> Outcome:
+        """Discard the session of rollout `key`. `token_ids`: its last response, if it is cut off at
+        the token limit; the outcome says where.
+        """
+        return await self._outcome(self._at_home("cut_off", key, token_ids))
+
+    async def decode(self, token_ids: np.ndarray) -> str:
+        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails
+        `DECODE_TRIES` times.
+        """
+        reply: Reply = {}
+        for _ in range(DECODE_TRIES):
+            try:
+                call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
+                reply = await self._shielded(call)
+                if "text" in reply:
+                    return reply["text"]
+            except WorkerLost as lost:
+                reply = {"detail": f"the worker process {lost}"}
+                self.files.warn("a worker process was lost while it decoded a response")
+        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
+
+    async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
+        try:
+            found = Outcome.of(await self._shielded(call))
+        except WorkerLost as lost:
+            said = f"the process of the session {lost}"
+            if not self._config.has_sessions:
+                said = f"the verifier's process {lost}"
+                if lost.failure == "timeout":
+                    said = f"{late_verdict(self._config.time_limit_s)}: {said}"
+            found = Outcome(failure=lost.failure, detail=said)
+        if found.observation is not None:
+            return found
+        return replace(found, warning=self.files.take_warning())
+
+    async def _shielded(self, call: Coroutine[Any, Any, Reply]) -> Reply:
+        """The reply to a call, which goes on if the caller is cancelled: the process is busy."""
+        task = asyncio.create_task(call)
+        self._asked.add(task)
+        task.add_done_callback(self._has_ended)
+        return await asyncio.shield(task)
+
+    def _has_ended(self, task: asyncio.Task[Reply]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # or Python complains of one that nobody awaits any more
+
+    async def _at_home(self, command: str, key: str, argument: Any) -> Reply:
+        """The reply of the process that runs the session of rollout `key`."""
+        config, reply = self._config, dict[str, Any]()
+        limit_s = config.start_limit_s if command == "begin" else config.time_limit_s
+        worker = self._homes.get(key)
+        try:
+            worker = worker or await self._at(zlib.crc32(key.encode()) % config.num_workers)
+            if command == "begin":
+                self._homes[key] = worker
+            reply = await worker.ask(command, key, argument, limit_s=limit_s)
+            return reply
+        finally:
+            if command == "cut_off" or "observation" not in reply:
+                self._homes.pop(key, None)
+            if worker is not None:
+                self._settle(worker)
+
+    async def _anywhere(self, *message: Any, limit_s: float) -> Reply:
+        """The reply to a request that every process can answer. It is made again, once, where
+        another call may be why it failed.
+        """
+        async with self._room:
+            places = range(len(self._busy))
+            place = min(places, key=lambda one: (self._busy[one], self.places[one] is None))
+            self._busy[place] += 1
+            try:
+                reply = await self._first_reply(place, message, limit_s)
+                if reply is None and not self._overlaps:
+                    # The next process of the place has made no call before this one.
+                    reply = await self._in(place, message, limit_s)
+            finally:
+                self._busy[place] -= 1
+        if reply is None:
+            async with self._alone:
+                reply = await self._in(len(places), message, limit_s)
+        reply.pop("again", None)
+        return reply
+
+    async def _first_reply(
+        self, place: int, message: Sequence[Any], limit_s: float
+    ) -> Reply | None:
+        """The reply of the process in a place; None if the call is to be made again."""
+        try:
+            reply = await self._in(place, message, limit_s)
+        except WorkerLost as lost:
+            if lost.calls == 1 and not lost.by_itself:
+                raise
+            return None
+        return None if "again" in reply else reply
+
+    async def _in(self, place: int, message: Sequence[Any], limit_s: float) -> Reply:
+        worker = await self._at(place)
+        try:
+            return await worker.ask(*message, limit_s=limit_s)
+        finally:
+            self._settle(worker)
+
+    def _settle(self, worker: Worker) -> None:
+        """End a process that retires and has nothing to do. To be called after each request."""
+        if worker.retires and not worker.waiting and worker not in self._homes.values():
+            worker.lose(WorkerLost("error", "has retired"))
+
+    async def _at(self, place: int, within_s: float | None = None) -> Worker:
         """The process in a place, started if none runs there. Raises `WorkerLost` if none starts;
         `ValueError` instead if no process has started before, since the user's code is then wrong.
         """
         async with self._starting[place]:
             worker = self.places[place]
-            if worker is not None and not worker.lost and worker.handle.ended():
-                await worker.end  # which sets `lost`
-            lost = worker.lost if worker is not None and not worker.retires else None
-            if lost and lost.calls == 0:
-                self.files.warn(f"a worker process {lost} between two calls, and is replaced")
-            if worker is not None and (worker.lost or worker.retires):
-                self.places[place] = worker = None
-            if worker is None:
-                self.places[place] = worker = await self._started(place, within_s)
-                self._has_loaded = True
+            if worker is not None and not worker.retires:
+                if not worker.lost and worker.how_it_ended():
+                    await asyncio.wait({worker.life})  # which sets `lost`
+                if worker.lost and worker.lost.calls == 0:
+                    lost = worker.lost
+                    self.files.warn(f"a worker process {lost} between two calls, and is replaced")
+            if worker is None or worker.lost or worker.retires:
+                self.places[place] = None
+                worker = self.places[place] = await self._started(place, within_s)
             return worker
 
     async def _started(self, place: int, within_s: float | None) -> Worker:
-        """A new process for a place; see `at`."""
+        """A new process for a place; see `_at`."""
         failed_at, why = self._failed[place]
         if time.monotonic() - failed_at < PAUSE_S:
             raise WorkerLost("error", why)
-        for left in reversed(range(TRIES)):
+        for number in range(TRIES):
+            if number > 0:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
             if self._closed:
                 raise RuntimeError("the environment's pool is closed")
             try:
                 return await self._start(within_s)
             except ValueError as error:
-                if not self._has_loaded and not self._closed:
+                if self._overlaps is None and not self._closed:
                     raise
-                if not left:
-                    why = f"did not start again: {error}"
-                    self._failed[place] = (time.monotonic(), why)
-                    raise WorkerLost("error", why) from None
-            await asyncio.sleep(FIRST_PAUSE_S * 2 ** (TRIES - 1 - left))
-        raise AssertionError("every try returns or raises")
+                why = f"did not start again: {error}"
+        self._failed[place] = (time.monotonic(), why)
+        raise WorkerLost("error", why)
 
     async def _start(self, within_s: float | None) -> Worker:
         sources = self.files.current()
-        worker = Worker(WorkerHandle(self._config), self._config)
-        self._open.add(worker)
+        worker = Worker(self._config)
+        self._alive.add(worker)
+        worker.life.add_done_callback(lambda _: self._alive.discard(worker))
         try:
-            await worker.connect()
-            self.files.loaded(await worker.load(self._codec, sources, within_s))
+            loaded = await worker.load(self._codec, sources, within_s)
+            self.files.loaded(loaded["imported"])
         except BaseException:
-            self._close(worker)
+            worker.lose(WorkerLost("error", "was not loaded"))
             raise
+        if self._overlaps is None:
+            self._overlaps, self.tools, self.forms = worker.beats, loaded["tools"], loaded["forms"]
+            for _ in range((self._config.concurrency - 1) * len(self._busy) * worker.beats):
+                self._room.release()
         return worker
 
-    def settle(self, worker: Worker) -> None:
-        """Close a process that is lost, or that retires and has nothing to do. To be called after
-        each request.
-        """
-        if worker.lost or (worker.retires and worker.is_idle):
-            self._close(worker)
-
-    def _close(self, worker: Worker) -> None:
-        if worker not in self._open:
-            return
-        self._open.discard(worker)
-        task = asyncio.create_task(worker.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
     async def close(self) -> None:
-        """End all processes. May be called twice."""
+        """End all processes: requests under way fail, and waiting ones raise `RuntimeError`. May be
+        called twice.
+        """
         self._closed = True
-        for worker in list(self._open):
-            self._close(worker)
-        with contextlib.suppress(OSError):
-            await asyncio.gather(*self._closing)
+        for worker in self._alive:
+            worker.lose(WorkerLost("error", "was ended with its pool"))
+        lives = [worker.life for worker in self._alive]
+        await asyncio.gather(*lives, *self._asked, return_exceptions=True)

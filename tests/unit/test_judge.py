@@ -31,7 +31,7 @@ from megarl.apps.serve.reward_server_checks import check_serve_reward
 from megarl.config import from_tree
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.pool import Outcome
+from megarl.environments.scores import Outcome
 from megarl.environments.wire import Sample
 from megarl.errors import EngineLost
 from megarl.serve_config import JudgeConfig, ServeRewardConfig

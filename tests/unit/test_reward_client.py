@@ -22,8 +22,8 @@ from support.reward_servers import Answer, Scripted, free_port, serving
 from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue
 from megarl.environments.config import EnvironmentConfig, RemoteConfig
-from megarl.environments.pool import Outcome
 from megarl.environments.reward_client import Breaker, RewardClient
+from megarl.environments.scores import Outcome
 
 T = TypeVar("T")
 QUICK = {"backoff_s": 0.01, "longest_backoff_s": 0.05, "breaker_pause_s": 0.05, "linger_ms": 20.0}

@@ -20,7 +20,7 @@ from megarl.environments.scoring import Environment
 from megarl.environments.user_code import Sources, prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
 from megarl.environments.worker import MemoryLimit
-from megarl.environments.worker_handle import WorkerHandle
+from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
 from megarl.types import Verdict
 
@@ -330,13 +330,13 @@ def test_memory_is_limited(tmp_path: Path) -> None:
 
 def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    whole = WorkerHandle.__init__
+    whole = Worker.__init__
 
-    def watched(self: WorkerHandle, *arguments: Any) -> None:
+    def watched(self: Worker, *arguments: Any) -> None:
         whole(self, *arguments)
         started.append(self.process.pid)
 
-    monkeypatch.setattr(WorkerHandle, "__init__", watched)
+    monkeypatch.setattr(Worker, "__init__", watched)
 
     async def use(environment: Environment) -> tuple[int, int]:
         await environment.start()
@@ -355,13 +355,13 @@ def test_a_timeout_does_not_wait_for_the_process_to_end(
 ) -> None:
     """A process with much memory takes a second to end; here it takes until the verdict is in."""
     told = threading.Event()
-    whole = WorkerHandle.discard
+    whole = Worker.kill
 
-    def slow(self: WorkerHandle) -> None:
+    def slow(self: Worker) -> None:
         assert told.wait(30)
         whole(self)
 
-    monkeypatch.setattr(WorkerHandle, "discard", slow)
+    monkeypatch.setattr(Worker, "kill", slow)
     own = write(tmp_path / "own.py", "def score(prompt, response):\n    while True: pass\n")
 
     async def use(environment: Environment) -> Verdict:

@@ -17,10 +17,9 @@ from support.tiny import write_tokenizer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.pool import WorkerPool
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
-from megarl.environments.session_pool import SessionPool
+from megarl.environments.workers import Workers
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 CLASSES = """
@@ -109,6 +108,11 @@ class Closes(Waits):
         return Observation("")
     async def step(self, text, token_ids): return Observation("a")
     def close(self): open(self.path, "a").write("closed ")
+
+class Fails(Closes):
+    def start(self, prompt):
+        super().start(prompt)
+        raise ValueError("no game")
 """
 
 
@@ -119,10 +123,10 @@ def prompt(answer: str = "8") -> Prompt:
 def run(
     folder: Path, name: str, use: Callable[[Any], Awaitable[Any]], whole: bool = False, **more: Any
 ) -> Any:
-    """What `use` returns, of a `SessionPool` for class `name`, or of a `whole` environment."""
+    """What `use` returns, of a `Workers` for class `name`, or of a `whole` environment."""
     (folder / "own.py").write_text(CLASSES)
     config = EnvironmentConfig(session=f"{folder}/own.py:{name}", **more)
-    return used((Environment if whole else SessionPool)(config, codec_of(folder)), use)
+    return used((Environment if whole else Workers)(config, codec_of(folder)), use)
 
 
 def codec_of(folder: Path) -> Codec:
@@ -148,7 +152,7 @@ SAID = np.array([10, 1], dtype=np.int32)
 
 
 def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> list[Outcome]:
+    async def use(pool: Workers) -> list[Outcome]:
         async def one(key: str) -> Outcome:
             assert (await pool.begin(key, prompt())).observation == []
             first = await pool.step(key, SAID)
@@ -164,7 +168,7 @@ def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None
 
 
 def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> float:
+    async def use(pool: Workers) -> float:
         await asyncio.gather(*(pool.begin(str(number), prompt()) for number in range(6)))
         started = time.monotonic()
         found = await asyncio.gather(*(pool.step(str(number), SAID) for number in range(6)))
@@ -195,7 +199,7 @@ def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
 def test_a_bad_call_costs_its_own_rollout(
     tmp_path: Path, told: str, failure: str, detail: str
 ) -> None:
-    async def use(pool: SessionPool) -> Outcome:
+    async def use(pool: Workers) -> Outcome:
         await asyncio.gather(pool.begin("good", prompt()), pool.begin("bad", prompt(told)))
         assert (await pool.step("good", SAID)).observation
         bad = await pool.step("bad", SAID)
@@ -213,7 +217,7 @@ def test_a_bad_call_costs_its_own_rollout(
 def test_a_session_may_fork(tmp_path: Path, name: str) -> None:
     """The child ends with the call, and takes no turn of any session."""
 
-    async def use(pool: SessionPool) -> list[Outcome]:
+    async def use(pool: Workers) -> list[Outcome]:
         keys = [str(number) for number in range(8)]
         await asyncio.gather(*(pool.begin(key, prompt("fork")) for key in keys))
         for _ in range(2):
@@ -225,7 +229,7 @@ def test_a_session_may_fork(tmp_path: Path, name: str) -> None:
 
 
 def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> list[Outcome]:
+    async def use(pool: Workers) -> list[Outcome]:
         begun = (pool.begin("bad", prompt("late start")), pool.begin("good", prompt()))
         return await asyncio.gather(*begun)
 
@@ -235,7 +239,7 @@ def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> None:
+    async def use(pool: Workers) -> None:
         keys = [str(number) for number in range(40)]
         await asyncio.gather(*(pool.begin(key, prompt("sleep")) for key in keys[1:]))
         await pool.begin(keys[0], prompt("die"))
@@ -252,11 +256,11 @@ def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> N
 
 
 def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> Outcome:
+    async def use(pool: Workers) -> Outcome:
         await pool.begin("a", prompt())
-        host = pool._workers.places[0]
+        host = pool.places[0]
         assert host is not None
-        os.kill(host.handle.process.pid, signal.SIGKILL)
+        os.kill(host.process.pid, signal.SIGKILL)
         while not host.lost:
             await asyncio.sleep(0.01)
         return await pool.step("a", SAID)
@@ -271,7 +275,7 @@ def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
 
     async def use(pool: Any) -> tuple[str, str]:
         before = await pool.decode(SAID)
-        pid = pool._workers.places[0].handle.process.pid
+        pid = pool.places[0].process.pid
         os.kill(pid, signal.SIGSTOP)  # the request is under way when the process is killed
         asked = asyncio.create_task(pool.decode(SAID))
         await asyncio.sleep(0.2)
@@ -281,7 +285,7 @@ def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
     if kind == "session":
         before, after = run(tmp_path, "Mixed", use)
     else:
-        pool = WorkerPool(EnvironmentConfig(verifier="math"), codec_of(tmp_path))
+        pool = Workers(EnvironmentConfig(verifier="math"), codec_of(tmp_path))
         before, after = used(pool, use)
     assert before == after != ""
 
@@ -291,7 +295,7 @@ def test_an_async_method_that_computes_without_end_is_killed(
 ) -> None:
     monkeypatch.setattr("megarl.environments.workers.GRACE_S", 0.5)
 
-    async def use(pool: SessionPool) -> Outcome:
+    async def use(pool: Workers) -> Outcome:
         await pool.begin("bad", prompt("loop"))
         bad = await pool.step("bad", SAID)
         await pool.begin("good", prompt())
@@ -321,7 +325,7 @@ def test_an_answer_is_scored_by_the_recipes_verifier(tmp_path: Path) -> None:
 def test_a_session_is_closed_however_it_ends(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
 
-    async def use(pool: SessionPool) -> None:
+    async def use(pool: Workers) -> None:
         await pool.begin("a", prompt(str(marks)))
         await pool.step("a", SAID)
         assert not marks.exists()
@@ -330,11 +334,17 @@ def test_a_session_is_closed_however_it_ends(tmp_path: Path) -> None:
     run(tmp_path, "Closes", use)
     assert marks.read_text() == "closed "
 
+    async def fail(pool: Workers) -> Outcome:
+        return await pool.begin("a", prompt(str(marks)))
+
+    assert run(tmp_path, "Fails", fail).detail == "ValueError: no game"
+    assert marks.read_text() == "closed closed "
+
 
 def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
 
-    async def use(pool: SessionPool) -> None:
+    async def use(pool: Workers) -> None:
         begins = asyncio.create_task(pool.begin("a", prompt(str(marks))))
         await asyncio.sleep(0.1)
         await pool.cut_off("a")
@@ -354,7 +364,7 @@ def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
 
 
 def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
-    async def use(pool: SessionPool) -> list[Outcome]:
+    async def use(pool: Workers) -> list[Outcome]:
         await asyncio.gather(pool.begin("a", prompt()), pool.begin("b", prompt()))
         return [await pool.step("a", SAID), await pool.cut_off("b", SAID)]
 
@@ -368,13 +378,13 @@ def test_a_process_with_stopped_calls_ends_after_its_sessions(
 ) -> None:
     """It starts no more sessions, and keeps those that are open."""
 
-    async def use(pool: SessionPool) -> None:
+    async def use(pool: Workers) -> None:
         await pool.begin("open", prompt())
-        old = pool._workers.places[0]
+        old = pool.places[0]
         assert old is not None
         old.retires = True  # as a reply says after `MOST_STOPPED` stopped calls
         await pool.begin("new", prompt())
-        assert pool._workers.places[0] is not old and old.lost is None
+        assert pool.places[0] is not old and old.lost is None
         for _ in range(2):
             assert (await pool.step("open", SAID)).observation
         assert (await pool.step("open", SAID)).score == 1.0
@@ -392,21 +402,21 @@ def test_a_process_that_does_not_start_again_costs_calls_alone(
     for name, value in (("FIRST_PAUSE_S", 0.01), ("PAUSE_S", 0.5)):
         monkeypatch.setattr(f"megarl.environments.workers.{name}", value)
 
-    async def use(pool: SessionPool) -> None:
+    async def use(pool: Workers) -> None:
         await pool.begin("a", prompt("die"))
-        starts, tries = pool._workers._start, []
+        starts, tries = pool._start, []
 
         async def refuse(*_: Any) -> Any:
             tries.append(1)
             raise ValueError("no server")
 
-        monkeypatch.setattr(pool._workers, "_start", refuse)
+        monkeypatch.setattr(pool, "_start", refuse)
         assert (await pool.step("a", SAID)).failure == "error"
         for _ in range(2):  # the second without another try
             found = await pool.begin("b", prompt())
             assert found.failure == "error" and "did not start again: no server" in found.detail
         assert len(tries) == 3
-        monkeypatch.setattr(pool._workers, "_start", starts)
+        monkeypatch.setattr(pool, "_start", starts)
         await asyncio.sleep(0.5)
         assert (await pool.begin("c", prompt())).observation == []
 

@@ -28,9 +28,9 @@ from megarl.apps.tools.tool_kit import ToolKit
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.plain_calls import PlainCalls
 from megarl.environments.scoring import Environment
 from megarl.environments.tools_config import ToolsConfig
+from megarl.environments.user_calls import UserCalls
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,14 +49,14 @@ def weather(place: Place, unit: Literal["C", "F"] = "C", days: list[int] | None 
 
 def call(function: Callable[..., Any], arguments: str, limit_s: float = 5.0) -> str:
     async def go() -> str:
-        return await FunctionTool(function, "own.py:f", PlainCalls(1)).call(arguments, limit_s)
+        return await FunctionTool(function, "own.py:f", UserCalls(1)).call(arguments, limit_s)
 
     return asyncio.run(go())
 
 
 def schema(function: Callable[..., Any]) -> Any:
     async def go() -> Any:
-        return FunctionTool(function, "own.py:f", PlainCalls(1)).schema
+        return FunctionTool(function, "own.py:f", UserCalls(1)).schema
 
     return asyncio.run(go())
 

@@ -19,7 +19,7 @@ from megarl.environments.scoring import Environment
 from megarl.types import Prompt, Verdict
 
 OWN = r"""
-import _thread, asyncio, ctypes, os, random, signal, socket, struct, sys, threading, time
+import _thread, asyncio, ctypes, json, os, random, signal, socket, sys, threading, time
 
 def sockets():
     found = []
@@ -32,8 +32,8 @@ def sockets():
     return found
 
 def forged(number):
-    body = b'{"score": -1.0, "correct": null, "metrics": {}}'
-    return struct.pack("!QQ", number, len(body)) + body
+    reply = {"score": -1.0, "correct": None, "metrics": {}}
+    return json.dumps([number, reply]).encode() + b"\n"
 
 def act(what):
     if what == "fork" and not os.fork():

@@ -56,8 +56,8 @@ async def serve(args: argparse.Namespace) -> None:
 
     from megarl.apps.serve.reward_server import Backend, RewardServer
     from megarl.environments.config import RewardServerConfig
-    from megarl.environments.pool import Outcome
     from megarl.environments.reward_client import Token
+    from megarl.environments.scores import Outcome
     from megarl.environments.wire import Sample
 
     draw, record = random.Random(os.getpid()), os.open(args.record, os.O_APPEND | os.O_WRONLY)

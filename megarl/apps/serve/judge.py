@@ -18,8 +18,7 @@ import numpy as np
 
 from megarl.apps.serve.judge_prompt import JudgePrompt, values
 from megarl.apps.serve.judge_verdict import NoVerdict, VerdictReader
-from megarl.environments.scores import Outcome
-from megarl.environments.worker import DETAIL_CHARACTERS, score_reply
+from megarl.environments.scores import DETAIL_CHARACTERS, Outcome, score_reply
 from megarl.types import Prompt, Segment
 
 if TYPE_CHECKING:

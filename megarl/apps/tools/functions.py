@@ -5,6 +5,7 @@ def add(a: int, b: int) -> int: ...   --FunctionTool--> schema, call('{"a": 1, "
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from megarl.apps.tools.tool import CallError, as_text
-from megarl.environments.plain_calls import LimitExceeded, PlainCalls, within
+from megarl.environments.user_calls import LimitExceeded, UserCalls
 from megarl.environments.user_code import check_function
 from megarl.schema import require
 
@@ -25,9 +26,9 @@ SHOWN_PROBLEMS = 3
 class FunctionTool:
     """A function of the user's as a tool. See `megarl.apps.tools.tool.Tool`."""
 
-    def __init__(self, function: Callable[..., Any], where: str, plain: PlainCalls) -> None:
-        """`where`: the setting's value, for errors. `plain`: runs functions that are not `async`.
-        Raises `ValueError` for a parameter without a type, or of a type that JSON cannot hold.
+    def __init__(self, function: Callable[..., Any], where: str, calls: UserCalls) -> None:
+        """`where`: the setting's value, for errors. `calls`: what calls the function. Raises
+        `ValueError` for a parameter without a type, or of a type that JSON cannot hold.
         """
         check_function(function, where, FUNCTIONS)
         is_named = inspect.isfunction(inspect.unwrap(function)) and function.__name__.isidentifier()
@@ -36,7 +37,7 @@ class FunctionTool:
             f"{FUNCTIONS}: {where} is a {_kind(function)}, without a name and docstring of its own"
             " that a model can be shown; write it as a function with `def`",
         )
-        self._function, self._plain = function, plain
+        self._function, self._calls = function, calls
         fields: dict[str, Any] = {}
         try:
             hints = get_type_hints(function, include_extras=True)
@@ -90,15 +91,12 @@ class FunctionTool:
         except ValidationError as error:
             raise CallError("; ".join(map(_problem, error.errors()[:SHOWN_PROBLEMS]))) from None
         given = {name: getattr(checked, name) for name in type(checked).model_fields}
+        call = functools.partial(self._function, **given)
         try:
-            if inspect.iscoroutinefunction(self._function):
-                made = self._function(**given)
-            else:
-                made = await self._plain.run(lambda: self._function(**given), (), limit_s)
-            if inspect.isawaitable(made):
-                made = await within(limit_s, made)
-        except LimitExceeded:
-            raise CallError(f"the tool did not answer within {limit_s:g} s") from None
+            late = f"the tool did not answer within {limit_s:g} s"
+            made = await self._calls.run(call, (), limit_s, late)
+        except LimitExceeded as error:
+            raise CallError(str(error)) from None
         except BaseException as error:  # SystemExit too: a tool must not end the process
             raise CallError(f"{type(error).__name__}: {error}") from None
         return as_text(made)

@@ -18,8 +18,8 @@ from megarl.apps.tools.parsers import Call, CallReader
 from megarl.apps.tools.tool import CallError, Schema, Tool, name_of
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.plain_calls import PlainCalls
 from megarl.environments.session import Answer, Observation
+from megarl.environments.user_calls import UserCalls
 from megarl.environments.user_code import Sources, own_function
 from megarl.types import Prompt
 
@@ -48,11 +48,11 @@ class ToolKit:
         load or cannot be shown to the model, and for two tools of one name.
         """
         settings = self._config.tools
-        plain = PlainCalls(self._config.threads)
+        calls = UserCalls(self._config.threads)
         found: list[tuple[str, Tool]] = []
         for where in settings.functions:
             function = own_function(where, FUNCTIONS, sources=self._sources)
-            found.append((where, FunctionTool(function, where, plain)))
+            found.append((where, FunctionTool(function, where, calls)))
         self._servers = self._make_servers() if settings.servers else []
         await asyncio.gather(*(server.start() for server in self._servers))
         for server in self._servers:
