@@ -148,6 +148,8 @@ class EventSocket:
         """End the connections. A second call does nothing."""
         if not self.plain.closed:
             self._loop.remove_reader(self.plain.fileno())
+            # Or ZeroMQ's thread would wait without end to tell of an event whoever is gone.
+            self.plain.disable_monitor()
             self.plain.close(linger=0)
 
 
@@ -301,18 +303,19 @@ class ChannelActor:
         finally:
             for task in list(serving.values()):
                 task.cancel()
-            socket.close()
 
 
 async def _connected(socket: EventSocket, place: Place, route: bytes) -> None:
-    """Connect to a channel; returns when the connection breaks, or the socket is closed."""
+    """Connect to a channel; returns when the connection breaks, or the socket is closed, which it
+    is afterwards.
+    """
     plain, is_connected, address = socket.plain, False, f"ipc://{place.path}"
     plain.routing_id = route
     if not Path(place.path).is_socket():  # on another machine
         address, plain.curve_serverkey = place.address, place.key
         plain.curve_publickey, plain.curve_secretkey = zmq.curve_keypair()
-    events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-    with plain.get_monitor_socket(events) as monitor:
+    monitor = plain.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    try:
         plain.connect(address)
         socket.send([b""])
         # The looks are counted: an actor that was stopped must not blame the connection.
@@ -329,3 +332,6 @@ async def _connected(socket: EventSocket, place: Place, route: bytes) -> None:
                     f"{os.uname().nodename} cannot connect to the rollout service at {address}"
                     f" within {CONNECT_S:g} s; nodes of a run must reach each other at every port"
                 )
+    finally:
+        socket.close()
+        monitor.close()

@@ -15,18 +15,20 @@ from support.tiny import write_model
 STEPS = 12
 STOPS = """
 import signal, sys
+from pathlib import Path
 import psutil
-from megarl.cluster.rollout_client import RolloutClient
+from megarl.weight_sync.transports.shared_memory import Sender
 
-plain, calls = RolloutClient.release, []
-def release(self, *arguments):
-    plain(self, *arguments)
+plain, calls = Sender.begin, []
+def begin(self, *arguments):
     calls.append(arguments)
-    if len(calls) == 2:  # the trainer waits for rollouts next
+    if len(calls) == 3:  # weights 2
         for one in psutil.Process().children(recursive=True):
             if one.cmdline() and one.cmdline()[0].startswith("ray::Engine"):
                 one.send_signal(signal.SIGSTOP)
-RolloutClient.release = release
+        Path(sys.argv[2]).with_name("stopped").touch()
+    return plain(self, *arguments)
+Sender.begin = begin
 from megarl.cli import main
 sys.exit(main())
 """
@@ -35,14 +37,13 @@ sys.exit(main())
 def test_who_waits_on_whom(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), steps=STEPS)
-    # The engine is named, and then replaced, before its requests end the run.
-    tree["rollout"] |= {"request_timeout_s": 20.0, "engine": {"stall_timeout_s": 27.0}}
+    tree["weight_sync"] = tree.get("weight_sync", {}) | {"timeout_s": 20.0}
     tree["training"]["checkpoint"]["every"] = STEPS
     tree["evaluation"]["every"] = STEPS
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
     process, mark = start([sys.executable, "-c", STOPS, "train", recipe])
     try:
-        wait_for(lambda: list(run.glob("waits-*.txt")), 300)
+        wait_for((tmp_path / "stopped").exists, 300)
         shown = status(run, "--stacks")
         done = finish(process, mark, 240)
     finally:
@@ -55,19 +56,16 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     assert set(now) == {"rank0", "service", "engine0", "engine0-core"}
     assert all(one["alive"] for one in now.values())
     assert now["engine0"]["condition"] == "stopped by a signal"
-    assert "engine0" in [of for does in now["service"]["does"] for of in does["waits_on"]]
     (waits,) = now["rank0"]["does"]
-    assert waits["what"].startswith("rollouts of step ") and waits["waits_on"] == ["service"]
-    assert "in take" in now["rank0"]["stacks"]
+    assert waits["what"] == "publication of weights 2" and waits["waits_on"] == ["engines"], waits
+    assert "in publish" in now["rank0"]["stacks"]
     assert "run_busy_loop" in now["engine0-core"]["stacks"]  # vLLM's second process
 
     (report,) = run.glob("waits-*.txt")
     text = report.read_text()
     line = text.splitlines()[0]
-    assert (
-        line.startswith("megarl: service has waited ")
-        and "for responses of engine0 (deadline 20.0 s)" in line
-    )
+    assert line.startswith("megarl: rank0 has waited "), line
+    assert "for publication of weights 2 (deadline 20.0 s)" in line
     assert "engine0 is stopped by a signal" in line and str(report) in line
     assert done.err.count("has waited") == 1 and line in done.err
     assert all(f"==== {name} (process " in text for name in now)

@@ -158,6 +158,17 @@ def test_every_request_gets_its_own_answer(host: str) -> None:
     run(scene)
 
 
+def test_the_end_of_a_channel_leaves_the_next_alone() -> None:
+    """All sockets of a process share a thread of ZeroMQ, which no end of a connection may block."""
+
+    async def scene(made: Channel) -> None:
+        remotes = [echo(made, Handle()) for _ in range(4)]
+        await asyncio.wait_for(asyncio.gather(*(remote.ask(2) for remote in remotes)), 20)
+
+    for _ in range(8):
+        run_with_channel(scene)
+
+
 def test_failures_are_told_apart() -> None:
     async def scene(made: Channel) -> None:
         remote = echo(made, Handle())
