@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT, python
 
 from megarl.command_line.table import COMMANDS
 from megarl.environments.verifiers import VERIFIERS
 from megarl.lookup import OF_APPS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     {"errors", "files", "host_memory", "limits", "peer_names", "quick_imports", "types"},
@@ -200,14 +197,8 @@ def test_the_core_is_imported_without_apps_and_each_app_without_the_others() -> 
         lost = {gone, *(user for user, other in APP_USES_APP if other == gone)}
         left = sorted(name for name in modules() if app(name) and app(name) not in lost)
         cases.append((f"megarl.apps.{gone}", left))
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_APPS],
-        input=json.dumps([("megarl.apps", core), cases]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=500,
-    )
+    given = json.dumps([("megarl.apps", core), cases])
+    done = python("-c", WITHOUT_APPS, input=given, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
@@ -254,7 +245,7 @@ os._exit(wrong)
 def test_the_configuration_is_light() -> None:
     heavy = "[m for m in ('torch', 'ray', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
     code = f"import sys, megarl.config, megarl.cli; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -307,5 +298,5 @@ def test_the_service_process_is_light() -> None:
     """It starts while engines and trainer ranks need the CPU."""
     heavy = "[m for m in ('torch', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
     code = f"import sys, megarl.cluster.service_process; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -150,12 +150,9 @@ def test_a_full_disk_leaves_no_file_open(
 
 
 def writing(
-    folder: Path,
-    rank: int,
-    write: Callable[[], Mapping[str, str]],
-    committed: list[dict[str, str]] | None = None,
-    num_ranks: int = 2,
-) -> Writing:
+    folder: Path, rank: int, write: Callable[[], Mapping[str, str]],
+    committed: list[dict[str, str]] | None = None, num_ranks: int = 2,
+) -> Writing:  # fmt: skip
     def commit(digests: Mapping[str, str]) -> None:
         assert committed is not None
         committed.append(dict(digests))
@@ -192,6 +189,12 @@ def test_digests_that_were_sent_replace_reports_that_are_not_seen(tmp_path: Path
     assert committed == [{"a": "1", "b": "2"}]
 
 
+def test_a_checkpoint_that_is_given_up_is_not_committed(tmp_path: Path) -> None:
+    committed = list[dict[str, str]]()
+    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+    assert first.wait_written(20) == "" and first.give_up(20) and committed == []
+
+
 def test_a_rank_that_cannot_write_keeps_the_others_from_committing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,12 +207,6 @@ def test_a_rank_that_cannot_write_keeps_the_others_from_committing(
     first.linger(20)
     assert "step 7 is not saved: rank 1: [Errno 28] No space" in capsys.readouterr().err
     assert first.wait_written(20) == "" and "No space" in first.wait_committed([], 20)
-
-
-def test_a_checkpoint_that_is_given_up_is_not_committed(tmp_path: Path) -> None:
-    committed = list[dict[str, str]]()
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    assert first.wait_written(20) == "" and first.give_up(20) and committed == []
 
 
 def test_before_an_error_ends_the_run_ranks_wait_for_the_commit(

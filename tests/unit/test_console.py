@@ -17,15 +17,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from support.commands import ROOT, python
 
 from megarl import cli, console, signals
 from megarl.errors import UserError
 from megarl.loops.evaluate import shown
-
-ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
 import os, subprocess, sys
@@ -39,13 +39,7 @@ LINES = ("printed by a library", "written in C", "a warning", "by a child", "its
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     head = "from megarl import console, signals\nfrom pathlib import Path\nimport sys\n"
-    return subprocess.run(
-        [sys.executable, "-c", head + code, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environment,
-    )
+    return python("-c", head + code, str(folder), env=os.environ | environment)
 
 
 def indented(code: str) -> str:
@@ -53,9 +47,7 @@ def indented(code: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def noisy(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A command that is noisy before and after it has a run folder, and fails in the end."""
     folder = tmp_path_factory.mktemp("noisy")
     code = f"""
@@ -146,11 +138,9 @@ with console.diverted():
 """
     lines = run(code, tmp_path).stderr.splitlines()
     assert lines[0] == "a line of ours"
-    assert lines[1] == (
-        "megarl: error: OSError: [Errno 28] No space left on device: 'metrics.jsonl'; free some"
-        " space where the run folder is, and go on with --resume auto (the traceback could not be"
-        f" written to {tmp_path / console.LOG})"
-    )
+    said = "OSError: [Errno 28] No space left on device: 'metrics.jsonl'; free some space where"
+    said += " the run folder is, and go on with --resume auto (the traceback could not be written"
+    assert lines[1] == f"megarl: error: {said} to {tmp_path / console.LOG})"
 
 
 def test_a_console_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
@@ -162,14 +152,9 @@ with console.diverted():
     console.result("whole")
 """
     script = f"import sys\nfrom pathlib import Path\nfrom megarl import console\n{code}"
+    streams = {"capture_output": False, "stdout": subprocess.PIPE}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            check=False,
-        )
+        done = python("-c", script, str(tmp_path), **streams, stderr=full)
     assert (done.returncode, done.stdout) == (0, "whole\n")
     assert "a line" in (tmp_path / "run.log").read_text()
 
@@ -245,8 +230,7 @@ with signals.graceful() as stop:
 @pytest.mark.parametrize(("more_s", "code", "out"), [(0, 143, ""), (60, 0, "saved True\n")])
 def test_a_recipe_may_allow_more_time_to_save(more_s: int, code: int, out: str) -> None:
     """Without it, the guard ends the process by force."""
-    command = [sys.executable, "-c", PROGRAM, str(more_s)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = python("-c", PROGRAM, str(more_s))
     assert (done.returncode, done.stdout) == (code, out), done.stderr
 
 
@@ -270,14 +254,8 @@ def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.P
     (folder / "sitecustomize.py").write_text(WAITS)
     mark = folder / "mark"
     settings = {"WAITS_AT": module, "MARK": str(mark), "PYTHONPATH": str(folder)}
-    process = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=os.environ | settings,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(arguments, cwd=ROOT, env=os.environ | settings, text=True, **streams)
     deadline = time.monotonic() + 60
     while not mark.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -373,14 +351,9 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVES, str(mark)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=own_terminal,
-    )
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    command = [sys.executable, "-c", SAVES, str(mark)]
+    process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=own_terminal)
     os.close(theirs)
     deadline = time.monotonic() + 60
     while not mark.exists() or mark.read_text() != "started":
@@ -397,9 +370,8 @@ def test_what_is_not_saved_in_time_is_said(
 ) -> None:
     said, heard = [], threading.Event()
     monkeypatch.setattr(signals, "_save_within_s", 0.0)
-    monkeypatch.setattr(
-        signals, "say", lambda text: (said.append(text), len(said) == 2 and heard.set())
-    )
+    say = lambda text: (said.append(text), len(said) == 2 and heard.set())  # noqa: E731
+    monkeypatch.setattr(signals, "say", say)
     with signals.graceful():
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.wait(30)
@@ -462,25 +434,18 @@ def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds a run, at step 1 of 3; .*--resume auto"):
         check_folder(str(tmp_path), resume=False)
     (checkpoints / "step_000003").mkdir()
-    with pytest.raises(
-        ValueError, match=r"which is finished \(step 3 of 3\); .*resume to true and"
-    ):
+    with pytest.raises(ValueError, match=r"is finished \(step 3 of 3\); .*resume to true and"):
         check_folder(str(tmp_path), resume=False)
 
 
-COMMANDS = {
-    "train --help all": 0,
-    "train {recipe} --print-config": 0,
-    "report {folder}": 2,
-}
+COMMANDS = {"train --help all": 0, "train {recipe} --print-config": 0, "report {folder}": 2}
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 @pytest.mark.parametrize("where", [">&-", "<&- >&- 2>&-", ">/dev/full", "| true"])
 def test_a_command_whose_output_goes_nowhere(line: str, where: str, tmp_path: Path) -> None:
     """Closed descriptors and a reader that has gone are no error, a full disk is one in one line."""
-    root = Path(__file__).resolve().parents[2]
-    words = line.format(recipe=root / "launch" / "recipes" / "quickstart.yaml", folder=tmp_path)
+    words = line.format(recipe=ROOT / "launch" / "recipes" / "quickstart.yaml", folder=tmp_path)
     script = f"set -o pipefail; {sys.executable} -m megarl {words} {where}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     code = 2 if where == ">/dev/full" else COMMANDS[line]
@@ -497,19 +462,14 @@ def test_a_command_whose_output_goes_nowhere(line: str, where: str, tmp_path: Pa
 def test_output_is_utf8_in_any_locale(settings: dict[str, str], tmp_path: Path) -> None:
     """A recipe that is printed to a file is read again."""
     recipe = tmp_path / "rezept.yaml"
-    recipe.write_text(
-        "folder: läufe\nmodel: {path: modèl}\nprompts: {source: \N{SNOWMAN}.jsonl}\n",
-        encoding="utf-8",
-    )
-    words = [sys.executable, "-m", "megarl", "train", str(recipe)]
-    done = subprocess.run(
-        [*words, "--print-config"], capture_output=True, env=os.environ | settings, timeout=120
-    )
+    text = "folder: läufe\nmodel: {path: modèl}\nprompts: {source: \N{SNOWMAN}.jsonl}\n"
+    recipe.write_text(text, encoding="utf-8")
+    words = ["-m", "megarl", "train", str(recipe)]
+    bytes_in = {"text": False, "env": os.environ | settings}
+    done: Any = python(*words, "--print-config", **bytes_in)
     assert done.returncode == 0, done.stderr
     assert "folder: läufe\n" in done.stdout.decode() and "\N{SNOWMAN}.jsonl" in done.stdout.decode()
-    done = subprocess.run(
-        [*words, "--check"], capture_output=True, env=os.environ | settings, timeout=120
-    )
+    done = python(*words, "--check", **bytes_in)
     assert done.returncode == 2 and "modèl" in done.stderr.decode()
 
 
@@ -533,9 +493,9 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
         "rollout: {max_new_tokens: 8, stop: [日本]}\n",
         encoding="utf-8",
     )
-    words = [sys.executable, "-m", "megarl", "train", str(tmp_path / "rezept.yaml"), "--check"]
-    settings = {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
-    done = subprocess.run(words, capture_output=True, env=os.environ | settings, timeout=240)
+    words = ["-m", "megarl", "train", str(tmp_path / "rezept.yaml"), "--check"]
+    settings = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    done: Any = python(*words, text=False, env=settings)
     assert done.returncode == 0, done.stderr.decode()
     assert "größen.jsonl" in done.stderr.decode(), "it is told that files are beside the recipe"
 
