@@ -18,13 +18,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.commands import ROOT, python
 
-from megarl.apps.verifiers.code.sandbox import ROOT, Sandbox, SandboxError
+from megarl.apps.verifiers.code.sandbox import Sandbox, SandboxError
 from megarl.apps.verifiers.code.sandbox_child import FOLDER
 from megarl.environments.code_config import CodeConfig
 from megarl.schema import replace
@@ -32,29 +34,32 @@ from megarl.schema import replace
 SETTINGS = CodeConfig(time_limit_s=7.0, memory_mib=128, processes=8, file_mib=4, output_kib=64)
 IS_ROOT = os.geteuid() == 0
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+LIMITS = CodeConfig(sandbox="rlimits", time_limit_s=1.0, processes=8)
+if IS_ROOT:
+    LIMITS = replace(LIMITS, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
+NEEDS_PYTHON = pytest.mark.skipif(
+    IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run"
+)
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    made = Sandbox(SETTINGS)
-    yield made
-    made.close()
+    with closing(Sandbox(SETTINGS)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Sandbox]:
     """With a time limit of a second, for programs that never end."""
-    made = Sandbox(replace(SETTINGS, time_limit_s=1.0))
-    yield made
-    made.close()
+    with closing(Sandbox(replace(SETTINGS, time_limit_s=1.0))) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def unprotected() -> Iterator[Sandbox]:
     """The same machinery with `sandbox: none`."""
-    made = Sandbox(CodeConfig(sandbox="none", time_limit_s=5.0))
-    yield made
-    made.close()
+    with closing(Sandbox(CodeConfig(sandbox="none", time_limit_s=5.0))) as made:
+        yield made
 
 
 def run(sandbox: Sandbox, program: str, text: str = "") -> tuple[str, str]:
@@ -233,10 +238,10 @@ print(len(found), sorted(os.environ), os.environ["HOME"], os.getcwd())
 
 def test_homes_are_hidden(sandbox: Sandbox) -> None:
     """Of the root folder only what the interpreter needs is there."""
-    _, output = run(
-        sandbox,
-        "import os\nprint(*os.listdir('/'), *os.listdir('/home') if os.path.isdir('/home') else ())",
+    program = (
+        "import os\nprint(*os.listdir('/'), *os.listdir('/home') if os.path.isdir('/home') else ())"
     )
+    _, output = run(sandbox, program)
     needed = {Path(sys.base_prefix).parts[1]}
     system = {"bin", "sbin", "usr", "lib", "lib32", "lib64", "etc", "dev", "proc", "box", "tmp"}
     assert set(output.split()) <= system | needed
@@ -347,11 +352,17 @@ def test_system_calls(sandbox: Sandbox, unprotected: Sandbox) -> None:
     safe = CALLS.replace('"umount2"', '#"').replace('"remount"', '#"').replace('"mount"', '#"')
     safe = safe.replace('"chroot"', '#"').replace('"sethostname"', '#"').replace('"setuid"', '#"')
     _, output = run(unprotected, safe)
-    assert {"ptrace", "process_vm_readv", "unshare", "keyctl", "clone"} <= set(output.split()) | (
-        set() if IS_ROOT else {"unshare", "clone"}
-    )
+    of_root = {"unshare", "clone"} if IS_ROOT else set()
+    assert {"ptrace", "process_vm_readv", "keyctl", *of_root} <= set(output.split())
 
 
+BOMB = """
+import os, time
+try:
+    for _ in range(500):
+        if not os.fork(): time.sleep(9)
+except OSError: print('stopped')
+"""
 DAEMON = """
 import os, time
 if not os.fork():
@@ -370,13 +381,9 @@ def test_a_daemon_is_not_left_behind(sandbox: Sandbox, unprotected: Sandbox) -> 
     assert run(sandbox, DAEMON) == ("ok", "left\n")
     assert not inhabitants(sandbox)
     marked = f"{DAEMON}\n# {os.getpid()}-{time.time_ns()}"
-    plain = subprocess.run(
-        [sys.executable, "-c", marked], capture_output=True, text=True, timeout=20
-    )
-    assert plain.stdout == "left\n"
-    left = [
-        one for one in psutil.process_iter(["cmdline"]) if marked in (one.info["cmdline"] or [])
-    ]
+    assert python("-c", marked).stdout == "left\n"
+    processes = psutil.process_iter(["cmdline"])
+    left = [one for one in processes if marked in (one.info["cmdline"] or [])]
     assert left  # an attack it is
     for one in left:
         one.kill()
@@ -432,15 +439,12 @@ os.fork() or __import__("time").sleep(5)
 
 
 def test_a_server_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
-    made = Sandbox(SETTINGS)
-    try:
+    with closing(Sandbox(SETTINGS)) as made:
         assert made._process is not None
         made._process.kill()
         with pytest.raises(RuntimeError, match="server process does not answer"):
             run(made, "print(1)")
         assert run(made, "print(1)") == ("ok", "1\n")
-    finally:
-        made.close()
 
 
 def test_nothing_outlives_the_verifiers_process() -> None:
@@ -453,9 +457,8 @@ sandbox = Sandbox(CodeConfig(time_limit_s=60.0))
 print(sandbox._process.pid, flush=True)
 sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if os.getpid() > 3 else 0\\ntime.sleep(50)", [""], total_s=60.0)
 """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", script]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert owner.stdout is not None
         server = psutil.Process(int(owner.stdout.readline()))
@@ -486,36 +489,31 @@ print(Sandbox(CodeConfig(sandbox="none")).protection)
 """
     # In this filter sockets are denied as well, which the sandbox's own channel needs.
     script = script.replace("kernel.prctl", "del kernel.DENIED['socket']\nkernel.prctl", 1)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", script)
     refused, allowed = done.stdout.splitlines()
     assert "refuses namespaces (unshare: Operation not permitted)" in refused, done.stderr
     assert "set environment.code.sandbox to rlimits or none" in refused
     assert allowed == "none"
 
 
-@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+@NEEDS_PYTHON
 def test_limits_alone(tmp_path: Path) -> None:
     """`sandbox: rlimits` bounds memory, time and processes; it hides no file."""
-    settings = CodeConfig(sandbox="rlimits", time_limit_s=1.0, memory_mib=128, processes=8)
+    settings = replace(LIMITS, memory_mib=128)
     if IS_ROOT:
         hidden = tmp_path / "hidden"
         hidden.write_text("")
         hidden.chmod(0o700)
         with pytest.raises(ValueError, match="user nobody, who may not run"):
             Sandbox(replace(settings, interpreter=(str(hidden),)))
-        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
-    made = Sandbox(settings)
-    try:
+    with closing(Sandbox(settings)) as made:
         assert run(made, "print(input())", "x") == ("ok", "x\n")
         assert run(made, MEMORY["at once"])[0] == "failed"
         assert run(made, "while True: pass")[0] == "time"
-        bomb = "import os\nn = 0\ntry:\n    while n < 500:\n        n += 1\n        if not os.fork(): __import__('time').sleep(9)\nexcept OSError: print('stopped')"
-        assert run(made, bomb) == ("ok", "stopped\n")
+        assert run(made, BOMB) == ("ok", "stopped\n")
         assert run(made, DAEMON) == ("ok", "left\n")
         assert made._process is not None
         assert not psutil.Process(made._process.pid).children(recursive=True)
-    finally:
-        made.close()
 
 
 FLEES = """
@@ -544,30 +542,21 @@ def processes_of(mark: str) -> set[int]:
     return found
 
 
-@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+@NEEDS_PYTHON
 def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path: Path) -> None:
     """Without namespaces: none is running when the verdict comes, and no folder is left."""
-    settings = CodeConfig(sandbox="rlimits", time_limit_s=1.0, processes=8)
-    if IS_ROOT:
-        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
     before = set(Path(tempfile.gettempdir()).glob(f"{FOLDER}*"))
-    made = Sandbox(settings)
-    try:
+    with closing(Sandbox(LIMITS)) as made:
         for _ in range(3):
             assert run(made, FLEES) == ("ok", "left\n")
             assert not processes_of(f"/{FOLDER}")
             assert not set(Path(tempfile.gettempdir()).glob(f"{FOLDER}*")) - before
-    finally:
-        made.close()
 
 
-@pytest.mark.skipif(IS_ROOT and not SYSTEM_PYTHON, reason="root needs a Python that all may run")
+@NEEDS_PYTHON
 def test_a_sandbox_whose_first_process_is_killed_leaves_no_program(tmp_path: Path) -> None:
     """Without namespaces the process above it kills what the program has started."""
-    settings = CodeConfig(sandbox="rlimits", time_limit_s=8.0, processes=8)
-    if IS_ROOT:
-        settings = replace(settings, interpreter=(str(SYSTEM_PYTHON), "-I", "-S"))
-    made = Sandbox(settings)
+    made = Sandbox(replace(LIMITS, time_limit_s=8.0))
     seen: list[psutil.Process] = []
 
     def kill() -> None:
@@ -579,15 +568,13 @@ def test_a_sandbox_whose_first_process_is_killed_leaves_no_program(tmp_path: Pat
         psutil.Process(made._process.pid).children()[0].children()[0].kill()
 
     killer = threading.Thread(target=kill)
-    try:
+    with closing(made):
         assert run(made, "print(input())", "x") == ("ok", "x\n")
         killer.start()
         with pytest.raises(SandboxError, match="ended before its report"):
             run(made, "import os, time\nos.fork(); os.fork(); time.sleep(25)")
         killer.join(20)
         assert len(seen) >= 5 and not any(one.is_running() for one in seen)
-    finally:
-        made.close()
 
 
 @pytest.mark.skipif(
@@ -597,7 +584,7 @@ def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
     """Without root the programs have the user's own id, and no other."""
     programs = {
         "right": "print(input())",
-        "bomb": "import os\nn = 0\ntry:\n    while n < 500:\n        n += 1\n        if not os.fork(): __import__('time').sleep(9)\nexcept OSError: print('stopped')",
+        "bomb": BOMB,
         "kill": f"import os\nfor p in ({os.getpid()}, os.getppid(), 1, -1):\n    try: os.kill(p, 0 if p != 1 else 9)\n    except OSError: print(p > 1)",
         "home": "import os\nprint(os.path.exists('/home'), os.path.exists('/root'))",
         "memory": "x = bytearray(10 << 30)",
