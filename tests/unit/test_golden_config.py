@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, str], int, int]] = {
     "one_gpu": ("quickstart", QUICKSTART, 1, 1),
     "two_gpus": ("gsm8k", {}, 1, 2),
     "eight_gpus": ("dapo_14b", {}, 1, 8),
+    "eight_gpus_apart": ("dapo_14b_apart", {}, 1, 8),
     "two_nodes": ("long_context_64k", {}, 2, 8),
 }
 """{file: (recipe, settings, nodes, GPUs of a node)}"""

@@ -40,7 +40,7 @@ from megarl.private_folder import marked_processes
 
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
-GSM8K, DAPO = (f"launch/recipes/{name}.yaml" for name in ("gsm8k", "dapo_14b"))
+GSM8K, APART = (f"launch/recipes/{name}.yaml" for name in ("gsm8k", "dapo_14b_apart"))
 ONE_NODE = {"SLURM_JOB_ID": "7"}
 ONE_NODE |= dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NTASKS"), "1")
 HOST = os.uname().nodename
@@ -64,11 +64,17 @@ def kind_of(recipe: Path) -> Any:
 
 
 def launch(
-    *arguments: str, script: Path = SCRIPT, cwd: Path = ROOT, **environment: str
+    *arguments: str,
+    script: Path = SCRIPT,
+    cwd: Path = ROOT,
+    recipe: str = APART,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """The script under plain bash, in an environment without Slurm's or CUDA's variables but for
-    those given.
+    those given. `recipe`: for arguments without one; "" for the script's own.
     """
+    if recipe and "--recipe" not in arguments:
+        arguments = ("--recipe", str(ROOT / recipe), *arguments)
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -309,7 +315,7 @@ def test_dry_run_refuses(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
-    recipe, *rest = arguments[1:] if "--recipe" in arguments else (DAPO, *arguments)
+    recipe, *rest = arguments[1:] if "--recipe" in arguments else (APART, *arguments)
     with pytest.raises(UserError) as refusal:
         main([recipe, "--dry-run", *rest])
     assert says in str(refusal.value)
@@ -333,7 +339,7 @@ def test_one_node_of_slurm() -> None:
 
 
 def test_a_node_elsewhere_is_reached_by_srun() -> None:
-    out = shown("--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
+    out = shown("--", "--steps", "3", recipe="", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
     step = next(line for line in out.splitlines() if "srun" in line)
     assert "--ntasks=1" in step
     assert "--nodelist=gpu017" in step
@@ -363,7 +369,7 @@ def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Pa
     spool.parent.mkdir()
     shutil.copy(SCRIPT, spool)
     submitted = ONE_NODE | {"SLURM_JOB_NODELIST": HOST, "SLURM_SUBMIT_DIR": str(ROOT)}
-    out = shown(script=spool, cwd=tmp_path, **submitted)
+    out = shown(script=spool, cwd=tmp_path, recipe="", **submitted)
     assert str(ROOT / "launch/recipes/dapo_14b.yaml") in out
     submitted["SLURM_SUBMIT_DIR"] = str(tmp_path)
     said = refused(script=spool, cwd=tmp_path, **submitted)
@@ -383,8 +389,9 @@ def test_slurm_reads_the_header() -> None:
     # Bash must hear of the time limit to take everything down.
     assert asked["signal"].startswith("B:TERM@")
     config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml")
-    used = config.training.layout.data + config.rollout.num_engines * config.rollout.engine.tensor
-    assert used == int(asked["gpus-per-node"])
+    assert config.rollout.placement == "colocated"
+    for used in (config.training.layout.data, config.rollout.num_engines * 2):
+        assert used == int(asked["gpus-per-node"])
 
 
 # ------------------------------------------------------------------------------------------- script

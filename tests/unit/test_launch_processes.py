@@ -67,11 +67,11 @@ def short(command: str) -> str:
 
 def test_one_node() -> None:
     """Ray deals the engines' GPUs out, and the ranks have the others."""
-    assert plan_of("dapo_14b.yaml", 1) == [
+    assert plan_of("dapo_14b_apart.yaml", 1) == [
         f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START}"
         f" --num-gpus=4 {HEAD} --temp-dir=/tmp/m/0",
         f"ranks 0: {ENV} RAY_ADDRESS=node0:6000 CUDA_VISIBLE_DEVICES=0,1,2,3 {TORCHRUN}"
-        " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b.yaml",
+        " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b_apart.yaml",
     ]
 
 

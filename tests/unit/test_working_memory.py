@@ -68,19 +68,19 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
     """
     (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
     recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
-    settings = ["--model.path", str(tmp_path), "--rollout.placement", "colocated"]
-    settings += ["--rollout.num_engines", "4", "--training.layout.data", "8"]
-    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--", *settings]
-    assert main(command) == 0
+    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--"]
+    assert main([*command, "--model.path", str(tmp_path)]) == 0
     by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
     shown = " ".join(capsys.readouterr().out.split())
+    # 18 B a parameter over 8 ranks, and what docs/layouts.md has below them for one row.
+    assert "policy: a step needs at most 58.2 GiB a GPU" in shown
     most = 1 - by_hand / 80e9
     assert f"keeps {by_hand / 2**30:.1f} GiB a GPU; rollout.engine.gpu_memory" in shown
     assert "gpu_memory_utilization is at most 0.87 of a GPU of 80 GB" in shown
     table, layout = parameter_table(QWEN_14B), Layout(8, 1, 1)
 
     def check(share: float) -> None:
-        words = [*settings, "--rollout.engine.gpu_memory_utilization", f"{share:.4f}"]
+        words = ["--rollout.engine.gpu_memory_utilization", f"{share:.4f}"]
         check_gpu_share(read(RunConfig, recipe, words), table, layout, 80 * 10**9)
 
     check(most - 0.001)
@@ -90,7 +90,7 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
 
 def test_the_dry_run_of_14b_on_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
-    recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
+    recipe = str(ROOT / "launch/recipes/dapo_14b_apart.yaml")
     command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--"]
     command += ["--model.path", str(tmp_path)]
     assert main(command) == 0
@@ -120,7 +120,7 @@ def test_a_role_under_another_stage_moves_gradients_once_a_step() -> None:
     words = ["--training.offload_gradients", "micro_batch", "--algorithm.kl.coefficient", "0.1"]
     words.append("--reference.zero_stage")
     for stage, wanted in ((1, "step"), (3, "micro_batch")):
-        config = read(RunConfig, ROOT / "launch/recipes/dapo_14b.yaml", [*words, str(stage)])
+        config = read(RunConfig, ROOT / "launch/recipes/dapo_14b_apart.yaml", [*words, str(stage)])
         training = role_training(config, "reference")
         assert (training.zero_stage, training.offload_gradients) == (stage, wanted)
 
