@@ -472,7 +472,7 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         read: dict[str, Any] = {"template": "chat", "shuffle": False}
         part = PromptSourceConfig(source=source, weight=1.0)
         tokenizer: Any = tokenizer_of(CHATML, template)
-        chats, columns = {"messages_column": "messages"}, {"response_column": "text"}
+        columns: Any = {"response_column": "text", "label_column": "good"}
         rows = [
             load(PromptsConfig, source, tokenizer, **read),
             load(PromptsConfig, "", tokenizer, sources=(part,), template="chat"),
@@ -480,10 +480,10 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         read |= {"source": source, "tokenizer": tokenizer}
         data = [
             load(DemonstrationsConfig, **read),
-            load(DemonstrationsConfig, **read, **chats),
+            load(DemonstrationsConfig, **read, messages_column="messages"),
             load(PreferencesConfig, **read),
             load(PreferencesConfig, **read, single=True),
-            load(PreferencesConfig, **read, **columns, label_column="good", single=True),
+            load(PreferencesConfig, **read, **columns, single=True),
         ]
         shown = [one.at(0).token_ids for one in rows] + [one.at(0).prompt_ids for one in data]
         return [one.fingerprint for one in (*rows, *data)], list(map(tokenizer.decode, shown))

@@ -370,7 +370,7 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
         for document in range(len(parents)):
             path = [*reversed(chain(parents, document)), document]
             index = torch.cat([torch.arange(edges[d], edges[d + 1]) for d in path])
-            heads = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
+            heads: Any = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
             distance = torch.arange(len(index))[:, None] - torch.arange(len(index))
             mask = (distance >= 0) & (distance < (case.window or len(index)))
             options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import ROOT, python
 from support.reshard_sides import (
     ENDS,
     GRAINS,
@@ -56,7 +54,6 @@ from megarl.weight_sync.parameters import (
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 ITEMSIZE = 2
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @FEW
@@ -86,10 +83,10 @@ def test_every_element_is_written_once_and_padding_never(
     for copy in plan.copies:
         assert copy.taken.box == copy.put.box and copy.area > 0
         copy.put.view(counts[copy.destination][copy.put.buffer]).add_(1)
-    assert same(
-        counts,
-        [{name: (flat > 0).long() for name, flat in rank.items()} for rank in destination.by_hand],
-    )
+    wanted = [
+        {name: (flat > 0).long() for name, flat in one.items()} for one in destination.by_hand
+    ]
+    assert same(counts, wanted)
 
 
 @FEW
@@ -103,11 +100,8 @@ def test_values_arrive_and_come_back(
     buffers = ends[0].by_hand
     for source, destination in (ends, ends[::-1]):
         made = [empty_buffers(owned, torch.int64) for owned in destination.owned]
-        apply(
-            planned(source, destination, grain, draw_local(data, source, destination)),
-            buffers,
-            made,
-        )
+        plan = planned(source, destination, grain, draw_local(data, source, destination))
+        apply(plan, buffers, made)
         assert same(made, destination.by_hand), (source.what, destination.what)
         buffers = made
 
@@ -124,9 +118,8 @@ def test_no_plan_moves_fewer_bytes(
     for rank, buffers in enumerate(destination.by_hand):
         here = source.by_hand[local[rank]].values() if rank in local else ()
         have = {number for flat in here for number in flat.tolist()}
-        fewest += len(
-            {number for flat in buffers.values() for number in flat.tolist()} - have - {0}
-        )
+        wanted = {number for flat in buffers.values() for number in flat.tolist()}
+        fewest += len(wanted - have - {0})
     assert plan.minimum(ITEMSIZE) == plan.moved(ITEMSIZE) == fewest * ITEMSIZE
 
     links, ports = Counter(), Counter()
@@ -135,9 +128,8 @@ def test_no_plan_moves_fewer_bytes(
             links[copy.source, copy.destination] += copy.area * ITEMSIZE
             ports.update({("out", copy.source): copy.area, ("in", copy.destination): copy.area})
     assert plan.links(ITEMSIZE) == links
-    assert (
-        plan.seconds(ITEMSIZE, bytes_per_s=8.0) == max(ports.values(), default=0) * ITEMSIZE / 8.0
-    )
+    busiest = max(ports.values(), default=0)
+    assert plan.seconds(ITEMSIZE, bytes_per_s=8.0) == busiest * ITEMSIZE / 8.0
 
 
 @FEW
@@ -155,9 +147,8 @@ def test_replicas_share_the_work(data: st.DataObject, stage: int, grain: int, en
     out = Counter({rank: 0 for rank in range(layout.size)})
     for (rank, _), count in plan.links(1).items():
         out[rank] += count
-    dealt = max(
-        grain, sum(len(flat) for rank in destination.by_hand for flat in rank.values()) // 1024
-    )
+    size = sum(len(flat) for rank in destination.by_hand for flat in rank.values())
+    dealt = max(grain, size // 1024)
     region = max(dealt, *(math.prod(row.shape[1:]) for row in table)) if layout.size > 1 else 0
     assert layout.size * max(out.values()) <= out.total() + region * (layout.size - 1)
 
@@ -167,10 +158,8 @@ def test_both_ends_make_the_same_plan() -> None:
     code = "from support.reshard_sides import fixed_digest; print(fixed_digest())"
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": paths}
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert fixed_digest() == fixed_digest() == child.stdout.strip()
+    child = python("-c", code, env=environment)
+    assert fixed_digest() == fixed_digest() == child.stdout.strip(), child.stderr
 
 
 @MANY
@@ -207,14 +196,10 @@ def test_buckets_hold_modules_in_order(
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
     for bucket in buckets:
         rows = [size // widths.get(name, 1) for name, size in bucket.sizes.items()]
-        assert (
-            bucket.num_bytes <= limit
-            or len(rows) == 1
-            or bucket.num_bytes - limit < ALIGN * len(rows)
-        )
-        assert len(rows) > 1 or rows[0] <= 1 or sum(bucket.sizes.values()) * itemsize <= limit, (
-            "larger than need be"
-        )
+        over = bucket.num_bytes - limit
+        assert over <= 0 or len(rows) == 1 or over < ALIGN * len(rows)
+        fits = sum(bucket.sizes.values()) * itemsize <= limit
+        assert len(rows) > 1 or rows[0] <= 1 or fits, "larger than need be"
         image = torch.full((bucket.num_bytes + 8,), 255, dtype=torch.uint8)
         found = bucket.buffers(image, dtype)
         for place, (name, flat) in enumerate(found.items()):
@@ -222,17 +207,15 @@ def test_buckets_hold_modules_in_order(
             assert len(flat) % widths.get(name, 1) == 0, "a row is cut"
             reached[name] += len(flat)
             flat.fill_(place)
-        assert all((flat == place).all() for place, flat in enumerate(found.values())), (
-            "images overlap"
-        )
+        apart = [(flat == place).all() for place, flat in enumerate(found.values())]
+        assert all(apart), "images overlap"
         assert (image[bucket.num_bytes :] == 255).all()
     assert reached == sizes, "each element of each buffer in one bucket"
     for path in set(first):
         mates = [name for name in sizes if name.rpartition(".")[0] == path]
         if sum(-(-sizes[name] * itemsize // ALIGN) * ALIGN for name in mates) <= limit:
-            assert sum(bool(set(mates) & set(bucket.sizes)) for bucket in buckets) == 1, (
-                "a module that fits is cut"
-            )
+            holders = sum(bool(set(mates) & set(bucket.sizes)) for bucket in buckets)
+            assert holders == 1, "a module that fits is cut"
 
 
 @FEW
@@ -283,9 +266,8 @@ def tiled(box: Box, data: st.DataObject) -> list[Box]:
 @given(data=st.data(), whole=boxes(7, 7), how=st.sampled_from(["tiled", "moved", "random"]))
 def test_tiles_counts_as_brute_force_does(data: st.DataObject, whole: Box, how: str) -> None:
     found = tiled(whole, data) if how != "random" else data.draw(st.lists(boxes(7, 7), max_size=6))
-    if (
-        how == "moved"
-    ):  # within the whole, so that the area stays right: an overlap makes up for the gap
+    # Within the whole, so that the area stays right: an overlap makes up for the gap.
+    if how == "moved":
         box = found.pop(data.draw(st.integers(0, len(found) - 1)))
         top = data.draw(st.integers(whole.top, whole.bottom - box.rows))
         found.append(box._replace(top=top, bottom=top + box.rows))
@@ -303,12 +285,8 @@ def test_tiles_counts_as_brute_force_does(data: st.DataObject, whole: Box, how: 
 
 def test_an_overlap_does_not_make_up_for_a_gap() -> None:
     whole, upper = Box(0, 4, 0, 4), Box(0, 2, 0, 4)
-    assert [tiles([upper, Box(top, top + 2, 0, 4)], whole) for top in range(4)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    found = [tiles([upper, Box(top, top + 2, 0, 4)], whole) for top in range(4)]
+    assert found == [False, False, True, False]
     assert not tiles([], whole) and tiles([], Box(0, 0, 0, 4))
 
 
@@ -327,9 +305,8 @@ def test_a_slice_is_what_flat_slicing_gives(data: st.DataObject, parts: int) -> 
             name: flat[name][part * length : (part + 1) * length]
             for name, length in lengths.items()
         }
-        assert same([scatter(cut, {"w": whole})], [wanted]) and cut.sizes == {
-            name: len(some) for name, some in wanted.items()
-        }
+        assert same([scatter(cut, {"w": whole})], [wanted])
+        assert cut.sizes == {name: len(some) for name, some in wanted.items()}
         assert not fills(cut) and len(cut.pieces) <= 3 * len(owned.pieces)
 
 
@@ -357,11 +334,8 @@ UPPER, LOWER, MIDDLE = Box(0, 2, 0, 3), Box(2, 4, 0, 3), Box(1, 3, 0, 3)
 def test_sources_of_no_one_layout_are_refused(kept: list[Box]) -> None:
     sources = [Owned([Piece("model.w", box, "w", 0, 3)], {"w": box.area}) for box in kept]
     wanting = Owned([Piece("model.w", Box(0, 4, 0, 3), "flat", 0, 3)], {"flat": 12})
-    said = (
-        r"pieces of model\.w overlap"
-        if len(kept) > 1
-        else r"owns all of model\.w rows 0:4 that rank 1 needs"
-    )
+    missing = r"owns all of model\.w rows 0:4 that rank 1 needs"
+    said = r"pieces of model\.w overlap" if len(kept) > 1 else missing
     with pytest.raises(ValueError, match=said):
         make_plan(sources, [Owned(), wanting])
 
@@ -388,16 +362,10 @@ CANNOT = [((6, 2), 3, 2), ((12,), 6, 4), ((12,), 3, 4), ((6, 2), 0, 4), ((2, 6),
 def test_an_engine_that_cannot_cut_is_refused(
     shape: tuple[int, ...], heads: int, tensor: int
 ) -> None:
-    row = ParameterSpec(
-        "some.w",
-        shape,
-        "inputs" if heads < 0 else "kv_heads" if heads else "outputs",
-        "some.w",
-        heads,
-    )
-    with pytest.raises(
-        ValueError, match=rf"rollout\.engine\.tensor is {tensor}, which does not divide some\.w"
-    ):
+    kind = "inputs" if heads < 0 else "kv_heads" if heads else "outputs"
+    row = ParameterSpec("some.w", shape, kind, "some.w", heads)
+    said = rf"rollout\.engine\.tensor is {tensor}, which does not divide some\.w"
+    with pytest.raises(ValueError, match=said):
         engine_owned([row], tensor)
 
 

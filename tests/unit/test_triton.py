@@ -5,14 +5,13 @@ on a GPU if there is one.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.block_pairs import LAYOUTS, LONG, ROW, STARTS, TOTAL, attention, compare
+from support.commands import python
 from support.sequence_cases import Case, assert_close, dense, split_attention
 
 from megarl.kernels import logprobs_torch, tiles
@@ -35,27 +34,12 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
 @here
 def test_these_tests_in_the_interpreter() -> None:
     schedules = "test_sequence_attention.py::test_every_schedule_equals_dense_attention"
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            __file__,
-            # Trees, windows, soft caps and sinks, in every schedule.
-            str(Path(__file__).with_name(schedules)),
-            str(Path(__file__).with_name("test_elementwise.py")),
-            "-q",
-            "-k",
-            "not (cpu or reference)",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    beside = Path(__file__).parent
+    # Trees, windows, soft caps and sinks, in every schedule.
+    files = [__file__, str(beside / schedules), str(beside / "test_elementwise.py")]
+    options = ["-q", "-k", "not (cpu or reference)", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = python("-m", "pytest", *files, *options, env=environment, timeout=None)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout
 
@@ -148,16 +132,10 @@ def test_a_head_of_another_width_is_two_tiles(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_these_tests_in_the_interpreter runs it")
 @pytest.mark.parametrize("width", [80, 96])
-@pytest.mark.parametrize(
-    ("parents", "window", "cap", "has_sinks"),
-    [
-        ((), 20, None, False),
-        ((-1, 0, 0), None, None, False),
-        ((), None, 0.8, True),
-        ((-1, 0, 0), 20, 0.8, True),
-    ],
-    ids=["window", "tree", "cap-and-sinks", "all"],
-)
+@pytest.mark.parametrize(("parents", "window", "cap", "has_sinks"), [
+    ((), 20, None, False), ((-1, 0, 0), None, None, False), ((), None, 0.8, True),
+    ((-1, 0, 0), 20, 0.8, True),
+], ids=["window", "tree", "cap-and-sinks", "all"])  # fmt: skip
 def test_every_kind_of_mask_over_two_tiles(
     parents: tuple[int, ...], window: int | None, cap: float | None, has_sinks: bool, width: int
 ) -> None:
@@ -178,21 +156,11 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
         pytest.skip("needs Hopper or later")
     from megarl.kernels.block_triton import TritonBlock
 
-    if INTERPRETED:
-        compare(
-            LAYOUTS["zigzag"], 1, (4, 2), width, dtype, TritonBlock(SMALL, descriptors=True), DEVICE
-        )
-    else:
-        compare(
-            LONG,
-            1,
-            (4, 2),
-            width,
-            dtype,
-            TritonBlock(descriptors=True),
-            DEVICE,
-            torch.tensor([0, 290, 600]),
-        )
+    block = TritonBlock(SMALL if INTERPRETED else None, descriptors=True)
+    row, starts = (
+        (LAYOUTS["zigzag"], STARTS) if INTERPRETED else (LONG, torch.tensor([0, 290, 600]))
+    )
+    compare(row, 1, (4, 2), width, dtype, block, DEVICE, starts)
 
 
 @on_device
@@ -299,10 +267,8 @@ def test_logprob_passes_equal_their_twins(first: int, dtype: torch.dtype) -> Non
         torch.testing.assert_close(b.double(), c, rtol=2e-6, atol=2e-6)
 
     m, s, t, _ = wanted
-    m, s = (
-        m.clamp_min(-9.0),
-        s.clamp_min(1.0),
-    )  # the row of -inf: another shard holds what is likely
+    # The row of -inf: another shard holds what is likely.
+    m, s = m.clamp_min(-9.0), s.clamp_min(1.0)
     upstream = torch.randn(2, 6, generator=draw, dtype=torch.float64)
     rows = [m, s.log(), s.log() - t / s, *upstream]
     wanted, twin, found = logits.double(), logits.clone(), logits.to(DEVICE)
@@ -364,14 +330,8 @@ def test_kernels_compile_for_hopper(descriptors: bool) -> None:
     with compiling(90) as found:
         launch_attention(90, torch.bfloat16, 128, descriptors)
         launch_logprobs(torch.bfloat16)
-    assert set(found) == {
-        "forward_kernel",
-        "row_sums_kernel",
-        "grad_keys_kernel",
-        "grad_queries_kernel",
-        "_statistics",
-        "_gradient",
-    }
+    attention = {"forward_kernel", "row_sums_kernel", "grad_keys_kernel", "grad_queries_kernel"}
+    assert set(found) == attention | {"_statistics", "_gradient"}
     for name in ("forward_kernel", "grad_keys_kernel", "grad_queries_kernel"):
         made, _ = found[name]
         code = made.asm["ptx"]
