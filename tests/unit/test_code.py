@@ -109,21 +109,15 @@ def problem(form: str, name: str, seed: int) -> tuple[dict[str, Any], str, str]:
         data: Any = {"inputs": lines, "outputs": texts}
         row = {"input_output": json.dumps(data) if seed % 2 else data}
     elif form == "calls":
-        row = {
-            "input_output": {"fn_name": name, "inputs": [list(p) for p in pairs], "outputs": plain}
-        }
+        row = {"input_output": {"fn_name": name, "inputs": [[*p] for p in pairs], "outputs": plain}}
     elif form == "wrapped":
         wrapped = [[one] for one in plain]
         row = {"input_output": json.dumps({"fn_name": name, "inputs": pairs, "outputs": wrapped})}
     elif form == "cases":
-        cases = [
-            {"input": i, "output": o, "testtype": "stdin"}
-            for i, o in zip(lines, texts, strict=True)
-        ]
-        row = {
-            "public_test_cases": json.dumps(cases[:1]),
-            "private_test_cases": json.dumps(cases[1:]),
-        }
+        ends = zip(lines, texts, strict=True)
+        cases = [{"input": i, "output": o, "testtype": "stdin"} for i, o in ends]
+        row = {"public_test_cases": json.dumps(cases[:1])}
+        row["private_test_cases"] = json.dumps(cases[1:])
     elif form == "functional":
         cases = [
             {"input": f"{a}\n{b}", "output": text, "testtype": "functional"}
@@ -131,15 +125,11 @@ def problem(form: str, name: str, seed: int) -> tuple[dict[str, Any], str, str]:
         ]
         row = {"public_test_cases": cases, "metadata": json.dumps({"func_name": name})}
     elif form == "asserts":
-        row = {
-            "test_list": [
-                f"assert {name}{p} == {v!r}" for p, v in zip(pairs, expected, strict=True)
-            ]
-        }
+        results = zip(pairs, expected, strict=True)
+        row = {"test_list": [f"assert {name}{p} == {v!r}" for p, v in results]}
     else:
-        checks = "".join(
-            f"    assert candidate{p} == {v!r}\n" for p, v in zip(pairs, expected, strict=True)
-        )
+        results = zip(pairs, expected, strict=True)
+        checks = "".join(f"    assert candidate{p} == {v!r}\n" for p, v in results)
         starts = f'import math\ndef {name}(a, b):\n    """Two numbers."""\n'
         row = {"prompt": starts, "entry_point": name, "test": f"def check(candidate):\n{checks}"}
         if seed % 2:  # only the body
@@ -148,9 +138,8 @@ def problem(form: str, name: str, seed: int) -> tuple[dict[str, Any], str, str]:
 
 
 def test_every_problem_is_judged_right() -> None:
-    """315 problems of 7 forms, each with a right and a wrong program."""
-    cases = [problem(*one) for one in itertools.product(FORMS, FUNCTIONS, range(3))]
-    assert len(cases) == 315
+    """210 problems of 7 forms, each with a right and a wrong program."""
+    cases = [problem(*one) for one in itertools.product(FORMS, FUNCTIONS, range(2))]
     judges = [made(), made()]
     found: list[list[tuple[int, float, float]]] = [[], []]
 
@@ -163,16 +152,14 @@ def test_every_problem_is_judged_right() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     disagree = [one for part in found for one in part if one[1:] != (1.0, 0.0)]
-    assert sum(map(len, found)) == 315
+    assert sum(map(len, found)) == len(cases) == 210
     assert not disagree, [(cases[index], one, other) for index, one, other in disagree[:3]]
 
 
 def test_the_share_of_tests(partial: Verify) -> None:
     row = {"input_output": {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "4", "9", "16"]}}
-    score = partial(
-        row, "n = int(input())\nif n == 2: 1 / 0\nif n == 3: print(8)\nelse: print(n * n)"
-    )
-    assert score == Score(0.5, False, {"tests_passed": 0.5, "timed_out": 0.0})
+    program = "n = int(input())\nif n == 2: 1 / 0\nif n == 3: print(8)\nelse: print(n * n)"
+    assert partial(row, program) == Score(0.5, False, {"tests_passed": 0.5, "timed_out": 0.0})
     slow = "n = int(input())\nwhile n == 2: pass\nprint(n * n)"
     assert partial(row, slow) == Score(0.75, False, {"tests_passed": 0.75, "timed_out": 1.0})
     calls = {"input_output": {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [1, 4, 9]}}
@@ -440,11 +427,8 @@ def test_a_program_does_not_replace_what_its_tests_call(verify: Verify) -> None:
     replaced = "def f(n): return 0\ndef all(values): return True\n"
     assert verify(row, replaced).reward == 0.0
     assert verify(row, replaced.replace("return 0", "return n")).reward == 1.0
-    check = {
-        "entry_point": "f",
-        "prompt": "",
-        "test": "def check(candidate):\n    assert all([candidate(1) == 1])\n",
-    }
+    check = {"entry_point": "f", "prompt": ""}
+    check["test"] = "def check(candidate):\n    assert all([candidate(1) == 1])\n"
     assert verify(check, replaced).reward == 0.0
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
 from ray.exceptions import OutOfMemoryError
+from support.commands import python
 
 from megarl.cluster.deaths import why_dead
 from megarl.cluster.supervisor import EngineSupervisor
-
-ROOT = Path(__file__).resolve().parents[2]
 
 FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: {ip}, \
 ID: 138a) was 22.50GB used / 23.54GB limit (0.955)
@@ -91,9 +88,7 @@ with run_folder():
 @pytest.mark.engine
 def test_rays_memory_monitor_ends_an_actor() -> None:
     """The real error, which is no `RayActorError`."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
+    done = python("-c", KILLED, timeout=200)
     first, second = done.stdout.splitlines()
     assert first.startswith("ActorDied engine 0 died (x): Ray ended it as the memory of "), first
     assert second.startswith("EngineLost its process died (Ray ended it as the memory of "), second
