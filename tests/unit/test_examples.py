@@ -91,23 +91,16 @@ def test_programs_pass_their_rows_in_the_sandbox(
     verify = code(config.read(RunConfig, RECIPES / "programs.yaml").environment)
 
     def verdict(row: dict[str, Any], response: str) -> Score:
-        async def ask() -> Score:
-            prompt = Prompt(index=0, text="", token_ids=[1], answer="", fields=row)
-            return await verify(prompt, response)
-
-        return asyncio.run(ask())
+        prompt = Prompt(index=0, text="", token_ids=[1], answer="", fields=row)
+        given: Any = verify(prompt, response)
+        return asyncio.run(given)
 
     draw = random.Random(1)
     for row in rows(task / "train.jsonl")[:8] + rows(task / "held_out.jsonl")[:4]:
         terms = terms_of(row["prompt"])
         right = compiled(terms)
-        for wrong in (
-            from_left(terms),
-            compiled(terms[:-2]),
-            right.removesuffix("."),
-            right[:-2] + right[-1],
-            compiled(mistaken(terms, draw)),
-        ):
+        wrongs = [from_left(terms), compiled(terms[:-2]), compiled(mistaken(terms, draw))]
+        for wrong in (*wrongs, right.removesuffix("."), right[:-2] + right[-1]):
             assert not verdict(row, wrong).correct, (row, wrong)
         found = verdict(row, right)
         assert found.correct and found.metrics == {"tests_passed": 1.0, "timed_out": 0.0}
@@ -134,11 +127,8 @@ def test_rows_of_programs_need_precedence_and_x(task: Path) -> None:
 
 def test_demonstrations_of_programs_are_mostly_wrong(task: Path) -> None:
     shown = rows(task / "sft.jsonl")
-    styles = {
-        "right": compiled,
-        "from left": from_left,
-        "short": lambda terms: compiled(terms[:-2]),
-    }
+    styles = {"right": compiled, "from left": from_left}
+    styles["short"] = lambda terms: compiled(terms[:-2])
     share = {
         name: sum(row["response"] == write(terms_of(row["prompt"])) for row in shown) / len(shown)
         for name, write in styles.items()
@@ -188,11 +178,8 @@ def test_recipes_of_programs_pass_the_checks(
     found = check_sft(replace(first, **changes)).rows
     assert found is not None and len(found) == 400
     held_out = replace(second.evaluation.prompts, source=str(task / "held_out.jsonl"))
-    small = replace(
-        second,
-        folder=str(tmp_path / "rl"),
-        model=model,
-        prompts=replace(second.prompts, source=str(task / "train.jsonl")),
-        evaluation=replace(second.evaluation, prompts=held_out),
-    )
+    changes = {"folder": str(tmp_path / "rl"), "model": model}
+    changes["prompts"] = replace(second.prompts, source=str(task / "train.jsonl"))
+    changes["evaluation"] = replace(second.evaluation, prompts=held_out)
+    small = replace(second, **changes)
     assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None

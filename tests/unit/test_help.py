@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT, python
 
 from megarl import cli, config
 from megarl.command_line import pages
@@ -22,15 +23,14 @@ from megarl.command_line.settings import settings
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "launch" / "recipes" / "grpo.yaml"
 
 
 def shell(*words: str, script: str = "") -> subprocess.CompletedProcess[str]:
     """`megarl words`, or a line for bash in which $MEGARL is the command."""
-    command = [sys.executable, "-m", "megarl", *words]
-    if script:
-        command = ["bash", "-c", script.replace("$MEGARL", f"{sys.executable} -m megarl")]
+    if not script:
+        return python("-m", "megarl", *words)
+    command = ["bash", "-c", script.replace("$MEGARL", f"{sys.executable} -m megarl")]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
@@ -54,9 +54,7 @@ def test_help_starts_at_once_and_ends_well() -> None:
     code = (
         f"import sys\nfrom megarl import cli\nfor name in {list(COMMANDS)}: cli.told([name, '-h'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nprint({heavy})"], capture_output=True, text=True, cwd=ROOT
-    )
+    done = python("-c", f"{code}\nprint({heavy})")
     assert done.stdout == "[]\n", done.stderr
     for words in (["--help"], ["train", "--help"], ["torchrun", "--nproc-per-node", "2", "-h"]):
         done = shell(*words)
@@ -227,21 +225,12 @@ def test_the_tab_key_in_a_real_shell(shell: str, tmp_path: Path) -> None:
     (tmp_path / "my recipe.yaml").touch()
     (tmp_path / "my notes.txt").touch()
     words = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}[shell]
-    environment = os.environ | {
-        "PATH": f"{own.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TERM": "dumb",
-        "HOME": str(tmp_path),
-    }
+    environment = os.environ | {"PATH": f"{own.parent}:{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "dumb", "HOME": str(tmp_path)}
     terminal, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     process = subprocess.Popen(
-        [shell, *words],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-        cwd=tmp_path,
-        start_new_session=True,
+        [shell, *words], **streams, env=environment, cwd=tmp_path, start_new_session=True
     )
     os.close(theirs)
     said = ""
