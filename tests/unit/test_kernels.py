@@ -202,8 +202,8 @@ def test_flash_attention_4_may_return_more_than_torch_expects(
     varlen_function.cache_clear()
     try:
         assert varlen_function((9, 0)) is torch_varlen
-        nothing: Any = (None,) * 5
-        out, lse = _fa4._fa4_run_forward(*made[:1] * 3, *nothing, True, None, None, None)
+        given: Any = [*made[:1] * 3, *(None,) * 5, True, None, None, None]
+        out, lse = _fa4._fa4_run_forward(*given)
     finally:
         attention.restore_flash_attention_impl(False)
         varlen_function.cache_clear()
