@@ -125,11 +125,7 @@ def check_run(
     names = config.other_roles if new else ()
     roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
     warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
-    if is_own(config.algorithm.advantage) and not config.rollout.filter:
-        warn(
-            "algorithm.advantage is a function of your own: groups of equal rewards are trained on;"
-            " set rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
-        )
+    warn(_of_equal_rewards(config))
     prompts, held_out, tools = read_prompts(config, tokenizer)
     # Ranks without the data leave its lengths to rank 0.
     longest = max((one.longest for one in (prompts, held_out) if one is not None), default=0)
@@ -166,6 +162,16 @@ def check_run(
         ranks=ranks,
         roles=roles,
         tools=tools,
+    )
+
+
+def _of_equal_rewards(config: RunConfig) -> str:
+    """What to know of an advantage of one's own, "" without one."""
+    if not is_own(config.algorithm.advantage) or config.rollout.filter:
+        return ""
+    return (
+        "algorithm.advantage is a function of your own: groups of equal rewards are trained on;"
+        " set rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
     )
 
 
