@@ -534,6 +534,7 @@ def address(folder: Path, process: subprocess.Popen[str]) -> str:
         if found:
             return found[1]
         time.sleep(0.05)
+    process.kill()
     raise AssertionError(process.communicate()[1][-3000:])
 
 
