@@ -55,7 +55,7 @@ class Relay(Task):
         """
         self._to, self._number, self._count, self._watch = group, number, count, watch
         self._lose = lose
-        self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._offered: list[tuple[torch.Tensor, torch.Event | torch.cuda.Event | None]] = []
         """Each bucket, and on a GPU what the thread's stream waits for: its last writing."""
         self._changed, self._is_closed = threading.Condition(), False
         self.sent = 0
