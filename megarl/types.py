@@ -70,9 +70,10 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt with two responses of which one is better; or, with `is_single`, with one response
-    to judge, and one that belongs to another prompt, with which KTO estimates a KL divergence.
-    Created by `megarl.data`.
+    """A prompt with two responses. Usually the first one is better than the second. With
+    `is_single` the first response is labelled good or bad by itself (`is_desirable`), and the
+    second one belongs to another prompt: KTO estimates a KL divergence with it. Created by
+    `megarl.data`.
     """
 
     index: int

@@ -292,13 +292,17 @@ KINDS = (*PROCESSES, *FILES)
 
 
 def every(kinds: list[str]) -> list[Fault]:
-    """All faults of the kinds."""
+    """The faults of these `KINDS`: for a process, SIGKILL and SIGSTOP; for others, those in
+    `FILES`."""
     signals = {kind: [on_process(kind, number) for number in SIGNALS] for kind in PROCESSES}
     return [fault for kind in kinds for fault in (signals | FILES)[kind]]
 
 
 def wait(fault: Fault, run: Run) -> None:
-    """Let a fault last as long as it does, and end it."""
+    """Wait `fault.lasts_s` seconds, or until the run has ended, and undo the fault, as by freeing
+    the disk that it had filled. A fault that cannot be undone, such as a killed process, returns at
+    once.
+    """
     if fault.relieve is None:
         return
     deadline = time.monotonic() + fault.lasts_s

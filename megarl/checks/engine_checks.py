@@ -13,7 +13,7 @@ from megarl.parallel.layout import Layout
 from megarl.rollout.config import EngineConfig
 from megarl.schema import require, shortened
 from megarl.trainer.sharding import kv_heads
-from megarl.trainer.working_memory import kept_memory
+from megarl.trainer.working_memory import kept_memory, most_share
 from megarl.weight_sync.families import FAMILIES
 from megarl.weight_sync.parameters import ParameterSpec
 
@@ -110,16 +110,13 @@ def check_gpu_share(
     """Raise `ValueError` unless a GPU of `gpu_bytes` bytes has room for the share of a colocated
     engine beside what the policy keeps there. `table`, `layout`: of the policy.
     """
-    share, kept = (
-        config.rollout.engine.gpu_memory_utilization,
-        kept_memory(table, layout, config),
-    )
+    share, kept = config.rollout.engine.gpu_memory_utilization, kept_memory(table, layout, config)
     require(
         config.rollout.placement != "colocated" or share * gpu_bytes + kept <= gpu_bytes,
         f"rollout.engine.gpu_memory_utilization is {share:g} of a GPU of {gpu_bytes / 2**30:.1f}"
         f" GiB, where the policy keeps {kept / 2**30:.1f} GiB while engines generate and receive"
         " weights (its own weights, those that ZeRO 3 gathers for the probe, buckets, CUDA and"
-        f" NCCL); set it to at most {int(100 * (1 - kept / gpu_bytes)) / 100:g}",
+        f" NCCL); set it to at most {most_share(kept, gpu_bytes):g}",
     )
 
 

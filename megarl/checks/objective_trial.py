@@ -17,7 +17,7 @@ import torch
 
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.losses import LossTerms
 from megarl.objectives.token_advantages import TokenRewards, is_per_token
@@ -38,7 +38,7 @@ class Trial:
     def __init__(self, setting: str, name: str, arguments: str) -> None:
         """`setting` is `name`, which names the function; `arguments`: with what it is called."""
         self.setting, self.name, self.arguments = setting, name, arguments
-        self.function = named(name, {}, setting)
+        self.function = function_of(name, {}, setting)
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns."""

@@ -15,6 +15,7 @@ pickled, so nobody else may be able to send one.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import itertools
 import os
@@ -30,7 +31,6 @@ from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
 from megarl.activity.busy import Busy
-from megarl.activity.spans import Kind
 from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import EngineLost, EngineUnreachable
 
@@ -148,7 +148,7 @@ class EventSocket:
         """End the connections. A second call does nothing."""
         if not self.plain.closed:
             self._loop.remove_reader(self.plain.fileno())
-            # Or ZeroMQ's thread would wait without end to tell of an event whoever is gone.
+            # Else ZeroMQ's thread waits without end to report an event that nobody reads any more.
             self.plain.disable_monitor()
             self.plain.close(linger=0)
 
@@ -183,11 +183,9 @@ class Channel:
 class Remote:
     """A Ray actor that is asked through a channel."""
 
-    def __init__(self, channel: Channel, handle: Any, busy: Busy, *, drops: bool = False) -> None:
-        """`handle`: of the actor, a `ChannelActor`. `busy`: records the waits for its answers.
-        `drops`: whether it stops to serve a request whose caller is cancelled.
-        """
-        self.channel, self._handle, self._busy, self._drops = channel, handle, busy, drops
+    def __init__(self, channel: Channel, handle: Any, busy: Busy) -> None:
+        """`handle`: of the actor, a `ChannelActor`. `busy`: records the waits for its answers."""
+        self.channel, self._handle, self._busy = channel, handle, busy
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         """{number of a request: its answer}."""
@@ -197,7 +195,8 @@ class Remote:
         self._connection: asyncio.Task[None] | None = None
 
     async def ask(self, request: Any) -> Any:
-        """Have the actor run `serve(request)` and return the result.
+        """Have the actor run `serve(request)` and return the result. If the caller is cancelled,
+        the actor is told to stop.
 
         Raises `EngineLost` if the actor, or a process it depends on, is dead, and
         `EngineUnreachable` if the actor may still be alive. Raises `ValueError` if `serve` raised
@@ -212,8 +211,7 @@ class Remote:
             with self._busy.request():
                 return await answer
         except asyncio.CancelledError:
-            if self._drops:
-                self._send([number])
+            self._send([number])
             raise
         finally:
             del self._pending[number]
@@ -259,23 +257,21 @@ class Remote:
                 waiting.set_exception(error)
 
 
-class ChannelActor:
+class ChannelActor(abc.ABC):
     """Base class of a Ray actor that is asked through a channel; a subclass defines `serve`."""
 
-    ABOUT: tuple[str, Kind] = ("responses", "generate")
-    """(what the actor makes, kind of that activity)."""
     _socket: EventSocket | None = None
 
+    @abc.abstractmethod
     async def serve(self, request: Any) -> Any:
         """The answer to one request."""
-        raise NotImplementedError
 
     async def attach(self, place: Place, route: bytes) -> None:
         """Serve the requests of the channel at `place`, to which this connection is `route`, until
         the connection breaks or the channel asks for another one. Raises `ConnectionError` if there
         is none within `CONNECT_S`.
         """
-        busy, serving = Busy(self.ABOUT[0], kind=self.ABOUT[1]), dict[bytes, asyncio.Task[None]]()
+        busy, serving = Busy("responses", kind="generate"), dict[bytes, asyncio.Task[None]]()
 
         async def answer(number: bytes, frames: list[bytes]) -> None:
             try:

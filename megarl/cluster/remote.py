@@ -125,7 +125,7 @@ class RemoteEngine:
         busy = self._busy = Busy(
             f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s, judge_s=JUDGE_S
         )
-        self._remote = Remote(channel, handle, busy, drops=True)
+        self._remote = Remote(channel, handle, busy)
         self.handle, self.number, self.deadline_s = handle, number, deadline_s
 
     async def generate(

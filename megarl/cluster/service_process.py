@@ -16,7 +16,7 @@ from megarl.activity.recording import Recording, close_recording
 from megarl.checkpoints.lease import Claim
 from megarl.cluster.channel import Channel
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
-from megarl.cluster.stored_arrays import loaded, store
+from megarl.cluster.stored_arrays import loaded, stored
 from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
@@ -85,7 +85,7 @@ def build_service(
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
         max_failure_share=config.environment.max_failure_share,
-        keep=lambda group: store([group])[0],
+        keep=stored,
     )
     return service, environment
 

@@ -4,6 +4,7 @@ them. They belong to the process that stored them, and live as long as it does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,12 +31,17 @@ class StoredArrays:
 
 def store(groups: Sequence[Group]) -> list[Group]:
     """Put the token arrays of groups into Ray's object store: the groups with references."""
-    parts, stored = segments_of(groups), list[StoredArrays]()
+    parts, found = segments_of(groups), list[StoredArrays]()
     for start in range(0, len(parts), MAX_BATCH):
         batch = [tuple(part.arrays) for part in parts[start : start + MAX_BATCH]]
         ref = ray.put(batch)
-        stored += [StoredArrays(ref, position) for position in range(len(batch))]
-    return with_arrays(groups, stored)
+        found += [StoredArrays(ref, position) for position in range(len(batch))]
+    return with_arrays(groups, found)
+
+
+async def stored(group: Group) -> Group:
+    """As `store`, for one group; the event loop goes on meanwhile."""
+    return (await asyncio.to_thread(store, [group]))[0]
 
 
 async def loaded(segment: Segment) -> Segment:

@@ -16,7 +16,6 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import RewardClient
 from megarl.environments.scores import BadScore, Outcome, Score, add_up
-from megarl.environments.user_code import Sources
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.environments.workers import Workers
 from megarl.types import Prompt
@@ -30,13 +29,12 @@ class Judge:
         config: EnvironmentConfig,
         codec: Codec | None,
         token: Token | None,
-        known: Sources | None = None,
     ) -> None:
-        """`codec`, `known`: see `Workers`. `token`: of the reward servers. Raises `ValueError`
+        """`codec`: see `Workers`. `token`: of the reward servers. Raises `ValueError`
         as `megarl.environments.verifiers.own_files` does.
         """
         self._config = config
-        self.pool = Workers(config, codec, known)
+        self.pool = Workers(config, codec)
         self.clients = {
             name: RewardClient(name, config, token) for name in named(config) if is_remote(name)
         }

@@ -20,7 +20,6 @@ from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
 from megarl.environments.response_text import TAGS, with_tags, without_opening
 from megarl.environments.scores import Outcome
-from megarl.environments.user_code import Sources
 from megarl.environments.workers import Workers
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
@@ -52,11 +51,9 @@ class Environment:
         config: EnvironmentConfig,
         codec: Codec | None = None,
         token: Token | None = None,
-        known: Sources | None = None,
     ) -> None:
         """`codec` is required for sessions, and for responses given as token ids. `token` is for
-        reward servers; None: what `environment.remote.token_variable` names is read. `known`: the
-        `sources` of an environment in whose place this one comes.
+        reward servers; None: what `environment.remote.token_variable` names is read.
 
         Raises `ValueError` if the verifier's name is unknown or its file is missing, or the token's
         variable is not set. Errors inside the file are found by `start`.
@@ -64,8 +61,8 @@ class Environment:
         config = with_tags(config, codec.thinking if codec else TAGS)
         self._config = config
         token = token or client_token(config)
-        self._judge = Judge(config.without_sessions(), codec, token, known)
-        self._sessions = Workers(config, codec, known) if config.has_sessions else None
+        self._judge = Judge(config.without_sessions(), codec, token)
+        self._sessions = Workers(config, codec) if config.has_sessions else None
         self.has_start = self._sessions is not None
 
     async def start(self, *, within_s: float | None = None) -> None:
@@ -77,14 +74,6 @@ class Environment:
             await self._sessions.start(within_s)
         if self._config.needs_verifier:
             await self._judge.pool.start(within_s)
-
-    @property
-    def sources(self) -> Sources:
-        """The user's files as the run first read them, by path; complete once the environment has
-        started.
-        """
-        sessions = self._sessions.files.sources if self._sessions is not None else {}
-        return self._judge.pool.files.sources | sessions
 
     @property
     def thinking(self) -> tuple[str, ...] | None:

@@ -59,13 +59,11 @@ class UserFiles:
     an edit during the run changes nothing.
     """
 
-    def __init__(self, files: Sequence[Path], known: Sources | None = None) -> None:
-        """`known`: what the run has read before, with the files imported from beside the user's
-        own; None at its start. Raises `ValueError` for a file that cannot be read.
-        """
-        self.sources = read(files) if known is None else known
-        self._knows_neighbours = known is not None
-        self._said_changed, self._warning = False, ""
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises `ValueError` for a file that cannot be read."""
+        self.sources = read(files)
+        self._knows_neighbours = self._said_changed = False
+        self._warning = ""
 
     def current(self) -> Sources:
         """The files for a process that is to be started. The user is told once of those that were
@@ -87,21 +85,19 @@ class UserFiles:
             return True
 
     def loaded(self, imported: Sequence[str]) -> None:
-        """Note what a process has imported from beside the user's own files. What the first one did
-        is kept for the later ones.
+        """Read the files `imported` that the first worker process has imported from beside the
+        user's own, so that later processes run the same content. Later calls change nothing.
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
             self.sources = read([Path(file) for file in imported]) | self.sources
 
     def warn(self, warning: str) -> None:
-        """Have the user told of something with the next verdict."""
+        """Keep a warning for the user until the next call of `take_warning`."""
         self._warning = "; ".join(filter(None, [self._warning, warning]))
 
     def take_warning(self) -> str:
-        """What the user is to be told, once, such as that a file was edited or removed after the
-        run had read it; or empty.
-        """
+        """The warnings since the last call, separated by semicolons; empty without one."""
         warning, self._warning = self._warning, ""
         return warning
 
@@ -247,8 +243,11 @@ def _loaded(name: str, setting: str) -> Callable[..., Any]:
         sys.path.remove(folder)
 
 
-def named(name: str, table: Mapping[str, Callable[..., Any]], setting: str) -> Callable[..., Any]:
-    """The entry `name` of `table`, or the function of the user's that it stands for, whose file a
-    process reads once. Raises `ValueError` that names `setting`.
+def function_of(
+    name: str, table: Mapping[str, Callable[..., Any]], setting: str
+) -> Callable[..., Any]:
+    """The function that a recipe's setting names: the entry `name` of `table`, or the user's own
+    function of a `name` such as my_loss.py:bounded, whose file a process reads once. Raises
+    `ValueError` that names `setting` if the file has no such function.
     """
     return table[name] if name in table else _loaded(name, setting)

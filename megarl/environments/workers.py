@@ -200,7 +200,7 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_BYTES)
         self._writer.set_result(writer)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._ending, self._has_ended.set)
+        loop.add_reader(self._ending, self._note_end)
         reading = asyncio.create_task(self._read(reader))
         ended = asyncio.create_task(self._has_ended.wait())
         try:
@@ -222,6 +222,10 @@ class Worker:
             await asyncio.to_thread(self.kill)
             writer.close()
             os.close(self._ending)
+
+    def _note_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._ending)  # it is readable from now on
+        self._has_ended.set()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Read replies until the channel is closed, or until something else comes: returns what
@@ -286,14 +290,12 @@ class Workers:
     to the place. Belongs to one event loop.
     """
 
-    def __init__(
-        self, config: EnvironmentConfig, codec: Codec | None, known: Sources | None = None
-    ) -> None:
-        """`codec` decodes responses given as token ids, and encodes observations. `known`: see
-        `UserFiles`. Raises `ValueError` if a file of the user's is missing.
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
+        """`codec` decodes responses given as token ids, and encodes observations. Raises
+        `ValueError` if a file of the user's is missing.
         """
         self._config, self._codec = config, codec
-        self.files = UserFiles(own_files(config), known)
+        self.files = UserFiles(own_files(config))
         self.places: list[Worker | None] = [None] * (config.num_workers + 1)
         self._starting = [asyncio.Lock() for _ in self.places]
         self._failed = [(-PAUSE_S, "") for _ in self.places]

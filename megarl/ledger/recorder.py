@@ -170,7 +170,9 @@ class Recorder:
 
 
 def unwritten(error: OSError) -> UserError:
-    """The error of a run whose ledger cannot be written."""
+    """The `UserError` with which a run ends after writing its ledger has failed with `error`: the
+    disk is full, or, for `LostError`, another run has taken the folder.
+    """
     if isinstance(error, LostError):
         return UserError(str(error))
     return UserError(

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from megarl import console
 from megarl.activity.spans import activity, step_begins
 from megarl.config import RunConfig, made_with
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.errors import UserError
 from megarl.loops.rl_setup import Parts, ServingParts, TrainingParts, build
 from megarl.loops.schedule import due, reached, save_due
@@ -266,7 +266,7 @@ METHODS: dict[str, Callable[[TrainingParts, StepBatch], StepReport]] = {"policy_
 
 def method_of(config: RunConfig) -> Method:
     """What `megarl train` does with the rollouts of a step."""
-    return Method(named(config.algorithm.method, METHODS, "algorithm.method"), work)
+    return Method(function_of(config.algorithm.method, METHODS, "algorithm.method"), work)
 
 
 def serve(parts: ServingParts, method: Method) -> None:

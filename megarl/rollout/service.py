@@ -15,22 +15,44 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.ledger.recorder import EQUAL_REWARDS, Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
-from megarl.rollout.filters import FILTERS
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Progress, PublishAgain, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
+
+
+def differing(group: Group) -> bool:
+    """Filter: keeps a group whose rewards, without length penalty, are not all equal."""
+    # Without the length penalty: answers that are all wrong stay a group to reject, however long
+    # they are.
+    return len({round(one.reward - one.verdict.penalty, 9) for one in group.rollouts}) > 1
+
+
+def every(group: Group) -> bool:
+    """Filter: keeps every group."""
+    return True
+
+
+FILTERS: dict[str, Callable[[Group], bool]] = {"differing": differing, "all": every}
+"""{name in `rollout.filter`: function of a finished group that returns True for one to train on;
+the others are replaced}. The group has rewards, verdicts and lengths, but no tokens:
+`Segment.arrays` is a reference."""
+
+
+async def as_it_is(group: Group) -> Group:
+    """The group, whose token arrays stay where they are."""
+    return group
 
 
 @dataclass
@@ -130,7 +152,7 @@ class RolloutService:
         max_turns: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
-        keep: Callable[[Group], Group] = lambda group: group,
+        keep: Callable[[Group], Awaitable[Group]] = as_it_is,
     ) -> None:
         """`group_filter`: which groups dynamic sampling keeps, as `RunConfig.group_filter`.
         `skips_equal_groups`: whether such groups are not sent
@@ -141,7 +163,7 @@ class RolloutService:
         verdicts of a step or evaluation has failed. `carried`: finished groups of the checkpoint
         that the run goes on from, ascending. `ledger`: records what becomes of every
         group; None records nothing. `keep`: moves the token arrays of a finished group to where the
-        ranks read them; called in a thread. For the others see
+        ranks read them. For the others see
         `megarl.cluster.service_process.build_service`. Raises `ValueError` if a carried group is
         one that `cursor` says is used.
         """
@@ -156,7 +178,7 @@ class RolloutService:
         self.prefix_saves, self.windows = prefix_saves, windows
         self.transcripts_per_step = transcripts_per_step
         kept = group_filter if config.dynamic_sampling.enabled else "all"
-        self._accepts = named(kept, FILTERS, "rollout.filter")
+        self._accepts = function_of(kept, FILTERS, "rollout.filter")
         self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
         self.limits = limits_of(config, rejects=kept != "all", last_step=last_step)
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
@@ -386,7 +408,7 @@ class RolloutService:
             rollouts = await asyncio.gather(*running)
             greedy = rollouts.pop() if self._greedy_baseline else None
             group = Group(ordinal, prompt, rollouts, greedy)
-            group = await asyncio.to_thread(self._keep, group)
+            group = await self._keep(group)
             self.window.finish(ordinal, self._accepts(group))
             await self._add(group)
             await self._dispatch()

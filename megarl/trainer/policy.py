@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
@@ -48,8 +48,8 @@ class PolicyGradient:
     """Trains the policy with the configured algorithm."""
 
     def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
-        """`temperature`: sampling temperature of the rollouts, at which the trainer computes
-        log-probs too.
+        """`policy`: the role that is trained. `temperature`: divisor of the logits when the engines
+        sampled the rollouts; the trainer divides by it before it computes log-probs.
         """
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
         self.kl = KLControl(algorithm.kl)
@@ -230,11 +230,11 @@ class PolicyGradient:
             behaviour = columns["logprobs"][places] if "logprobs" in columns else current
         mean = SequenceMean(samples, micro.members, self.policy.mesh.sequence)
         advantages = columns["advantages"][places]
-        loss_of = named(algorithm.loss, LOSSES, "algorithm.loss")
+        loss_of = function_of(algorithm.loss, LOSSES, "algorithm.loss")
         terms = loss_of(logprobs, behaviour, advantages, mean, algorithm)
         if isinstance(terms, torch.Tensor):  # of a loss that clips nothing
             terms = LossTerms(terms, torch.zeros_like(terms).bool(), terms.detach())
-        correct = named(algorithm.correction.kind, CORRECTIONS, "algorithm.correction.kind")
+        correct = function_of(algorithm.correction.kind, CORRECTIONS, "algorithm.correction.kind")
         correction = correct(behaviour, engine_logprobs, mean.sum, algorithm.correction)
         policy_loss = (weight * correction * terms.per_token).sum()
         loss = policy_loss - algorithm.entropy_coefficient * (weight * entropy).sum()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.objectives.advantages import ADVANTAGES, AdvantageFunction, check_rewards
 from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.kl import KL_ESTIMATORS
@@ -66,7 +66,9 @@ def step_advantages(
         totals -= kl_coefficient * all_reduce(charges, data)
     groups = torch.from_numpy(batch.groups).to(device)
     tokens = torch.from_numpy(batch.response_tokens).to(device)
-    function = named(algorithm.advantage, ADVANTAGES | TOKEN_ADVANTAGES, "algorithm.advantage")
+    function = function_of(
+        algorithm.advantage, ADVANTAGES | TOKEN_ADVANTAGES, "algorithm.advantage"
+    )
     if algorithm.credit == "turn":
         check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
         return {"advantages": _of_turns(function, rewards, masks, ids, groups, algorithm, data)}

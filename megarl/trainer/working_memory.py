@@ -90,6 +90,13 @@ def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfi
     return weights + gathered + 2 * bucket + DIGEST_BYTES + RUNTIME_BYTES
 
 
+def most_share(kept: int, gpu_bytes: float) -> float:
+    """The largest `rollout.engine.gpu_memory_utilization`, in hundredths, with which a colocated
+    engine fits on a GPU of `gpu_bytes` bytes beside the `kept` bytes of `kept_memory`.
+    """
+    return int(100 * (1 - kept / gpu_bytes)) / 100
+
+
 def _gathered(sizes: Sequence[int], training: TrainingConfig) -> int:
     """Bytes of the parameters that ZeRO 3 gathers at most; `sizes`: elements of all parameters."""
     # Fetching ahead stops at a limit, but not the fetch of what is needed at once.

@@ -176,7 +176,9 @@ class Publisher(Publication):
         return self._on_main(f"publishing version {version}", compare), [], metrics
 
     def _receipts_of(self, sums: torch.Tensor) -> list[str]:
-        """The different receipts of the engines. `sums`: [destinations, tensors] int64 digests."""
+        """The receipts (`receipt_of_weights`) with which the engines' answers name this version of
+        the weights, each once. `sums`: [destinations, tensors] int64 digests of what was sent.
+        """
         spec, found = self.route.spec, dict[str, None]()
         for engine in range(spec.engines):
             rows = [sums[spec.destination(engine, rank)] for rank in range(spec.engine_tensor)]

@@ -11,7 +11,7 @@ import torch
 
 from megarl.checks.objective_trial import Trial, try_filter, try_objectives
 from megarl.config import RunConfig, from_tree, read
-from megarl.environments.user_code import named
+from megarl.environments.user_code import function_of
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.schema import replace
 from megarl.types import Prompt
@@ -232,10 +232,10 @@ def test_a_file_may_import_its_neighbour_and_is_read_once(tmp_path: Path) -> Non
     (tmp_path / "names_beside.py").write_text("def f(*_):\n    return 7\n")
     (tmp_path / "own.py").write_text("from names_beside import f\n")
     name = f"{tmp_path}/own.py:f"
-    assert named(name, ADVANTAGES, "algorithm.advantage")() == 7
+    assert function_of(name, ADVANTAGES, "algorithm.advantage")() == 7
     (tmp_path / "own.py").write_text("syntax error")
     assert Trial("algorithm.advantage", name, "").function() == 7
-    assert named("grpo", ADVANTAGES, "algorithm.advantage") is ADVANTAGES["grpo"]
+    assert function_of("grpo", ADVANTAGES, "algorithm.advantage") is ADVANTAGES["grpo"]
 
 
 def test_what_is_known_of_a_function_of_the_house_is_not_taken_for_granted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megarl.objectives.token_advantages import TOKEN_ADVANTAGES
 from megarl.presets import PRESETS
 from megarl.recipe_paths import IsPath
 from megarl.rollout.config import FILTER, RolloutConfig
-from megarl.rollout.filters import FILTERS
+from megarl.rollout.service import FILTERS
 
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
     "advantages": (

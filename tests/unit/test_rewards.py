@@ -17,7 +17,7 @@ from support.environments import PROMPT, run, verdicts
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
-from megarl.environments.user_code import Sources, prepare_imports
+from megarl.environments.user_code import prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
 from megarl.environments.worker import MemoryLimit
 from megarl.environments.workers import Worker
@@ -288,31 +288,6 @@ def test_editing_the_files_does_not_change_a_run(tmp_path: Path) -> None:
     (said,) = [verdict.warning for verdict in found if verdict.warning]
     assert said.endswith("changed after the run started; the run goes on with what it was then")
     assert "own.py" in said and "beside.py" in said
-
-
-def test_an_environment_in_the_place_of_another_runs_what_that_one_read(tmp_path: Path) -> None:
-    """As in a run whose environment was lost after the user edited the file."""
-    config = EnvironmentConfig(verifier=write(tmp_path / "own.py", OWN))
-    (tmp_path / "beside.py").write_text("VALUE = 2.5\n")
-
-    async def first(environment: Environment) -> Sources:
-        await environment.start()
-        return environment.sources
-
-    async def second(known: Sources) -> Verdict:
-        environment = Environment(config, known=known)
-        await environment.start()
-        try:
-            return await environment.score(PROMPT, "x", 1, False)
-        finally:
-            await environment.close()
-
-    known = run(config, first)
-    (tmp_path / "own.py").write_text("def score(:")
-    (tmp_path / "beside.py").write_text("VALUE = 9.0\n")
-    verdict = asyncio.run(second(known))
-    assert (verdict.reward, verdict.metrics, verdict.failure) == (2.5, {"version": 1.0}, "")
-    assert "own.py" in verdict.warning and "changed after the run started" in verdict.warning
 
 
 def test_memory_is_limited(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import ray
 from megarl.cluster.channel import Channel, ChannelActor
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
-from megarl.cluster.stored_arrays import store
+from megarl.cluster.stored_arrays import stored
 from megarl.ledger.recorder import Recorder
 from megarl.private_folder import MARK
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
@@ -185,7 +185,7 @@ def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
         last_step=STEPS - 1,
         transcripts_per_step=2,
         ledger=Recorder(folder / "ledger.jsonl"),
-        keep=lambda group: store([group])[0],
+        keep=stored,
     )
     beat = heartbeat(folder / "heartbeat.json")
     service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)

@@ -24,7 +24,7 @@ from megarl.trainer.config import (
 )
 from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
 from megarl.trainer.places import RolePlace, policy_as_reference, reference_adapter, role_training
-from megarl.trainer.working_memory import kept_memory, working_memory
+from megarl.trainer.working_memory import kept_memory, most_share, working_memory
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.parameters import ParameterSpec
 
@@ -66,7 +66,7 @@ def placement(config: RunConfig | SftConfig, plan: Plan, gpus: Gpus) -> str:
             notes[
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
-                f" {int(100 * (1 - kept / 80e9)) / 100:g} of a GPU of 80 GB"
+                f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
             ] = None
         engines = range(plan.num_engines)
         rows += [_engine_row(number, config, plan, gpus, notes) for number in engines]
