@@ -173,11 +173,13 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     (place / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {}
-    for name, ranks, training in (
-        ("alone", 1, {}),
-        ("together", 4, {"layout": {"data": 1, "sequence": 4}, "zero_stage": 2}),
-        ("in_parts", 1, {"precision": "bfloat16x2" if ONEDNN else "float32"}),  # has AVX-512
-    ):
+    cases: dict[str, tuple[int, dict[str, Any]]] = {
+        "alone": (1, {}),
+        "together": (4, {"layout": {"data": 1, "sequence": 4}, "zero_stage": 2}),
+    }
+    if ONEDNN is not None:  # bfloat16x2 is refused on a processor without AVX-512
+        cases["in_parts"] = (1, {"precision": "bfloat16x2"})
+    for name, (ranks, training) in cases.items():
         tree = {
             "folder": str(place / f"sft_{name}"),
             "steps": 3,
@@ -189,10 +191,10 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
         done = megarl("sft", write_recipe(place / f"sft_{name}.yaml", tree), ranks=ranks)
         assert done.code == 0, done.err[-4000:]
         found[name] = records(place / f"sft_{name}" / "metrics.jsonl")
-    for one, other in zip(found["alone"], found["in_parts"], strict=True):
+    for one, other in zip(found["alone"], found["in_parts"], strict=True) if ONEDNN else ():
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
         # Gradients are products of bfloat16 numbers.
-        assert (1e-6 if ONEDNN else -1) < abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2
+        assert 1e-6 < abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2
     for one, other in zip(found["alone"], found["together"], strict=True):
         assert abs(one["loss"] - other["loss"]) < 1e-5 * one["loss"]
         assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-4 * one["grad_norm"]

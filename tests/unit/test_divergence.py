@@ -317,9 +317,11 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(kind: str, top_k: int, dtype: torch.dtype) -> None:
     case = Case([5000], Divergence(kind, 0.3, top_k, 0.7), 3000)
-    # 50 tokens are far above the others: of logits nearly equal, bfloat16 does not tell the larger.
-    case.inputs[2][:, 0] = 1
-    case.inputs[3].mul_(0.5)[:50, 0] += 12
+    if top_k and dtype == torch.bfloat16:
+        # A teacher whose first 50 logits are far above the others: where the 50th and the 51st are
+        # nearly equal, their rounding decides which token counts. float32 keeps the harder case.
+        case.inputs[2][:, 0] = 1
+        case.inputs[3].mul_(0.5)[:50, 0] += 12
     case.inputs = tuple(one.cuda() for one in case.inputs)
     case.targets, case.upstream = case.targets.cuda(), case.upstream.cuda()
     wanted = case.evaluate(dense, torch.float64)
