@@ -81,7 +81,12 @@ def token_chunks(
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
         hidden.dtype.itemsize * columns * copies
     )
-    rows = max(1, rows if rows < TILE_ROWS else rows - rows % TILE_ROWS)
+    if rows < TILE_ROWS:
+        # As equal as possible: BLAS multiplies one or two rows in one long sum, less exactly.
+        chunks = max(1, -(-num_tokens // max(1, rows)))
+        rows = max(1, -(-num_tokens // chunks))
+    else:
+        rows -= rows % TILE_ROWS
     slices = [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
     return slices, hidden.new_empty(min(rows, num_tokens), weight.shape[0])
 

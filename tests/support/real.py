@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import real_model
+import torch
 from filelock import FileLock
 
 from megarl.trainer.config import LoraConfig
@@ -59,9 +60,12 @@ def documents(folder: Path) -> list[list[int]]:
     return made
 
 
-def by_transformers(folder: Path, texts: list[list[int]]) -> list[list[float]]:
-    """Log-probs of every token but the first, by transformers in float32."""
-    import torch
+def by_transformers(
+    folder: Path, texts: list[list[int]], normalized_in: torch.dtype = torch.float64
+) -> list[list[float]]:
+    """Log-probs of every token but the first: logits by transformers in float32, and their
+    log-softmax in `normalized_in`.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -70,7 +74,7 @@ def by_transformers(folder: Path, texts: list[list[int]]) -> list[list[float]]:
     found = []
     with torch.no_grad():
         for ids in texts:
-            logits = model(torch.tensor([ids])).logits[0, :-1].double()
+            logits = model(torch.tensor([ids])).logits[0, :-1].to(normalized_in)
             wanted = torch.tensor(ids[1:])[:, None]
             found.append(logits.log_softmax(-1).gather(1, wanted)[:, 0].tolist())
     return found
