@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl.cluster.process_env import prepare_environment
@@ -18,3 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that start Ray, vLLM and whole runs begin with their packages imported."""
+    if "system" in Path(item.path).parts or item.get_closest_marker("engine"):
+        from support import prepared
+
+        prepared.use()

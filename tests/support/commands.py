@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import yaml
 
+from support.prepared import ADDRESS, MARK, PREPARED
+
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "MEGARL_TEST_RUN"
 PROBE_BOUND = 1e-4
 """Largest difference of log-probs between trainer and engine in float32."""
 
@@ -85,8 +86,16 @@ def finish(process: subprocess.Popen[str], mark: str, timeout_s: float) -> Done:
 
 
 def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environment: str) -> Done:
-    """`megarl ...`, under torchrun for more than one rank; asserts that nothing survives."""
-    process, mark = start(command(*arguments, ranks=ranks), **environment)
+    """`megarl ...`, under torchrun for more than one rank; asserts that nothing survives.
+
+    One rank begins with its packages imported (`support.prepared`), except where the environment
+    changes Python itself.
+    """
+    words = command(*arguments, ranks=ranks)
+    changed = any(name.startswith(("PYTHON", "LC_")) for name in environment)
+    if ranks == 1 and ADDRESS in os.environ and not changed:
+        words = [*PREPARED, *words[1:]]
+    process, mark = start(words, **environment)
     done = finish(process, mark, timeout_s)
     assert done.survivors == [], done.survivors
     return done

@@ -1,0 +1,50 @@
+"""A process that is forked with its packages imported is otherwise as one that Python has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from support.prepared import PREPARED
+
+SAYS = """import os, signal, sys
+print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)
+if sys.argv[1] == "dies":
+    os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("ends", 7), ("dies", -signal.SIGTERM)])
+def test_it_has_the_arguments_and_ends_as_it_should(tmp_path: Path, word: str, code: int) -> None:
+    (tmp_path / "says.py").write_text(SAYS)
+    done = subprocess.run(
+        [*PREPARED, f"{tmp_path}/says.py", word],
+        input="in",
+        cwd=tmp_path,
+        env=os.environ | {"SAID": "all"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    if word == "ends":  # what was not yet written is lost with a process that is killed
+        assert done.stdout == f"__main__ ['ends'] {tmp_path} all in True\n"
+
+
+def test_it_ends_with_its_command(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
+    )
+    command = [*PREPARED, f"{tmp_path}/waits.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        fork = psutil.Process(int(process.stdout.readline()))
+        assert fork.pid != process.pid
+        process.kill()
+    psutil.wait_procs([fork], timeout=10)
+    assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
