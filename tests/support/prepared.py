@@ -63,6 +63,7 @@ def serve(listener: socket.socket) -> list[str]:
     such a process: the command's words.
     """
     import selectors
+    import shutil
 
     ours, woken = socket.socketpair()
     for end in (ours, woken):
@@ -78,6 +79,7 @@ def serve(listener: socket.socket) -> list[str]:
                 if key.fileobj is sys.stdin:  # the test process has ended
                     for pid in lines.values():
                         os.kill(pid, signal.SIGKILL)
+                    shutil.rmtree(Path(listener.getsockname()).parent)
                     os._exit(0)
                 if key.fileobj is listener:
                     line, _ = listener.accept()
@@ -213,14 +215,12 @@ def workers_from_server() -> None:
 def start_server() -> None:
     """Start the server of this test process; the first command waits until it has imported."""
     import atexit
-    import shutil
     import subprocess
     import tempfile
 
     from megarl.rollout.engine_core import preload_openmp
 
     folder = tempfile.mkdtemp(prefix="prepared-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     before = dict(os.environ)
     preload_openmp()
     environment = {**os.environ, MARK: UNMARKED}
