@@ -22,6 +22,7 @@ signature of `_chunked` and list it in `BACKENDS`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,12 +38,15 @@ model."""
 BLOCK_BYTES = 8 * 2**20
 """Bytes that oneDNN writes at a time on CPU: small enough to be in cache when they are copied."""
 TILE_ROWS = 128
-"""Tokens of a chunk are a multiple of this where possible: GPUs multiply matrices in such tiles."""
+"""On GPUs, tokens of a chunk are a multiple of this where possible: GPUs multiply matrices in such
+tiles."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This tensor-parallel rank's rows of the vocabulary, and all-reduces over all such ranks."""
+    """The rows of the output head [V, H] that this tensor-parallel rank holds, and all-reduces over
+    the ranks that together hold all V rows.
+    """
 
     first: int
     """First vocabulary row on this rank. Shards may differ in size, and may be empty."""
@@ -72,23 +76,26 @@ def passes_for(hidden: torch.Tensor) -> ModuleType:
 def token_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None, copies: int = 1
 ) -> tuple[list[slice], torch.Tensor]:
-    """(slices of the T tokens, buffer [tokens of a chunk, this rank's V] for logits).
+    """Split the T tokens into chunks, of which one at a time has logits.
 
-    The slices are the same on all ranks that share the vocabulary. `copies` of a chunk's logits
-    have `CHUNK_BYTES` together.
+    Returns the chunks as slices of the T tokens, and a buffer [tokens of the largest chunk, V of
+    this rank] for the logits of one. `copies` tensors of the buffer's size have at most
+    `CHUNK_BYTES` together. The slices are the same on all ranks that share the vocabulary. Their
+    lengths differ by at most one token; on GPUs by a tile, and the last may end within a tile.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
         hidden.dtype.itemsize * columns * copies
     )
-    if rows < TILE_ROWS:
-        # As equal as possible: BLAS multiplies one or two rows in one long sum, less exactly.
-        chunks = max(1, -(-num_tokens // max(1, rows)))
-        rows = max(1, -(-num_tokens // chunks))
-    else:
-        rows -= rows % TILE_ROWS
-    slices = [slice(start, min(start + rows, num_tokens)) for start in range(0, num_tokens, rows)]
-    return slices, hidden.new_empty(min(rows, num_tokens), weight.shape[0])
+    unit = TILE_ROWS if hidden.is_cuda and rows >= TILE_ROWS else 1
+    units = -(-num_tokens // unit)
+    chunks = -(-units // max(1, rows // unit))
+    # Equal chunks leave no last one of one or two tokens. BLAS on CPUs without AVX-512 would add
+    # the V products of its gradient one after the other, with ten times the rounding error.
+    ends = [min(num_tokens, i * units // chunks * unit) for i in range(chunks + 1) if chunks]
+    slices = [slice(*pair) for pair in itertools.pairwise(ends)]
+    longest = max((one.stop - one.start for one in slices), default=0)
+    return slices, hidden.new_empty(longest, weight.shape[0])
 
 
 def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
@@ -98,9 +105,10 @@ def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk's logits hidden weight^T [C, V], not divided by the temperature.
+    """Logits hidden weight^T [C, V] of a chunk of C tokens, not divided by the temperature.
 
-    Written to the first rows of `buffer`, or to new memory if they are few.
+    `hidden` [C, H], `weight` [V, H], `buffer` [at least C, V]. The result is the first C rows of
+    `buffer`, or new memory where it is small.
     """
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
@@ -115,13 +123,18 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
 
 
 def cap_(logits: torch.Tensor, cap: float | None) -> None:
-    """Replace logits by cap tanh(logits / cap); nothing where `cap` is None."""
+    """Apply the soft cap of Gemma 2 in place: logits become cap tanh(logits / cap). Without a cap
+    (None) the logits stay as they are.
+    """
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
 
 
 def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total [V, H] += grad [C, V]^T hidden [C, H], in the precision of `total`."""
+    """Add to `total` [V, H], the gradient of the output head, the part of a chunk of C tokens:
+    `grad` [C, V]^T `hidden` [C, H], where `grad` is the gradient of the chunk's logits. The sum is
+    in the dtype of `total`.
+    """
     if total.dtype == grad.dtype and not onednn_supports(hidden):
         total.addmm_(grad.T, hidden)
     elif total.is_cuda:
@@ -132,17 +145,19 @@ def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> 
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
+    """Dtype in which tensors of `dtype` are summed: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _merged(
     statistics: tuple[torch.Tensor, ...], owned: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce a chunk's statistics over vocabulary shards: (m [C], [s, t, z_y - m, owners] [4, C]).
+    """All-reduce the softmax statistics of a chunk of C tokens over the ranks that share the
+    vocabulary; with `shard` None there is one rank.
 
-    `statistics` are m, s, t and z_y - m of this shard as from `logprobs_torch.statistics`, `owned`
-    [C] bool says which targets lie in this shard, and `owners` counts the shards that own a target.
+    `statistics`: m, s, t and z[target] - m, [C] each, over this rank's words; `row_statistics` has
+    their formulas. `owned` [C] bool: whether this rank holds the target. Returns m [C] and, stacked
+    [4, C], s, t, z[target] - m over all words and the number of ranks that hold the target.
     """
     m, s, t, z_y = statistics
     if shard is None:
@@ -164,11 +179,14 @@ def _merged(
 def row_statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Statistics of a chunk's rows over the whole vocabulary: m = max z, s = sum e^(z-m), t = sum
-    (z-m) e^(z-m) and z[target] - m, [C] each, with z = logits / temperature.
+    """What log-probs and entropies of a chunk of C tokens are computed from, [C] each, with z =
+    logits / temperature and all sums over the whole vocabulary:
 
-    `logits` [C, V], not changed; with a shard without rows any tensor without elements. Fails an
-    assertion if a target [C] is outside the vocabulary.
+        m = max z        s = sum e^(z-m)        t = sum (z-m) e^(z-m)        z[target] - m
+
+    `logits` [C, V of this rank] are not changed; on a rank without words they may be any tensor
+    without elements. `targets` [C] are ids of the whole vocabulary; one outside of it fails an
+    assertion.
     """
     first, num_rows = shard.first if shard else 0, logits.shape[1] if logits.numel() else 0
     if num_rows or not len(targets):
@@ -185,7 +203,9 @@ def row_statistics(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """The chunked log-probs and entropies with their gradients, as in the module's formulas."""
+    """Log-probs and entropies [T] with the gradients of hidden states and output head, by the
+    formulas at the top of this module.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, shard, cap):
@@ -257,7 +277,9 @@ def _chunked(
     shard: VocabularyShard | None,
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies chunk by chunk, for all devices, dtypes and split vocabularies."""
+    """The backend `chunked` of `linear_logprobs`: logits exist for one chunk of tokens at a time.
+    For all devices, dtypes and vocabularies that ranks share.
+    """
     return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard, cap)
 
 
@@ -269,7 +291,9 @@ def _liger(
     shard: VocabularyShard | None,
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies by Liger; see `megarl.kernels.logprobs_liger`."""
+    """The backend `liger` of `linear_logprobs`: the fused output head of the package Liger Kernel,
+    for one CUDA GPU. `megarl.kernels.logprobs_liger` says what it refuses.
+    """
     from megarl.kernels.logprobs_liger import liger_logprobs
 
     return liger_logprobs(hidden, weight, targets, temperature, shard, cap)

@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests that start Ray, vLLM and whole runs begin with their packages imported."""
+    """Tests that start Ray, vLLM or whole runs fork their processes from the test fork server."""
     if "system" in Path(item.path).parts or item.get_closest_marker("engine"):
-        from support import prepared
+        from support import fork_server
 
-        prepared.use()
+        fork_server.use()

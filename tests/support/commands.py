@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from support.prepared import ADDRESS, MARK, PREPARED
+from support.fork_server import ADDRESS, FORKED, MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE_BOUND = 1e-4
@@ -88,13 +88,13 @@ def finish(process: subprocess.Popen[str], mark: str, timeout_s: float) -> Done:
 def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environment: str) -> Done:
     """`megarl ...`, under torchrun for more than one rank; asserts that nothing survives.
 
-    One rank begins with its packages imported (`support.prepared`), except where the environment
-    changes Python itself.
+    One rank is forked from the test fork server, except where `environment` changes how Python
+    starts.
     """
     words = command(*arguments, ranks=ranks)
     changed = any(name.startswith(("PYTHON", "LC_")) for name in environment)
     if ranks == 1 and ADDRESS in os.environ and not changed:
-        words = [*PREPARED, *words[1:]]
+        words = [*FORKED, *words[1:]]
     process, mark = start(words, **environment)
     done = finish(process, mark, timeout_s)
     assert done.survivors == [], done.survivors

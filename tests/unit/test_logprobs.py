@@ -216,7 +216,8 @@ def test_gradcheck_of_hidden_on_every_rank_of_a_cut() -> None:
 def test_two_reductions_a_chunk_and_one_in_backward(chunk_rows: Any, sizes: list[int]) -> None:
     chunk_rows(4, max(sizes), torch.float32)
     _, ranks = Case(sizes, 10, width=6).evaluate_cut(torch.float32)
-    forward = [("max", (4,)), ("sum", (4, 4))] * 2 + [("max", (2,)), ("sum", (4, 2))]
+    lengths = (3, 3, 4)  # of the chunks of 10 tokens
+    forward = [call for n in lengths for call in (("max", (n,)), ("sum", (4, n)))]
     for calls in ranks.calls:
         assert calls == [(*call, torch.float32) for call in (*forward, ("sum", (10, 6)))]
 
@@ -329,3 +330,14 @@ def test_every_backend_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
     found = case.evaluate(lambda *inputs: fused.linear_logprobs(*inputs, backend=backend), dtype)
     for a, b in zip(found, wanted, strict=True):
         assert ((a.double() - b).norm() / b.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 10, 64 * 100 + 1])
+def test_chunks_are_of_equal_length(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk is left with a token or two, which BLAS on some processors sums less exactly."""
+    monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", 64 * 2 * 4 if tokens > 10 else 3 * 2 * 4)
+    slices, buffer = fused.token_chunks(torch.empty(tokens, 1), torch.empty(2, 1), None)
+    lengths = [one.stop - one.start for one in slices]
+    assert [i for one in slices for i in range(tokens)[one]] == list(range(tokens))
+    assert len(buffer) == max(lengths, default=0) <= (64 if tokens > 10 else 3)
+    assert not lengths or max(lengths) - min(lengths) <= 1

@@ -21,7 +21,9 @@ POLL_S = 0.01
 
 
 def prompts_of(batch: Any) -> list[list[list[int]]]:
-    """Token ids of the prompt of each sample of a `StepBatch`, by group: [group][sample][token]."""
+    """The prompts of a recorded step: [group][sample] lists of token ids. All samples of a group
+    have the same prompt. `batch`: a `StepBatch`, whose `mask` is true for tokens of responses.
+    """
     found: dict[int, list[list[int]]] = {}
     for samples in batch.samples:
         for row, name in enumerate(samples.ids.tolist()):
@@ -70,8 +72,9 @@ class Calls:
 
 
 def generate(task: dict[str, Any]) -> dict[str, Any]:
-    """`vllm.LLM.generate` on the prompts of each step, with the engine options, threads,
-    environment and sampling that megarl gives its engines.
+    """Time plain vLLM on the prompts that a run has recorded: each call is one `LLM.generate` on
+    the prompts of one step, with the engine options, threads, environment and sampling that megarl
+    gives its engines. Returns {"calls": (begin, end) of each counted call}.
     """
     from megarl.cluster.process_env import engine_environment
     from megarl.config import RunConfig, longest_request, read
@@ -130,7 +133,11 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """megarl's model, loss and optimizer on the micro-batches of each step, without its loop."""
+    """Time training alone on the batches that a run has recorded: each call is forward, loss,
+    backward and optimizer step of one step's batch, with megarl's model and without its loop.
+    Returns {"calls": (begin, end) of each counted call, "losses_and_norms": (loss, gradient norm)
+    of each step the first time that it is trained on}.
+    """
     from megarl.cluster.process_env import prepare_environment
     from megarl.config import RunConfig, read
 
@@ -153,7 +160,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
             made.append(train_step(role, batches[number], config))
 
         calls = Calls("training", **task["calls"]).run(step)
-        return {"calls": calls, "losses_and_norms": made[: task["available"]]}  # no repeated steps
+        return {"calls": calls, "losses_and_norms": made[: task["available"]]}
 
 
 def train_step(role: Any, batch: Any, config: Any) -> tuple[float, float]:

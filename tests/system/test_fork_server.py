@@ -1,4 +1,4 @@
-"""A process that is forked with its packages imported is otherwise as one that Python has started."""
+"""What the test fork server forks behaves as a process that Python has started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.prepared import PREPARED
+from support.commands import marked, start
+from support.fork_server import FORKED
 
 SAYS = """import os, signal, sys
 print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)
@@ -23,7 +24,7 @@ sys.exit(7)
 def test_it_has_the_arguments_and_ends_as_it_should(tmp_path: Path, word: str, code: int) -> None:
     (tmp_path / "says.py").write_text(SAYS)
     done = subprocess.run(
-        [*PREPARED, f"{tmp_path}/says.py", word],
+        [*FORKED, f"{tmp_path}/says.py", word],
         input="in",
         cwd=tmp_path,
         env=os.environ | {"SAID": "all"},
@@ -40,11 +41,11 @@ def test_it_ends_with_its_command(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
     )
-    command = [*PREPARED, f"{tmp_path}/waits.py"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    process, mark = start([*FORKED, f"{tmp_path}/waits.py"])
+    with process:
         assert process.stdout is not None
         fork = psutil.Process(int(process.stdout.readline()))
-        assert fork.pid != process.pid
+        assert {process.pid, fork.pid} == {one.pid for one in marked(mark)}
         process.kill()
     psutil.wait_procs([fork], timeout=10)
     assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE

@@ -1,14 +1,13 @@
-"""Python processes that begin with torch, DeepSpeed, Ray and vLLM imported, as half of the time of
-a short run is otherwise spent on that. They are forked from a server that has imported them, one
-for each test process, and do what `python ARGUMENTS` would do.
+"""A fork server for tests: it imports torch, DeepSpeed, Ray and vLLM once, and forks the processes of
+`megarl` commands and Ray's workers, which otherwise spend half of a short run on these imports.
 
-    use()                        from now on this process starts Ray's workers so
-    [*PREPARED, "-m", "megarl"]  the beginning of such a command, for `subprocess`
+    use()                      start the server of this test process, unless it runs; from now on
+                               workers of a Ray that this process starts are forked by the server
+    [*FORKED, "-m", "megarl"]  a command line that does what [python, "-m", "megarl"] does
 
-A command is a small process that asks the server for a fork, hands on signals, and ends as the fork
-ends; where the command is killed, the server kills the fork. Processes of other kinds (ranks of
-torchrun, nodes of `ray start`, and what they start) import their packages themselves, as all do
-outside of the tests.
+Such a command is a proxy, which asks the server for a fork, passes signals on, and ends as the fork
+ends. If the proxy is killed, the server kills the fork. Ranks of torchrun, nodes of `ray start` and
+what they start are not forked: they import their packages themselves, as outside of tests.
 """
 
 from __future__ import annotations
@@ -20,35 +19,41 @@ import socket
 import sys
 from pathlib import Path
 
-ADDRESS = "MEGARL_TEST_SERVER"
+ADDRESS = "MEGARL_TEST_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
 MARK = "MEGARL_TEST_RUN"
 """Environment variable by which the processes of a command are found again."""
 UNMARKED = "0" * 32
+"""The mark of the server, as long as those of commands, which replace it in forks."""
 WORKER = "default_worker.py"
 """What Ray runs in a worker process."""
-PREPARED = [sys.executable, "-IS", __file__]
+FORKED = [sys.executable, "-IS", __file__]
+"""The command line of the proxy, in place of `python`."""
 MODULES = ("megarl.trainer.context", "megarl.cluster.ray_cluster", "megarl.rollout.core_imports")
 MODULES += ("megarl.loops.rl", "vllm.v1.engine.async_llm", "ray._private.workers.default_worker")
 
 
-# ------------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------------------- the proxy
 
 
 def ask(words: list[str]) -> None:
-    """Have the server fork a process that does what `python WORDS` does; ends as it ends."""
+    """Have the server fork a process that does what `python WORDS` does; end as the fork ends."""
     import ctypes
 
     if os.path.basename(words[0]) == WORKER:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its raylet
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.connect(os.environ[ADDRESS])
+        address = os.environ[ADDRESS]
+        try:
+            line.connect(address)
+        except OSError as error:
+            sys.exit(f"the fork server of the tests is gone ({error}); see {address}.log")
         job = json.dumps([words, os.getcwd(), dict(os.environ)])
         socket.send_fds(line, [job.encode()], [0, 1, 2])
         pid = int(line.recv(100))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda number, _: os.kill(pid, number))
-        status = int(line.recv(100) or signal.SIGKILL)
+        status = int(line.recv(100) or signal.SIGKILL)  # nothing, where the server was killed
     if os.WIFSIGNALED(status):
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
@@ -59,8 +64,8 @@ def ask(words: list[str]) -> None:
 
 
 def serve(listener: socket.socket) -> list[str]:
-    """Fork a process for every command that connects, until the test process ends. Returns only in
-    such a process: the command's words.
+    """Fork a process for every proxy that connects, until the test process ends. Returns only in a
+    fork: the words of its command.
     """
     import selectors
     import shutil
@@ -98,7 +103,7 @@ def serve(listener: socket.socket) -> list[str]:
                     selector.register(line, selectors.EVENT_READ)
                 elif key.fileobj is ours:
                     ours.recv(4096)
-                elif key.fileobj in lines:  # the command was killed
+                elif key.fileobj in lines:  # its proxy was killed
                     line = key.fileobj
                     assert isinstance(line, socket.socket)
                     os.kill(lines[line], signal.SIGKILL)
@@ -116,8 +121,8 @@ def serve(listener: socket.socket) -> list[str]:
 
 
 def become(folder: str, environment: dict[str, str], files: list[int]) -> None:
-    """Give this fork the folder, environment and standard files of its command, and a session of
-    its own.
+    """Give this fork the working folder, environment variables and standard streams of its proxy,
+    and a session of its own.
     """
     import random
 
@@ -139,7 +144,9 @@ def become(folder: str, environment: dict[str, str], files: list[int]) -> None:
 
 
 def mark(value: str) -> None:
-    """Write the mark into the memory from which the kernel reads this process's environment."""
+    """Write `value` over the mark in the environment that /proc shows of this process, which stays
+    that of the server otherwise.
+    """
     import ctypes
 
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
@@ -149,7 +156,9 @@ def mark(value: str) -> None:
 
 
 def fork_core_server() -> None:
-    """Have a fork of this process, which has no threads yet, be its `multiprocessing.forkserver`."""
+    """Make a fork of this process the server of its `multiprocessing.forkserver`, from which vLLM's
+    engine core is forked. Call it before the process has threads.
+    """
     from multiprocessing import connection, forkserver
 
     server = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
@@ -190,14 +199,16 @@ def run(words: list[str]) -> None:
 
 
 def use() -> None:
-    """Start the server, unless it runs, and have Ray start its workers from it."""
+    """Start the server, unless it runs, and have it fork the workers of a Ray that this process
+    starts.
+    """
     if ADDRESS not in os.environ:
         start_server()
     workers_from_server()
 
 
 def workers_from_server() -> None:
-    """Have a Ray that this process starts ask the server for its workers."""
+    """Have the server fork the workers of a Ray that this process starts."""
     from ray._private import services
 
     plain = services.start_raylet
@@ -217,16 +228,18 @@ def start_server() -> None:
     import atexit
     import subprocess
     import tempfile
+    from unittest import mock
 
     from megarl.rollout.engine_core import preload_openmp
 
-    folder = tempfile.mkdtemp(prefix="prepared-")
-    before = dict(os.environ)
-    preload_openmp()
-    environment = {**os.environ, MARK: UNMARKED}
-    os.environ.clear()
-    os.environ.update(before)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    folder = tempfile.mkdtemp(prefix="fork-server-")
+    with mock.patch.dict(os.environ):
+        preload_openmp()
+        environment = {**os.environ, MARK: UNMARKED}
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        open(f"{folder}/socket.log", "w") as log,
+    ):
         listener.bind(f"{folder}/socket")
         listener.listen(64)
         number = listener.fileno()
@@ -234,8 +247,8 @@ def start_server() -> None:
             [sys.executable, __file__, "--serve", str(number)],
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             pass_fds=[number],
         )
     assert server.stdin is not None
@@ -245,6 +258,7 @@ def start_server() -> None:
 
 
 def main(words: list[str]) -> None:
+    """The server, for the words `--serve NUMBER`, its listening socket; otherwise the proxy."""
     if words[0] != "--serve":
         ask(words)
     import importlib
