@@ -25,7 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests that start Ray, vLLM or whole runs fork their processes from the test fork server."""
-    if "system" in Path(item.path).parts or item.get_closest_marker("engine"):
-        from support import fork_server
+    from support import fork_server
 
-        fork_server.use()
+    fork_server.use("system" in Path(item.path).parts or bool(item.get_closest_marker("engine")))

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import yaml
 
-from support.fork_server import ADDRESS, FORKED, MARK
+from support.fork_server import MARK, PLAIN, PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = str(ROOT / "tests")
 PROBE_BOUND = 1e-4
 """Largest difference of log-probs between trainer and engine in float32."""
 
@@ -40,7 +41,7 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
     found again.
     """
     mark = uuid.uuid4().hex
-    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", **environment}
+    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "PYTHONPATH": TESTS, **environment}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=settings, text=True, start_new_session=True, **pipes
@@ -51,7 +52,7 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
 def dies_with_us() -> list[str]:
     """The words before a command that have it killed when this process ends."""
     code = "import sys; from megarl.signals import become; become(int(sys.argv[1]), sys.argv[2:])"
-    return [sys.executable, "-c", code, str(os.getpid())]
+    return [PYTHON, "-c", code, str(os.getpid())]
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -88,14 +89,11 @@ def finish(process: subprocess.Popen[str], mark: str, timeout_s: float) -> Done:
 def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environment: str) -> Done:
     """`megarl ...`, under torchrun for more than one rank; asserts that nothing survives.
 
-    One rank is forked from the test fork server, except where `environment` changes how Python
-    starts.
+    Nothing is forked where `environment` changes how Python starts.
     """
-    words = command(*arguments, ranks=ranks)
-    changed = any(name.startswith(("PYTHON", "LC_")) for name in environment)
-    if ranks == 1 and ADDRESS in os.environ and not changed:
-        words = [*FORKED, *words[1:]]
-    process, mark = start(words, **environment)
+    if any(name.startswith(("PYTHON", "LC_")) for name in environment):
+        environment |= {PLAIN: "1"}
+    process, mark = start(command(*arguments, ranks=ranks), **environment)
     done = finish(process, mark, timeout_s)
     assert done.survivors == [], done.survivors
     return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 KILLER = """
 import os, sys, time
 import psutil
+from support.fork_server import below
 from megarl.weight_sync.transports import shared_memory
 from megarl.weight_sync.config import WeightSyncConfig
 
@@ -17,7 +18,7 @@ def victims(kind):
     # written over it. vLLM's own processes may have no title: setproctitle cannot write one where
     # the first variable of the environment has been set anew. A tensor rank is the largest
     # process below the core, which is a child of the engine's actor.
-    for process in psutil.Process().children(recursive=True):
+    for process in below(psutil.Process()):
         try:
             if not process.cmdline() or not process.cmdline()[0].startswith("ray::Engine"):
                 continue
@@ -41,7 +42,7 @@ def commit(self, bucket, watch):
         # On a busy machine a process may not tell its title at the first look.
         looks = (list(victims(os.environ["VICTIM"])) or time.sleep(0.1) for _ in range(100))
         found = next(filter(None, looks), None)
-        assert found, [one.cmdline() for one in psutil.Process().children(recursive=True)]
+        assert found, [one.cmdline() for one in below(psutil.Process())]
         victim = min(found, key=lambda process: process.pid)
         for process in [*victim.children(recursive=True), victim]:
             process.kill()

@@ -1,13 +1,18 @@
-"""A fork server for tests: it imports torch, DeepSpeed, Ray and vLLM once, and forks the processes of
-`megarl` commands and Ray's workers, which otherwise spend half of a short run on these imports.
+"""A fork server for tests: it imports torch, DeepSpeed, Ray and vLLM once, and forks the Python
+processes of a test, which otherwise spend half of a short run on these imports.
 
-    use()                      start the server of this test process, unless it runs; from now on
-                               workers of a Ray that this process starts are forked by the server
-    [*FORKED, "-m", "megarl"]  a command line that does what [python, "-m", "megarl"] does
+    use(True)    start the server of this test process, unless it runs; from now on `sys.executable`,
+                 here and in the server's forks, is a proxy, which has the server fork a process
+                 that does what Python would do
+    use(False)   `sys.executable` is Python again
+    PLAIN=1      in the environment of a process: what it starts is not forked
+    below(pid)   all processes below one, the forks of proxies too
 
-Such a command is a proxy, which asks the server for a fork, passes signals on, and ends as the fork
-ends. If the proxy is killed, the server kills the fork. Ranks of torchrun, nodes of `ray start` and
-what they start are not forked: they import their packages themselves, as outside of tests.
+A proxy passes signals on, and ends as its fork ends. If a proxy is killed, the server kills the
+fork. A fork differs from a process that Python has started in this: its parent is the server; all
+sets of strings have the same order in it; its packages know the environment variables that they
+read when they are imported from the server. What cannot be so, as the last rank of torchrun, whose
+order of sets differs from that of the others, and processes of `multiprocessing`, is not forked.
 """
 
 from __future__ import annotations
@@ -17,20 +22,31 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ADDRESS = "MEGARL_TEST_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
+PLAIN = "MEGARL_TEST_PLAIN"
+"""Environment variable of processes whose Python is not forked."""
 MARK = "MEGARL_TEST_RUN"
 """Environment variable by which the processes of a command are found again."""
 UNMARKED = "0" * 32
 """The mark of the server, as long as those of commands, which replace it in forks."""
 WORKER = "default_worker.py"
 """What Ray runs in a worker process."""
-FORKED = [sys.executable, "-IS", __file__]
-"""The command line of the proxy, in place of `python`."""
+PYTHON = sys.executable
+"""The real one."""
 MODULES = ("megarl.trainer.context", "megarl.cluster.ray_cluster", "megarl.rollout.core_imports")
 MODULES += ("megarl.loops.rl", "vllm.v1.engine.async_llm", "ray._private.workers.default_worker")
+MODULES += ("megarl.parallel.torchrun",)
+PROXY = """#!/bin/sh
+case "$1" in -[BEIPS]*) exec {python} "$@";; esac
+[ -z "${plain}" ] || exec {python} "$@"
+exec {python} -IS {file} "$@"
+"""
+"""The proxy's program: `sh` for what is not forked, because it starts at once."""
 
 
 # --------------------------------------------------------------------------------------- the proxy
@@ -40,19 +56,28 @@ def ask(words: list[str]) -> None:
     """Have the server fork a process that does what `python WORDS` does; end as the fork ends."""
     import ctypes
 
-    if os.path.basename(words[0]) == WORKER:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its raylet
+    kernel = ctypes.CDLL(None)
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_rank and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.execv(PYTHON, [PYTHON, *words])
+    if is_rank or os.path.basename(words[0]) == WORKER:
+        kernel.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with what has started it
+    files = [file for file in range(256) if is_inherited(file)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         address = os.environ[ADDRESS]
         try:
             line.connect(address)
         except OSError as error:
             sys.exit(f"the fork server of the tests is gone ({error}); see {address}.log")
-        job = json.dumps([words, os.getcwd(), dict(os.environ)])
-        socket.send_fds(line, [job.encode()], [0, 1, 2])
+        job = json.dumps([words, os.getcwd(), dict(os.environ), files])
+        socket.send_fds(line, [job.encode()], files)
         pid = int(line.recv(100))
+        kernel.prctl(15, f"fork {pid}".encode())  # PR_SET_NAME, for `below`
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda number, _: os.kill(pid, number))
+        for file in files:
+            if file > 2:
+                os.close(file)
         status = int(line.recv(100) or signal.SIGKILL)  # nothing, where the server was killed
     if os.WIFSIGNALED(status):
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
@@ -60,12 +85,21 @@ def ask(words: list[str]) -> None:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
+def is_inherited(file: int) -> bool:
+    """Whether a file of this number was open when this process was started."""
+    try:
+        return os.get_inheritable(file)
+    except OSError:
+        return False
+
+
 # -------------------------------------------------------------------------------------- the server
 
 
-def serve(listener: socket.socket) -> list[str]:
+def serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str], dict[int, int]]:
     """Fork a process for every proxy that connects, until the test process ends. Returns only in a
-    fork: the words of its command.
+    fork: the words of its command, its folder, its environment, and {number that a file has to
+    have: its number here}.
     """
     import selectors
     import shutil
@@ -88,14 +122,13 @@ def serve(listener: socket.socket) -> list[str]:
                     os._exit(0)
                 if key.fileobj is listener:
                     line, _ = listener.accept()
-                    told, files, _, _ = socket.recv_fds(line, 2**20, 3)
+                    told, files, _, _ = socket.recv_fds(line, 2**20, 250)
                     pid = os.fork()
                     if pid == 0:
                         for end in (listener, ours, woken, line, *lines):
                             end.close()
-                        words, folder, environment = json.loads(told)
-                        become(folder, environment, files)
-                        return words
+                        words, folder, environment, numbers = json.loads(told)
+                        return words, folder, environment, dict(zip(numbers, files, strict=True))
                     for file in files:
                         os.close(file)
                     line.send(str(pid).encode())
@@ -120,18 +153,23 @@ def serve(listener: socket.socket) -> list[str]:
                 line.close()
 
 
-def become(folder: str, environment: dict[str, str], files: list[int]) -> None:
-    """Give this fork the working folder, environment variables and standard streams of its proxy,
-    and a session of its own.
+def become(folder: str, environment: dict[str, str], files: dict[int, int]) -> None:
+    """Give this fork the working folder, environment variables and open files of its proxy, and a
+    session of its own.
     """
+    import fcntl
     import random
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.chdir(folder)
-    for standard, file in enumerate(files):
-        os.dup2(file, standard)
+    # Beyond all numbers that they have to have.
+    high = {to: fcntl.fcntl(file, fcntl.F_DUPFD, max(files) + 1) for to, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for to, file in high.items():
+        os.dup2(file, to)
         os.close(file)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -139,7 +177,7 @@ def become(folder: str, environment: dict[str, str], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     path = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [part for part in path if part and part not in sys.path]
+    sys.path[1:1] = [part for part in path if part and part not in sys.path]
     random.seed()
 
 
@@ -181,46 +219,86 @@ def fork_core_server() -> None:
 def run(words: list[str]) -> None:
     """Do what `python WORDS` does."""
     import runpy
+    import types
 
+    sys.orig_argv[:] = [sys.executable, *words]
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
+        words = words[1:]
+    if Path(words[0]).name == WORKER:
+        fork_core_server()
     if words[0] == "-m":
         sys.argv[:], sys.path[0] = words[1:], os.getcwd()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    if Path(words[0]).name == WORKER:
-        ours = ("--language=", "--serialized-runtime-env-context=")
-        words = [word for word in words if not word.startswith(ours)]
-        fork_core_server()
-    sys.argv[:] = words
-    sys.path[0] = str(Path(words[0]).parent)
-    runpy.run_path(words[0], run_name="__main__")
+    elif words[0] == "-c":
+        sys.argv[:], sys.path[0] = ["-c", *words[2:]], ""
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    else:
+        sys.argv[:], sys.path[0] = words, str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def end_as_python(words: list[str]) -> None:
+    """Do what `python WORDS` does, and end this process, but for the search for garbage in all that
+    the server has imported, which takes seconds.
+    """
+    import atexit
+    import threading
+
+    code: Any = 1
+    try:
+        run(words)
+        code = 0
+    except SystemExit as ended:
+        code = 0 if ended.code is None else ended.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 255)
 
 
 # --------------------------------------------------------------------------------- the test process
 
 
-def use() -> None:
-    """Start the server, unless it runs, and have it fork the workers of a Ray that this process
-    starts.
-    """
-    if ADDRESS not in os.environ:
+def use(forks: bool) -> None:
+    """Whether `sys.executable` of this process is the proxy; its server is started once."""
+    if forks and ADDRESS not in os.environ:
         start_server()
-    workers_from_server()
+    sys.executable = proxy() if forks else PYTHON
 
 
-def workers_from_server() -> None:
-    """Have the server fork the workers of a Ray that this process starts."""
-    from ray._private import services
+def proxy() -> str:
+    """The proxy's file."""
+    return str(Path(os.environ[ADDRESS]).with_name("python"))
 
-    plain = services.start_raylet
-    if getattr(plain, "is_ours", False):
-        return
 
-    def start_raylet(*arguments: object, **named: object) -> object:
-        words = [__file__ if str(one).endswith("/setup_worker.py") else one for one in arguments]
-        return plain(*words, **named)  # pyright: ignore
+def below(process: Any) -> Iterator[Any]:
+    """All processes below the `psutil.Process` of a command; forks, too, and what is below them."""
+    import psutil
 
-    start_raylet.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
-    services.start_raylet = start_raylet  # pyright: ignore
+    for one in (process, *process.children(recursive=True)):
+        if one != process:
+            yield one
+        if (name := one.name()).startswith("fork "):
+            fork = psutil.Process(int(name[5:]))
+            yield fork
+            yield from below(fork)
+
+
+def fork_of(pid: int) -> int:
+    """The process id of a command's fork, given that of its proxy, which `subprocess` knows."""
+    import time
+
+    while not (name := Path(f"/proc/{pid}/comm").read_text()).startswith("fork "):
+        time.sleep(0.01)
+    return int(name[5:])
 
 
 def start_server() -> None:
@@ -232,19 +310,22 @@ def start_server() -> None:
 
     from megarl.rollout.engine_core import preload_openmp
 
-    folder = tempfile.mkdtemp(prefix="fork-server-")
+    folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+    (folder / "python").write_text(PROXY.format(python=PYTHON, plain=PLAIN, file=__file__))
+    (folder / "python").chmod(0o755)
+    os.environ[ADDRESS] = f"{folder}/socket"
     with mock.patch.dict(os.environ):
         preload_openmp()
         environment = {**os.environ, MARK: UNMARKED}
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        open(f"{folder}/socket.log", "w") as log,
+        (folder / "socket.log").open("w") as log,
     ):
-        listener.bind(f"{folder}/socket")
+        listener.bind(os.environ[ADDRESS])
         listener.listen(64)
         number = listener.fileno()
         server = subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(number)],
+            [PYTHON, __file__, "--serve", str(number)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=log,
@@ -254,14 +335,16 @@ def start_server() -> None:
     assert server.stdin is not None
     atexit.register(server.wait)
     atexit.register(server.stdin.close)
-    os.environ[ADDRESS] = f"{folder}/socket"
 
 
 def main(words: list[str]) -> None:
     """The server, for the words `--serve NUMBER`, its listening socket; otherwise the proxy."""
-    if words[0] != "--serve":
+    if words[:1] != ["--serve"]:
         ask(words)
+    import atexit
+    import gc
     import importlib
+    import multiprocessing
 
     from megarl.cluster.process_env import prepare_environment
     from megarl.quick_imports import quick_imports
@@ -271,8 +354,12 @@ def main(words: list[str]) -> None:
     with quick_imports():
         for name in MODULES:
             importlib.import_module(name)
-    workers_from_server()
-    run(serve(socket.socket(fileno=int(words[1]))))
+    multiprocessing.set_executable(PYTHON)  # its processes are not forked
+    sys.executable = proxy()
+    atexit.unregister(gc.unfreeze)
+    words, *its = serve(socket.socket(fileno=int(words[1])))
+    become(*its)
+    end_as_python(words)
 
 
 if __name__ == "__main__":

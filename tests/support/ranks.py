@@ -69,7 +69,8 @@ def run_ranks(
             is_fresh = is_last_fresh and rank == num_ranks - 1
             context = multiprocessing.get_context("spawn") if is_fresh else _fork_server()
             process = context.Process(
-                target=_rank, args=(environment, file, function, str(folder), rank)
+                target=_rank,
+                args=(sys.executable, environment, file, function, str(folder), rank),
             )
             process.start()
             ranks.append(process)
@@ -114,8 +115,13 @@ def _fork_server() -> ForkServerContext:
     return context
 
 
-def _rank(environment: dict[str, str], file: str, function: str, folder: str, rank: int) -> None:
-    """One rank, in its process: leaves what it returns in `folder`, with all that it wrote."""
+def _rank(
+    python: str, environment: dict[str, str], file: str, function: str, folder: str, rank: int
+) -> None:
+    """One rank, in its process: leaves what it returns in `folder`, with all that it wrote. What it
+    starts is started by `python`.
+    """
+    sys.executable = python
     output = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

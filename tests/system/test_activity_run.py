@@ -17,13 +17,14 @@ STOPS = """
 import signal, sys
 from pathlib import Path
 import psutil
+from support.fork_server import below
 from megarl.weight_sync.transports.shared_memory import Sender
 
 plain, calls = Sender.begin, []
 def begin(self, *arguments):
     calls.append(arguments)
     if len(calls) == 3:  # weights 2
-        for one in psutil.Process().children(recursive=True):
+        for one in below(psutil.Process()):
             if one.cmdline() and one.cmdline()[0].startswith("ray::Engine"):
                 one.send_signal(signal.SIGSTOP)
         Path(sys.argv[2]).with_name("stopped").touch()
@@ -43,7 +44,7 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
     process, mark = start([sys.executable, "-c", STOPS, "train", recipe])
     try:
-        wait_for((tmp_path / "stopped").exists, 300)
+        wait_for(lambda: (tmp_path / "stopped").exists() or process.poll() is not None, 300)
         shown = status(run, "--stacks")
         done = finish(process, mark, 240)
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.fork_server import PLAIN
 
 from megarl.apps.doctor import communication, doctor, machine, software
 from megarl.apps.doctor.doctor import CHECKS
@@ -59,7 +60,10 @@ def test_this_machine_will_do() -> None:
 
 def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
     started = subprocess.Popen(
-        [sys.executable, "-m", "megarl", "doctor"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "megarl", "doctor"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {PLAIN: "1"},
     )
     seen: set[int] = set()
     while started.poll() is None:
@@ -160,7 +164,8 @@ def test_exit_code_and_table_of_a_failure(
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
-def test_a_process_out_of_time_ends_with_all_it_started() -> None:
+def test_a_process_out_of_time_ends_with_all_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAIN, "1")
     mark = f"megarl-doctor-test-{os.getpid()}"
     program = """if True:
         import subprocess, sys, time

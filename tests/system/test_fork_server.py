@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from support.commands import marked, start
-from support.fork_server import FORKED
 
 SAYS = """import os, signal, sys
 print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)
@@ -24,7 +24,7 @@ sys.exit(7)
 def test_it_has_the_arguments_and_ends_as_it_should(tmp_path: Path, word: str, code: int) -> None:
     (tmp_path / "says.py").write_text(SAYS)
     done = subprocess.run(
-        [*FORKED, f"{tmp_path}/says.py", word],
+        [sys.executable, f"{tmp_path}/says.py", word],
         input="in",
         cwd=tmp_path,
         env=os.environ | {"SAID": "all"},
@@ -41,7 +41,7 @@ def test_it_ends_with_its_command(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
     )
-    process, mark = start([*FORKED, f"{tmp_path}/waits.py"])
+    process, mark = start([sys.executable, f"{tmp_path}/waits.py"])
     with process:
         assert process.stdout is not None
         fork = psutil.Process(int(process.stdout.readline()))

@@ -14,6 +14,7 @@ import doors
 import psutil
 import pytest
 from support.commands import command, finish, megarl, records, start, tiny_run, write_recipe
+from support.fork_server import PLAIN, fork_of
 from support.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -64,6 +65,7 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
     options = ("--cpu", "--gpus-train", ranks, "--", "--rollout.placement", placement)
     options += ("--rollout.dynamic_sampling.enabled", "false")  # every prompt is trained on
     process, mark = start(command("launch", recipe(place, placement, **changes), *options))
+    launcher = fork_of(process.pid)
     done = finish(process, mark, timeout_s=400)
     assert done.code == 0, (done.out[-2000:], done.err[-4000:])
     assert done.survivors == []
@@ -78,29 +80,33 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
         for row in steps:
             assert row["source/scored/responses"] == row["source/sums/responses"] == 8
             assert row["source/scored/reward/mean"] > row["source/sums/reward/mean"] == 0.0
-    assert states(process.pid) == []
+    assert states(launcher) == []
 
 
 def test_another_user_finds_all_closed_and_a_signal_ends_everything(place: Path) -> None:
     """The second look, at a private folder that was opened, shows that the first one can fail."""
     path = recipe(place, "endless", steps=10**6)
     lasts = ("--", "--training.max_empty_steps", "1000000")  # although all answers become alike
-    process, mark = start(command("launch", path, "--cpu", "--gpus-train", "1", *lasts))
-    metrics = place / "endless" / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
-        assert process.poll() is None, finish(process, mark, 10).err[-4000:]
-        time.sleep(0.5)
-    if os.geteuid() == 0:  # who can become another user
-        of_others = {str(one) for one in Path("/dev/shm").iterdir() if "megarl-" not in one.name}
-        own = psutil.Process(process.pid)
-        found = [own, *own.children(recursive=True)], place / "endless", of_others
-        assert doors.look(*found, set()) == []
-        (private,) = states(process.pid)
-        private.chmod(0o777)
-        assert f"makes and removes in {private}" in doors.look(*found, set())
-    process.send_signal(signal.SIGTERM)
-    done = finish(process, mark, timeout_s=90)
+    words = command("launch", path, "--cpu", "--gpus-train", "1", *lasts)
+    # Not forked: at its import, Ray reads whether it listens on loopback only.
+    process, mark = start(words, **{PLAIN: "1"})
+    try:
+        metrics = place / "endless" / "metrics.jsonl"
+        deadline = time.monotonic() + 300
+        while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+            assert process.poll() is None, finish(process, mark, 10).err[-4000:]
+            time.sleep(0.5)
+        if os.geteuid() == 0:  # who can become another user
+            own, files = psutil.Process(process.pid), Path("/dev/shm").iterdir()
+            of_others = {str(one) for one in files if "megarl-" not in one.name}
+            found = [own, *own.children(recursive=True)], place / "endless", of_others
+            assert doors.look(*found, set()) == []
+            (private,) = states(process.pid)
+            private.chmod(0o777)
+            assert f"makes and removes in {private}" in doors.look(*found, set())
+    finally:
+        process.send_signal(signal.SIGTERM)
+        done = finish(process, mark, timeout_s=90)
     assert done.code == 143, done.err[-4000:]
     assert done.survivors == []
     assert states(process.pid) == []

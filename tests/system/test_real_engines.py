@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.engine_side import BOUND, gap, opened
+from support.fork_server import PYTHON
 from support.real import LORA, by_transformers, documents, merge, real_folder
 from support.tiny import random_adapter
 
@@ -81,7 +81,7 @@ def test_one_can_talk_to_a_run(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=os.environ | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"},
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import requests
 from support.commands import Done, command, dies_with_us, finish, start, write_recipe
+from support.fork_server import PLAIN, below
 from support.tiny import write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
@@ -32,15 +33,19 @@ SCORED = [("3+4=", text) for text in ("7", "", "12=3,", "a b c#4", "0" * 150, "z
 CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}a:"
 """Chat template of the judge's tokenizer."""
 
+UNFORKED = {PLAIN: "1"}
+"""Environment of a server of which a test looks at who has started what, or signals to all."""
+
 
 class Server:
     """A `megarl serve-reward` that is served."""
 
-    def __init__(self, folder: Path, tree: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, tree: dict[str, Any], **environment: str) -> None:
         self.folder = folder
         self.tree = {"folder": str(folder), "server": {"port": 0}} | tree
         recipe = write_recipe(folder.parent / f"{folder.name}.yaml", self.tree)
-        self.process, self.mark = start([*dies_with_us(), *command("serve-reward", recipe)])
+        words = [*dies_with_us(), *command("serve-reward", recipe)]
+        self.process, self.mark = start(words, **environment)
         self.started: list[psutil.Process] = []
         """Processes that must have ended with it."""
 
@@ -67,7 +72,7 @@ class Server:
 
     def below(self) -> list[psutil.Process]:
         """The processes that it has started, and theirs."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return list(below(psutil.Process(self.process.pid)))
 
     def end(self, number: int) -> Done:
         """Signal it, unless that was done, and wait."""
@@ -87,9 +92,9 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path, tree: dict[str, Any]) -> Iterator[Server]:
+def served(folder: Path, tree: dict[str, Any], **environment: str) -> Iterator[Server]:
     """A server for the block; its end is a test of its own if the block ends it itself."""
-    server = Server(folder, tree)
+    server = Server(folder, tree, **environment)
     try:
         server.wait()
         yield server
@@ -113,7 +118,7 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "engine": {"max_num_sequences": 16},
         }
     }
-    with served(place / "serve", tree) as server:
+    with served(place / "serve", tree, **UNFORKED) as server:
         yield server
 
 
@@ -260,7 +265,7 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
         "samples": 8,
     }
     asked: list[tuple[Any, str]] = [("3+4=", "7"), ("3+4=", "<eos>a:1"), ("1+1=", "b c")]
-    with served(tmp_path / "serve", {"judge": judge}) as server:
+    with served(tmp_path / "serve", {"judge": judge}, **UNFORKED) as server:
         first, again = server.ask(asked), server.ask(asked)
         assert first == again, "the seeds are not those of the request"
         scored = [one for one in first if "reward" in one]
@@ -295,7 +300,7 @@ def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> N
 def test_a_server_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
     folder = write_classifier(tmp_path / "model")
     tree = {"reward_model": {"model": {"path": str(folder)}, "backend": "vllm"}}
-    with served(tmp_path / "serve", tree) as server:
+    with served(tmp_path / "serve", tree, **UNFORKED) as server:
         server.started = server.below()
         server.process.kill()
         psutil.wait_procs(server.started, timeout=30)  # the fork server takes seconds to exit

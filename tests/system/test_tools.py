@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "tools" / "bench"
@@ -144,6 +145,7 @@ def test_ranks_end_with_the_tool() -> None:
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=os.environ | {PLAIN: "1"},
     ) as tool:
         try:
             ranks = waited(lambda: children(tool.pid), lambda found: len(found) == 2)
