@@ -9,10 +9,11 @@ processes of a test, which otherwise spend half of a short run on these imports.
     below(pid)   all processes below one, the forks of proxies too
 
 A proxy passes signals on, and ends as its fork ends. If a proxy is killed, the server kills the
-fork. A fork differs from a process that Python has started in this: its parent is the server; all
-sets of strings have the same order in it; its packages know the environment variables that they
-read when they are imported from the server. What cannot be so, as the last rank of torchrun, whose
-order of sets differs from that of the others, and processes of `multiprocessing`, is not forked.
+fork. A fork differs from a process that Python has started in this: its parent is the server; sets
+of strings have the same order in all forks of a server; its packages know the environment variables
+that they read when they are imported from the server. A second server forks the last rank of
+torchrun alone, whose sets have another order than those of the other ranks, as outside of tests.
+Processes of `multiprocessing` are not forked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Any
 
 ADDRESS = "MEGARL_TEST_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
+LAST = "-of-last-ranks"
+"""What the path of the second server's socket ends with."""
 PLAIN = "MEGARL_TEST_PLAIN"
 """Environment variable of processes whose Python is not forked."""
 MARK = "MEGARL_TEST_RUN"
@@ -58,13 +61,12 @@ def ask(words: list[str]) -> None:
 
     kernel = ctypes.CDLL(None)
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_rank and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        os.execv(PYTHON, [PYTHON, *words])
+    is_last = is_rank and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if is_rank or os.path.basename(words[0]) == WORKER:
         kernel.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with what has started it
     files = [file for file in range(256) if is_inherited(file)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        address = os.environ[ADDRESS]
+        address = os.environ[ADDRESS] + (LAST if is_last else "")
         try:
             line.connect(address)
         except OSError as error:
@@ -118,7 +120,7 @@ def serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str], dict
                 if key.fileobj is sys.stdin:  # the test process has ended
                     for pid in lines.values():
                         os.kill(pid, signal.SIGKILL)
-                    shutil.rmtree(Path(listener.getsockname()).parent)
+                    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
                     os._exit(0)
                 if key.fileobj is listener:
                     line, _ = listener.accept()
@@ -268,9 +270,9 @@ def end_as_python(words: list[str]) -> None:
 
 
 def use(forks: bool) -> None:
-    """Whether `sys.executable` of this process is the proxy; its server is started once."""
+    """Whether `sys.executable` of this process is the proxy; its servers are started once."""
     if forks and ADDRESS not in os.environ:
-        start_server()
+        start_servers()
     sys.executable = proxy() if forks else PYTHON
 
 
@@ -301,8 +303,8 @@ def fork_of(pid: int) -> int:
     return int(name[5:])
 
 
-def start_server() -> None:
-    """Start the server of this test process; the first command waits until it has imported."""
+def start_servers() -> None:
+    """Start the servers of this test process; their first commands wait until they have imported."""
     import atexit
     import subprocess
     import tempfile
@@ -317,24 +319,25 @@ def start_server() -> None:
     with mock.patch.dict(os.environ):
         preload_openmp()
         environment = {**os.environ, MARK: UNMARKED}
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        (folder / "socket.log").open("w") as log,
-    ):
-        listener.bind(os.environ[ADDRESS])
-        listener.listen(64)
-        number = listener.fileno()
-        server = subprocess.Popen(
-            [PYTHON, __file__, "--serve", str(number)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[number],
-        )
-    assert server.stdin is not None
-    atexit.register(server.wait)
-    atexit.register(server.stdin.close)
+    for path in (os.environ[ADDRESS], os.environ[ADDRESS] + LAST):
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+            open(f"{path}.log", "w") as log,
+        ):
+            listener.bind(path)
+            listener.listen(64)
+            number = listener.fileno()
+            server = subprocess.Popen(
+                [PYTHON, __file__, "--serve", str(number)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[number],
+            )
+        assert server.stdin is not None
+        atexit.register(server.wait)
+        atexit.register(server.stdin.close)
 
 
 def main(words: list[str]) -> None:
