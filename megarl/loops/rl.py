@@ -75,7 +75,7 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
 
 def run(parts: Parts, method: Method) -> None:
     """Train until `config.steps` steps are done. A signal ends the run after the last finished
-    step, with a checkpoint of it; raises `Ended` then.
+    step, with a checkpoint of it; raises `EndedBySignal` then.
     """
     with graceful() as stop:
         parts.rollouts.stop = stop

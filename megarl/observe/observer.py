@@ -66,7 +66,7 @@ class Observer(contextlib.AbstractContextManager):
         )
         # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
-        self._progress = Progress(total_steps, first_step) if config.progress else None
+        self._progress = ProgressBar(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one step and show the main ones."""
@@ -149,7 +149,7 @@ class Observer(contextlib.AbstractContextManager):
             sink.write(step, numbers)
 
 
-class Progress:
+class ProgressBar:
     """Progress of a run: a bar on a terminal, else an occasional line."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:

@@ -28,7 +28,7 @@ from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
-from megarl.rollout.waits import Progress, PublishAgain, Waits
+from megarl.rollout.waits import PublishAgain, WaitProgress, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
@@ -187,7 +187,7 @@ class RolloutService:
             self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
         )
         self._waits = Waits()
-        self.moved = Progress()
+        self.moved = WaitProgress()
         self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive tokens of one weight version."""
 
     version: int
@@ -43,7 +43,7 @@ def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
 
 
 def refuse_unknown(
-    spans: Sequence[Span], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
+    spans: Sequence[Stretch], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
 ) -> None:
     """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
     published as their version. `known`: {version: receipts that engines may have of it}; empty

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megarl import config as configs
 from megarl.apps.launch.launch_plan import (
-    Command,
     Gpus,
     Options,
     Plan,
+    ProgramCommand,
     deal,
     deal_cpu,
     make_plan,
@@ -46,7 +46,7 @@ from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.launcher import free_port
 from megarl.schema import require
-from megarl.signals import SAVE_WITHIN_S, Ended
+from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
 SECTIONS = {"teacher": configs.DistillConfig, "demonstrations": SftConfig}
 """{section of a recipe: the configuration that alone has it}."""
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         if elsewhere:
             lines += ["", f"started from {hosts[0]}, the allocation's first host, through:"]
-            lines += [f"  {Command({}, there)}"]
+            lines += [f"  {ProgramCommand({}, there)}"]
         result("\n".join([*lines, "", "the recipe passes; nothing was started"]))
         return 0
     if elsewhere:
@@ -141,7 +141,7 @@ def run(launch: Launch, again: str) -> int:
             say(f"error: {', '.join(launcher.silent)} did not end in time: is the node dead?")
             interrupted = True
         return code
-    except Ended as ended:
+    except EndedBySignal as ended:
         interrupted = ended.number != signal.SIGINT
         raise
     finally:

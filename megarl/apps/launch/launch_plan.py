@@ -342,7 +342,7 @@ def _engines(
 
 
 @dataclass(frozen=True)
-class Command:
+class ProgramCommand:
     """A program to start with the variables in `environment` added."""
 
     environment: dict[str, str]

@@ -54,7 +54,7 @@ class Launch:
 
 
 @dataclass
-class Running:
+class RunningProcess:
     """A started process."""
 
     process: Process
@@ -85,7 +85,7 @@ class Launcher:
 
     launch: Launch
     environment: dict[str, str] = field(default_factory=dict)
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningProcess] = field(default_factory=list)
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set by a signal while everything is being ended, or once ranks have failed: nothing is waited
     for then."""
@@ -158,7 +158,7 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("ab")) if log is not None else None
             popen = start(words, environment, out)
-        self.running.append(Running(process, popen, log))
+        self.running.append(RunningProcess(process, popen, log))
 
     def wait_for_ray(self, num_nodes: int) -> bool:
         """Whether Ray runs on `num_nodes` nodes within `READY_WITHIN_S`; if not, says why."""
@@ -218,16 +218,16 @@ class Launcher:
             say(f"the ranks{self._of_node(first)} failed first (their last lines are above)")
         return first.code or 1
 
-    def _host(self, one: Running) -> str:
+    def _host(self, one: RunningProcess) -> str:
         return self.launch.hosts[one.process.node]
 
-    def _of_node(self, one: Running) -> str:
+    def _of_node(self, one: RunningProcess) -> str:
         return f" on {self._host(one)}" if len(self.launch.hosts) > 1 else ""
 
-    def _place(self, one: Running) -> str:
+    def _place(self, one: RunningProcess) -> str:
         return str(one.log) if len(self.launch.hosts) > 1 else "Ray"
 
-    def _show_end(self, one: Running) -> None:
+    def _show_end(self, one: RunningProcess) -> None:
         """Print the last lines of a process's log on standard error."""
         if one.log is not None:
             lines = one.log.read_text(errors="replace").splitlines()[-20:]
@@ -246,7 +246,7 @@ class Launcher:
             numbers = " ".join(map(str, left))
             say(f"still running after SIGKILL (a driver holds them): {numbers}")
 
-    def _end(self, which: Sequence[Running], order: bytes, patience_s: float) -> None:
+    def _end(self, which: Sequence[RunningProcess], order: bytes, patience_s: float) -> None:
         for one in which:
             one.order(order)
         deadline = time.monotonic() + patience_s

@@ -91,7 +91,7 @@ KEEP_ALIVE_S = 75
 
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     """`megarl serve-reward`: answer requests over HTTP until a signal of `SIGNALS` arrives. It is
-    raised as `megarl.signals.Ended`, of which the command line makes the exit code.
+    raised as `megarl.signals.EndedBySignal`, of which the command line makes the exit code.
     Raises `UserError` if the server's address cannot be used.
     """
     folder = Path(config.folder)

@@ -95,7 +95,7 @@ def refuse_lost(context: RunContext) -> None:
 def train(context: RunContext, make: MakeTask) -> None:
     """Train from step 0, or from the checkpoint that the run resumes, until the recipe's `steps`
     are done; evaluate and save on the way. `make` builds the model and its data. A signal ends the
-    run after the present step: a checkpoint is written and `Ended` raised.
+    run after the present step: a checkpoint is written and `EndedBySignal` raised.
     """
     config = context.config
     assert isinstance(config, SupervisedConfig)
