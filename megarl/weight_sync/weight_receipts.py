@@ -42,7 +42,7 @@ def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
     return hasher.hexdigest()
 
 
-def refuse_unknown(
+def refuse_unknown_weights(
     spans: Sequence[Stretch], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
 ) -> None:
     """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer

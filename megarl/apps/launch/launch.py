@@ -26,7 +26,7 @@ from megarl.apps.launch.launch_plan import (
     deal_cpu,
     make_plan,
     make_supervised_plan,
-    parse,
+    parse_options,
 )
 from megarl.apps.launch.launch_processes import (
     RAY_PORT,
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     Returns the exit code.
     """
     try:
-        options = parse(arguments)
+        options = parse_options(arguments)
         written = configs.written_tree(options.recipe)
         own = os.uname().nodename
         planned = options.num_nodes is not None  # for nodes that this process need not be on

@@ -90,7 +90,7 @@ class Gpus:
     on_cpu: bool = False
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse_options(arguments: Sequence[str]) -> Options:
     """Parse the command line. Raises `ValueError` that names the wrong argument and what to write
     instead.
     """
