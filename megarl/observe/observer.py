@@ -163,14 +163,14 @@ class ProgressBar:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show step number `step` (from 1)."""
         if self._bar is not None:
-            self._bar.set_postfix_str(shown(metrics, separator=", "), refresh=False)
+            self._bar.set_postfix_str(shown_metrics(metrics, separator=", "), refresh=False)
             self._bar.update()
             return
         now = time.monotonic()
         if now - self._last_line >= LINE_INTERVAL_S or step >= self._total:
             self._last_line = now
             since = f"[{console.elapsed_s():.0f} s]"
-            console.say(f"step {step}/{self._total}  {shown(metrics)}  {since}")
+            console.say(f"step {step}/{self._total}  {shown_metrics(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation's metrics on a line."""
@@ -203,7 +203,7 @@ _SHOWN = (
 """(metric, text format) of the metrics that the progress display shows."""
 
 
-def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
+def shown_metrics(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
     """The main metrics of a step as text; a run shows those that it has."""
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()

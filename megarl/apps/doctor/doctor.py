@@ -191,7 +191,7 @@ def _of_load(late: Finding, share: float) -> Finding:
     return replace(late, status="warn", found=found, fix="try again when the machine is less busy")
 
 
-def table(findings: Sequence[Finding]) -> str:
+def findings_table(findings: Sequence[Finding]) -> str:
     """The findings as text: a line for each, and a line for the fix where there is one."""
     width = max(len(finding.check) for finding in findings)
     lines = []
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             )
         )
     else:
-        result(table(findings))
+        result(findings_table(findings))
         verdict = (
             "this machine can run megarl"
             if not failed

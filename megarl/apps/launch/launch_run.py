@@ -121,7 +121,7 @@ class Launcher:
         if found.is_dir():
             with contextlib.suppress(OSError, shutil.Error):
                 shutil.copytree(found, kept, dirs_exist_ok=True)
-            say(f"Ray's logs are in {kept}")
+            announce(f"Ray's logs are in {kept}")
 
     def _run(self) -> int:
         rays = [one for one in self.launch.processes if one.kind == "ray"]
@@ -181,7 +181,7 @@ class Launcher:
         where = f"on port {at.ray_port}"
         if num_nodes > 1:
             where = f"on all {num_nodes} nodes"
-        say(
+        announce(
             f"error: Ray was not ready {where} within {READY_WITHIN_S:g} s (the last lines of"
             f" {self._place(failed)} are above); is the port taken (--port), or /tmp full?"
         )
@@ -204,7 +204,7 @@ class Launcher:
             lost = next((one for one in rays if one.poll() is not None), None)
             if lost is not None and first is None:
                 self._show_end(lost)
-                say(
+                announce(
                     f"error: Ray{self._of_node(lost)} ended with exit code {lost.code} while the"
                     " trainers were running (its last lines are above); ending them"
                 )
@@ -215,7 +215,7 @@ class Launcher:
         self.hurry.set()
         if first.log is not None:
             self._show_end(first)
-            say(f"the ranks{self._of_node(first)} failed first (their last lines are above)")
+            announce(f"the ranks{self._of_node(first)} failed first (their last lines are above)")
         return first.code or 1
 
     def _host(self, one: RunningProcess) -> str:
@@ -244,7 +244,7 @@ class Launcher:
         leaders = {one.popen.pid for one in self.running}
         if left := kill_marked(self.launch.addresses.state, leaders):
             numbers = " ".join(map(str, left))
-            say(f"still running after SIGKILL (a driver holds them): {numbers}")
+            announce(f"still running after SIGKILL (a driver holds them): {numbers}")
 
     def _end(self, which: Sequence[RunningProcess], order: bytes, patience_s: float) -> None:
         for one in which:
@@ -256,7 +256,7 @@ class Launcher:
             time.sleep(POLL_S / 4)
 
 
-def say(text: str) -> None:
+def announce(text: str) -> None:
     """Print a line on standard error."""
     print(f"megarl launch: {text}", file=sys.stderr, flush=True)
 

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(what + (fix if "--stacks" in arguments else "")) from error
     last = newest(run)
     owner = decode_lease(last[1].read_bytes()) if last is not None else None
-    told = summary(run, found, stacks, owner)
+    told = status_summary(run, found, stacks, owner)
     if "--json" in arguments:
         result(json.dumps(told))
         return 0
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def summary(
+def status_summary(
     run: Path, found: list[Life], stacks: dict[str, str], owner: Record | None
 ) -> dict[str, Any]:
     """What is known of a run as JSON data. Times are seconds since the epoch."""

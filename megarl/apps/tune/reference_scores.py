@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from megarl import console
-from megarl.apps.tune.pairs import pack_pairs, take_all, totals
+from megarl.apps.tune.pairs import pack_pairs, take_all_pairs, totals
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
@@ -89,7 +89,7 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
     on every rank. All ranks call it together; rank 0 has the `rows`.
     """
     parts = [np.zeros((0, 2))]
-    for batch in take_all(rows, role.mesh, at_once):
+    for batch in take_all_pairs(rows, role.mesh, at_once):
         found = torch.zeros(2 * len(batch), dtype=torch.float64, device=role.device)
         for micro in pack_pairs(batch.samples, role, together=2):
             logprobs, _ = role.engine(micro, 1.0)
