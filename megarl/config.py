@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megarl import presets, recipe_paths
-from megarl.config_checks import check_run, check_warmup
+from megarl.config_checks import check_run_settings, check_warmup
 from megarl.data.config import PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.limits import MOST_STEPS
@@ -148,7 +148,7 @@ class RunConfig(AnyRunConfig):
     observe: ObserveConfig = section(ObserveConfig)
 
     def check(self) -> None:
-        check_run(self, longest_request(self))
+        check_run_settings(self, longest_request(self))
 
     @property
     def group_filter(self) -> str:
@@ -418,4 +418,4 @@ def dump(value: Config) -> str:
     """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
     from megarl import recipe_file
 
-    return recipe_file.dump(value.model_dump())
+    return recipe_file.dump_yaml(value.model_dump())

@@ -22,7 +22,7 @@ TELL_S = 60.0
 run, with an error that does not name the engine."""
 
 
-def check_run(config: RunConfig, longest: int) -> None:
+def check_run_settings(config: RunConfig, longest: int) -> None:
     """Raise `ValueError` for settings of a run on rollouts that do not fit each other. `longest`:
     tokens of the longest request.
     """
@@ -56,7 +56,7 @@ def check_run(config: RunConfig, longest: int) -> None:
         " has one turn; leave credit out",
     )
     if "teacher" not in config.other_roles:  # with which every token has a loss
-        check_rewards(config)
+        check_reward_settings(config)
         check_truncation(config)
         check_algorithm(config)
 
@@ -235,7 +235,7 @@ def check_roles(config: RunConfig) -> None:
         )
 
 
-def check_rewards(config: RunConfig) -> None:
+def check_reward_settings(config: RunConfig) -> None:
     """Raise `ValueError` where nothing can be learned from the rewards, or reward models do not fit
     the other settings.
     """

@@ -140,12 +140,12 @@ for _kind, _pattern in NUMBERS.items():
         _class.add_implicit_resolver(f"{TAG}{_kind}", re.compile(_pattern), list("-+0123456789."))
 
 
-def dump(tree: Any) -> str:
-    """The YAML text of a tree, which `parse` reads back."""
+def dump_yaml(tree: Any) -> str:
+    """The YAML text of a tree, which `parse_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def parse(text: str, lines: dict[str, int] | None = None) -> Any:
+def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     """The value of a YAML text; the line of each setting is added to `lines`, by its dotted key.
 
     Raises `ValueError`, whose message begins with the line.
@@ -167,7 +167,7 @@ def parse(text: str, lines: dict[str, int] | None = None) -> Any:
 
 
 def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """Read a YAML recipe; `lines` is that of `parse`. Raises `ValueError` with file and line."""
+    """Read a YAML recipe; `lines`: see `parse_yaml`. Raises `ValueError` with file and line."""
     where = f"recipe {path}"
     try:
         if path.is_dir():
@@ -186,7 +186,7 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
     if size > LARGEST_BYTES:
         raise ValueError(f"{where} has {size:,} bytes, too many for a recipe; pass a .yaml file")
     try:
-        tree = parse(data.decode("utf-8-sig"), lines)
+        tree = parse_yaml(data.decode("utf-8-sig"), lines)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
@@ -284,7 +284,7 @@ def _value(kind: Any, values: list[str], word: str) -> Any:
     is_text = kind is str or (any(isinstance(x, str) for x in choices) and True not in choices)
     try:
         # Python's None is YAML's null.
-        found = [readable(x) if is_text else None if x == "None" else parse(x) for x in values]
+        found = [readable(x) if is_text else None if x == "None" else parse_yaml(x) for x in values]
     except ValueError as error:
         raise ValueError(f"{word}{error}") from None
     if typing.get_origin(kind) is tuple and not (len(found) == 1 and isinstance(found[0], list)):

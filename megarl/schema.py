@@ -80,7 +80,7 @@ class Of:
         if FILE in self.values and is_own(found):
             return
         other = f"{type(owner).__name__}.{self.key}"
-        why = self.why or f"but {other} is {shown(found)}, which does not use it"
+        why = self.why or f"but {other} is {_shown(found)}, which does not use it"
         to = f" to {' or '.join(map(repr, self.values))}" if self.values else ""
         fix = f"set {other}{to}" if self.fix is None else self.fix
         raise ValueError(f"{owner.told(name)}, {why}; leave it out{fix and f', or {fix}'}")
@@ -174,7 +174,7 @@ class Config(BaseModel):
     def told(self, key: str) -> str:
         """A setting, dotted for one of a section, with its value, for messages of `check`."""
         value = operator.attrgetter(key)(self)
-        what = "has settings" if isinstance(value, Config | dict) else f"is {shown(value)}"
+        what = "has settings" if isinstance(value, Config | dict) else f"is {_shown(value)}"
         return f"{type(self).__name__}.{key} {what}"
 
 
@@ -251,11 +251,11 @@ def problems(
             found.append(f"{place} {said}")
         else:
             should = SHOULD.get(kind, said.lower().replace("input", "it"))
-            found.append(f"{place or 'the recipe'} is {shown(issue['input'])}; {should}")
+            found.append(f"{place or 'the recipe'} is {_shown(issue['input'])}; {should}")
     return found
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A value as a recipe writes it, on one line."""
     if value is None:
         return "null"

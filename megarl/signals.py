@@ -1,9 +1,9 @@
 """SIGTERM, Ctrl-C and SIGHUP (the terminal was closed): the first ends a run in order, a second one
 at once, and nothing outlives the process.
 
-* While a run starts, the first signal raises `Ended`.
+* While a run starts, the first signal raises `EndedBySignal`.
 * Inside of `graceful`, the first signal sets a flag, on which the loop saves a checkpoint and ends;
-  another one raises `Ended`.
+  another one raises `EndedBySignal`.
 * `guard` ends the process by force where neither does so in time.
 """
 
@@ -61,11 +61,12 @@ def save_within(seconds: float) -> None:
     _save_within_s = seconds
 
 
-class Ended(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """A signal of `SIGNALS`: raised like an error, so that everything that was started is stopped.
 
     A call of Ray ends on no other exception of a signal handler than `KeyboardInterrupt`, and then
-    raises one of its own. Catch `KeyboardInterrupt`; `ending` tells what `Ended` would have told.
+    raises one of its own. Catch `KeyboardInterrupt`; `ending` tells what `EndedBySignal` would have
+    told.
     """
 
     def __init__(self, number: int, *, is_said: bool = False) -> None:
@@ -74,13 +75,13 @@ class Ended(KeyboardInterrupt):
         self.number, self.is_said = number, is_said
 
 
-_ended: Ended | None = None
+_ended: EndedBySignal | None = None
 """What `_end` raised; None before."""
 
 
-def ending(caught: KeyboardInterrupt) -> Ended:
-    """The `Ended` for which `caught` stands."""
-    return caught if isinstance(caught, Ended) else _ended or Ended(signal.SIGINT)
+def ending(caught: KeyboardInterrupt) -> EndedBySignal:
+    """The `EndedBySignal` for which `caught` stands."""
+    return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
 
 def _ignore_all() -> None:
@@ -95,8 +96,8 @@ class _Signal(BaseException):
 @contextlib.contextmanager
 def past_interrupts() -> Iterator[None]:
     """For a block in which a library swallows `KeyboardInterrupt`, as vLLM does while it waits for
-    its core: a signal of `SIGNALS` leaves the block as another exception, and is raised as `Ended`
-    behind it. Only where Ray is not called.
+    its core: a signal of `SIGNALS` leaves the block as another exception, and is raised as
+    `EndedBySignal` behind it. Only where Ray is not called.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -107,7 +108,7 @@ def past_interrupts() -> Iterator[None]:
     try:
         yield
     except _Signal as caught:
-        raise Ended(caught.args[0]) from None
+        raise EndedBySignal(caught.args[0]) from None
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is end:  # not where a signal was heard
@@ -128,25 +129,25 @@ class Stop:
         return self.number != 0
 
     def end(self, done: int, *, is_main: bool) -> NoReturn:
-        """End a run of which `done` steps are done and saved; raises `Ended`."""
+        """End a run of which `done` steps are done and saved; raises `EndedBySignal`."""
         self.done.set()
         if is_main:
             kept = f"the checkpoint of step {done} is saved" if done else "no step was finished"
             say(f"megarl: ended before step {done + 1}: {kept}; --resume auto goes on from there")
-        raise Ended(self.number or signal.SIGTERM, is_said=True)
+        raise EndedBySignal(self.number or signal.SIGTERM, is_said=True)
 
 
 def handle() -> None:
-    """Have every signal of `SIGNALS` raise `Ended`, once."""
+    """Have every signal of `SIGNALS` raise `EndedBySignal`, once."""
     for number in SIGNALS:
         signal.signal(number, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Signal handler: raise `Ended` at the first signal and ignore later ones."""
+    """Signal handler: raise `EndedBySignal` at the first signal and ignore later ones."""
     global _ended
     _ignore_all()
-    _ended = Ended(number)
+    _ended = EndedBySignal(number)
     raise _ended
 
 
@@ -219,7 +220,7 @@ _is_under_way = False
 """Whether `graceful` was entered."""
 
 
-def say_end(command: str, ended: Ended, *, trains: bool) -> None:
+def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
     """On rank 0, print that a signal has ended `megarl COMMAND`, unless that was said. `trains`:
     the command takes steps, inside of `graceful`.
     """
@@ -231,7 +232,7 @@ def say_end(command: str, ended: Ended, *, trains: bool) -> None:
 @contextlib.contextmanager
 def graceful() -> Iterator[Stop]:
     """Until the end of the block, the first signal only sets the flag that is returned; the loop
-    looks at it between two steps. A second signal raises `Ended`.
+    looks at it between two steps. A second signal raises `EndedBySignal`.
     """
     global _is_under_way
     _is_under_way, stop = True, Stop()

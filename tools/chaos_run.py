@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import ROOT
 from processes import MARK, is_running, marked
 
-from megarl.activity.files import FOLDER, Life, read
+from megarl.activity.files import FOLDER, Life, read_lives
 
 PHASES = (
     *("evaluate", "checkpoint", "probe", "publish", "train", "start"),
@@ -112,7 +112,7 @@ class Run:
         return 0, 0
 
     def _newest_lives(self) -> list[Life]:
-        return read(self.folder / FOLDER, only_last=True)
+        return read_lives(self.folder / FOLDER, only_last=True)
 
     def below(self) -> list[psutil.Process]:
         """The living processes of the run, itself included."""
@@ -183,7 +183,7 @@ class Run:
         """The phase in which the run was at a time, in seconds since the epoch, from what its
         processes have recorded.
         """
-        lives = read(self.folder / FOLDER)
+        lives = read_lives(self.folder / FOLDER)
         found = phases_of(lives, wall)
         ranks = (life for life in lives if life.process == "rank0")
         stepped = any(step["ts"] <= 1e6 * wall for life in ranks for step in life.steps)
@@ -191,7 +191,7 @@ class Run:
 
     def name_of(self, pid: int) -> str:
         """Name of the process in the run's records, such as "engine 0"; "" for one without any."""
-        for life in read(self.folder / FOLDER):
+        for life in read_lives(self.folder / FOLDER):
             if life.pid == pid:
                 return re.sub(r"(\d+)$", r" \1", life.process.partition("-")[0])
         return ""

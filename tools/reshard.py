@@ -59,7 +59,7 @@ from reshard_plan import (
 
 from megarl.checkpoints import checkpoint_files, store
 from megarl.checkpoints.manifest import DIGESTS, damage, seal
-from megarl.checkpoints.progress import fingerprint, read_progress
+from megarl.checkpoints.progress import read_progress, shapes_fingerprint
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import whole_owned
@@ -105,7 +105,7 @@ def open_sharded(folder: Path) -> Source:
     described = checkpoint_files.read_description(folder)
     refuse_damaged(folder)
     model = as_model(described.config, folder / checkpoint_files.LAYOUT)
-    if fingerprint(model.shapes) != described.fingerprint:
+    if shapes_fingerprint(model.shapes) != described.fingerprint:
         raise ValueError(
             f"{folder}: the names and shapes it was written for are not those that its config"
             " gives; write it again"
@@ -123,7 +123,7 @@ def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
         for one, name in zip(owned, names, strict=True)
     ]
     shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
-    about = (source.model.config, fingerprint(source.model.shapes))
+    about = (source.model.config, shapes_fingerprint(source.model.shapes))
     checkpoint_files.Description(
         checkpoint_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
     ).write(folder)

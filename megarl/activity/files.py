@@ -104,7 +104,7 @@ class Life:
         return words + ", ".join(waits_on(span))
 
 
-def read(folder: Path, *, only_last: bool = False) -> list[Life]:
+def read_lives(folder: Path, *, only_last: bool = False) -> list[Life]:
     """The lives of all processes of a run, in the order of the names, numbers as numbers. `folder`:
     RUN/activity. `only_last`: the newest life of each process, as its newest file tells.
     """
@@ -117,7 +117,7 @@ def read(folder: Path, *, only_last: bool = False) -> list[Life]:
             told = told[max(0, told.rfind(b'{"name":"process_name"')) :]
         else:
             told = content_of(path.with_suffix(".1.json")) + told
-        for event in () if path.stem.endswith(".1") else events(told):
+        for event in () if path.stem.endswith(".1") else trace_events(told):
             try:
                 if event["ph"] == "M":
                     life = _life(event)
@@ -143,7 +143,7 @@ def content_of(file: Path) -> bytes:
     return b""
 
 
-def events(content: bytes) -> Iterator[Event]:
+def trace_events(content: bytes) -> Iterator[Event]:
     """The trace events in a file, or in a part of it."""
     for line in content.split(b"\n"):
         try:
@@ -188,7 +188,7 @@ def waits_on(span: Event) -> list[str]:
     return span["args"].get("waits on", [])
 
 
-def named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
+def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
     """The processes that the names of a span mean: "engines" is every engine, "3 ranks" every
     rank.
     """
@@ -205,7 +205,7 @@ def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None
     """Of the processes that the span of process `waiting` waits on, the one that most likely keeps
     it: one that is gone or stopped, else one that is not in the same wait; None if it is unknown.
     """
-    found = [one for one in named(span, lives) if one.process != waiting]
+    found = [one for one in processes_named(span, lives) if one.process != waiting]
     dead = [one for one in found if one.is_out]
     other = [one for one in found if span["name"] not in [open["name"] for open in one.open]]
     return next(iter([*dead, *other, *found]), None)
@@ -214,7 +214,7 @@ def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None
 def chain(waiting: str, span: Event, lives: Mapping[str, Life], at: float) -> list[str]:
     """One text for each process of the chain of waits that begins with `span`: who keeps whom."""
     found, seen = [], {waiting}
-    if waits_on(span) and not named(span, lives):
+    if waits_on(span) and not processes_named(span, lives):
         return [f"{', '.join(waits_on(span))}, of which nothing is recorded"]
     while len(found) < LONGEST_CHAIN and (keeps := culprit(span, waiting, lives)) is not None:
         waiting, state, inner = keeps.process, keeps.condition, keeps.open

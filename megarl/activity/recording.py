@@ -67,7 +67,7 @@ class Recording:
         that is returned is called. A process that cannot write there says so and goes on.
         """
         try:
-            RECORDERS[:] = [Recorder(self, process)]
+            RECORDERS[:] = [SpanRecorder(self, process)]
         except OSError as error:
             say(f"megarl: what {process} does is not recorded: {error}")
         return close_recording
@@ -79,7 +79,7 @@ def close_recording() -> None:
         RECORDERS.pop().close()
 
 
-class Recorder:
+class SpanRecorder:
     """Writes the spans of this process to its file. A thread, which ends with the process, writes
     what lasts long, answers requests for stacks, and reports waits that have passed their deadline.
     """

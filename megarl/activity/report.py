@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from megarl.activity.files import Life, chain, content_of, of_run, read, seconds
+from megarl.activity.files import Life, chain, content_of, of_run, read_lives, seconds
 from megarl.activity.process import below
 from megarl.activity.spans import Span, now
 from megarl.console import say
@@ -141,7 +141,7 @@ def report(
                 time.sleep(0.05)
             except OSError:
                 break
-        lives = {one.process: one for one in of_run(read(folder, only_last=True))}
+        lives = {one.process: one for one in of_run(read_lives(folder, only_last=True))}
         if process in lives and not _has(last_report(folder), late, lives):
             answered = stacks_of(folder, list(lives.values()), own)
             _write(folder, process, late, lives, answered)

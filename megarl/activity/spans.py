@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from megarl.activity.recording import Recorder
+    from megarl.activity.recording import SpanRecorder
 
 Kind = Literal[
     "generate",
@@ -56,7 +56,7 @@ Whom = str | Sequence[str | int]
 Event = dict[str, Any]
 """An event of a trace."""
 
-RECORDERS: list[Recorder] = []
+RECORDERS: list[SpanRecorder] = []
 """The open recorder of this process, if there is one."""
 _inner: ContextVar[int] = ContextVar("innermost_span", default=0)
 """Number of the innermost open span of this thread or asyncio task; 0 for none."""
@@ -93,7 +93,7 @@ class Span:
     is_written: bool = False
     is_reported: bool = False
     """Whether somebody has looked into it since its deadline has passed."""
-    recorder: Recorder | None = None
+    recorder: SpanRecorder | None = None
 
     def moved(self, ago_s: float = 0.0) -> None:
         """Note that what is waited for has made progress `ago_s` seconds ago: the deadline counts

@@ -47,9 +47,9 @@ from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import sync, write_manifest
 from megarl.checkpoints.progress import (
     Progress,
-    fingerprint,
     newest_first,
     read_progress,
+    shapes_fingerprint,
     step_of,
     write_progress,
     written_under,
@@ -400,7 +400,7 @@ class Checkpoints:
             next_ordinal,
             self.seed,
             layout,
-            fingerprint(self.engine.module.shapes()),
+            shapes_fingerprint(self.engine.module.shapes()),
             self.data,
             self.roles,
             dict(algorithm),

@@ -26,9 +26,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from megarl.checkpoints.deepspeed_place import PREFIX, Place
 from megarl.checkpoints.progress import (
     Progress,
-    fingerprint,
     parse_written,
     read_progress,
+    shapes_fingerprint,
     write_progress,
     written_under,
 )
@@ -64,7 +64,7 @@ def read_place(
             f"{folder} was written under {progress.layout}, and only megarl's own tensor"
             " parallelism with training.optimizer.kind 'torch' can be read"
         )
-    if fingerprint({row.name: row.shape for row in table}) != progress.model:
+    if shapes_fingerprint({row.name: row.shape for row in table}) != progress.model:
         raise ValueError(
             f"{folder} holds other weights than its model/config.json says; name a checkpoint that"
             " is whole"

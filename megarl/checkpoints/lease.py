@@ -75,7 +75,7 @@ class Record:
         return text.ljust(RECORD_BYTES - 1) + b"\n"
 
 
-def decode(content: bytes) -> Record | None:
+def decode_lease(content: bytes) -> Record | None:
     """The record in a lease file; None if the content is incomplete, of a newer format or no
     record.
     """
@@ -128,7 +128,7 @@ class Claim:
             last = newest(self.folder)
             if last is None or last[0] < self.number:
                 return self.gone()
-            record = decode(last[1].read_bytes())
+            record = decode_lease(last[1].read_bytes())
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
@@ -247,7 +247,7 @@ def take(folder: Path, *, patience_s: float) -> Lease:
     )
     for _ in range(100):  # each time another process has taken the folder and ended
         last = newest(folder)
-        before = read(last[1], INCOMPLETE_S) if last else None
+        before = read_lease(last[1], INCOMPLETE_S) if last else None
         if last is not None and not has_ended(last[1], before, patience_s):
             continue
         number = last[0] + 1 if last else 1
@@ -290,9 +290,9 @@ def refuse_living(folder: Path) -> None:
     # A folder that cannot be read, or with no path for its name, is told by the check of folders.
     with contextlib.suppress(OSError, ValueError):
         last = newest(folder)
-        record = read(last[1], 0.0) if last else None
+        record = read_lease(last[1], 0.0) if last else None
     if record is not None and record.state == RUNS and is_here(record) and lives(record):
-        raise ValueError(refusal(folder, record))
+        raise ValueError(owner_refusal(folder, record))
 
 
 def is_here(record: Record) -> bool:
@@ -305,14 +305,14 @@ def lives(record: Record) -> bool:
     return start_of(record.process) == record.started
 
 
-def read(path: Path, within_s: float) -> Record | None:
+def read_lease(path: Path, within_s: float) -> Record | None:
     """The record of a lease file, which may be incomplete for `within_s` seconds; None for one
     that stays incomplete or is removed.
     """
     deadline = time.monotonic() + within_s
     while True:
         try:
-            record = decode(path.read_bytes())
+            record = decode_lease(path.read_bytes())
         except FileNotFoundError:
             return None
         if record is not None or time.monotonic() >= deadline:
@@ -331,9 +331,9 @@ def has_ended(path: Path, record: Record | None, patience_s: float) -> bool:
         deadline = time.monotonic() + ENDING_S
         while lives(record):
             if time.monotonic() >= deadline:
-                raise ValueError(refusal(path.parent, record))
+                raise ValueError(owner_refusal(path.parent, record))
             time.sleep(POLL_S)
-            if (now := read(path, 0.0)) is not None and now.state == ENDED:
+            if (now := read_lease(path, 0.0)) is not None and now.state == ENDED:
                 return True
         return path.exists()
     return is_silent(path, record, patience_s)
@@ -360,10 +360,10 @@ def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
         time.sleep(POLL_S)
         if not path.exists():
             return False
-        now = read(path, INCOMPLETE_S if record else 0.0)
+        now = read_lease(path, INCOMPLETE_S if record else 0.0)
     if now is not None and now.state == ENDED:
         return True
-    raise ValueError(refusal(path.parent, now))
+    raise ValueError(owner_refusal(path.parent, now))
 
 
 def stamp(path: Path) -> tuple[bytes, int]:
@@ -374,7 +374,7 @@ def stamp(path: Path) -> tuple[bytes, int]:
         return b"", 0
 
 
-def refusal(folder: Path, record: Record | None) -> str:
+def owner_refusal(folder: Path, record: Record | None) -> str:
     """The message for a run whose folder has a living owner."""
     return (
         f"folder {folder} belongs to a run that is still going ({record or 'another run'}); end"

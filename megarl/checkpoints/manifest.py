@@ -25,7 +25,7 @@ def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
     digests = {}
     for path in sorted(paths):
         sync(path)
-        digests[str(path.relative_to(folder))] = digest(path)
+        digests[str(path.relative_to(folder))] = file_digest(path)
     return digests
 
 
@@ -70,7 +70,7 @@ def damage(folder: Path) -> str:
         return f"files are missing or foreign: {sorted(present ^ set(expected))[:3]}"
     for name, wanted in expected.items():
         try:
-            if digest(folder / name) != wanted:
+            if file_digest(folder / name) != wanted:
                 return f"{name} is damaged (its digest differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -90,7 +90,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """XXH3-128 digest of a file, in hexadecimal."""
     hasher, chunk = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
     view = memoryview(chunk)

@@ -66,7 +66,7 @@ class Progress:
         return Cursor(self.next_ordinal, tuple(self.used))
 
 
-def fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def shapes_fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Digest of the names and whole shapes of a model's weights; their values are not included."""
     text = "\n".join(sorted(f"{name} {shape}" for name, shape in shapes.items()))
     return xxhash.xxh3_64_hexdigest(text.encode())

@@ -53,7 +53,7 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
         f"evaluation.samples is {config.evaluation.samples}, but rollout.temperature is 0, at which"
         " all samples are the same; raise it",
     )
-    return EvalInputs([check_model(config, path) for path in models(config)])
+    return EvalInputs([check_evaluated_model(config, path) for path in models(config)])
 
 
 def models(config: RunConfig) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def models(config: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(config.evaluation.models)) or (config.model.path,)
 
 
-def check_model(config: RunConfig, path: str) -> EvalCase:
+def check_evaluated_model(config: RunConfig, path: str) -> EvalCase:
     """Check one model and read the data sets with its tokenizer and chat template."""
     own = replace(config, model=replace(config.model, path=path))
     inputs = check_run(own, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)

@@ -14,9 +14,9 @@ from megarl.chat_template import end_of_turn
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.progress import (
     choose,
-    fingerprint,
     newest_first,
     read_progress,
+    shapes_fingerprint,
     written_under,
 )
 from megarl.checks.adapter_checks import check_published_adapters
@@ -288,7 +288,7 @@ def _chosen(
     chosen = choose(
         folder,
         layout=written_under(layout, config.training),
-        model=fingerprint(whole_shapes(model, {})),
+        model=shapes_fingerprint(whole_shapes(model, {})),
         seed=config.seed,
         data=data,
         roles=roles,

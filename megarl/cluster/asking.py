@@ -26,7 +26,7 @@ KILL_S = 5.0
 """Seconds that Ray has to kill an actor. On a node whose raylet hangs, it may never return."""
 
 
-def within(seconds: float, work: Callable[[], object]) -> bool:
+def done_within(seconds: float, work: Callable[[], object]) -> bool:
     """Do `work` in a thread, for calls of Ray that have no deadline of their own; returns whether
     it has ended within `seconds`. Errors of `work` are dropped.
     """
@@ -43,7 +43,7 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
 
 def kill_actor(handle: Any) -> None:
     """Have Ray kill an actor; returns after at most `KILL_S` seconds."""
-    within(KILL_S, lambda: ray.kill(handle))
+    done_within(KILL_S, lambda: ray.kill(handle))
 
 
 class ActorDied(RuntimeError):

@@ -64,7 +64,7 @@ since vLLM is not imported here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChannelPlace:
     """Where a channel can be reached."""
 
     path: str
@@ -173,7 +173,7 @@ class Channel:
             plain.curve_server, plain.curve_secretkey = 1, secret  # of what is bound from here on
             plain.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             address = plain.get_string(zmq.LAST_ENDPOINT)
-        self.place = Place(path, address, key)
+        self.place = ChannelPlace(path, address, key)
 
     def _hear(self, frames: list[bytes]) -> None:
         if hear := self.hearers.get(frames[0]):
@@ -266,7 +266,7 @@ class ChannelActor(abc.ABC):
     async def serve(self, request: Any) -> Any:
         """The answer to one request."""
 
-    async def attach(self, place: Place, route: bytes) -> None:
+    async def attach(self, place: ChannelPlace, route: bytes) -> None:
         """Serve the requests of the channel at `place`, to which this connection is `route`, until
         the connection breaks or the channel asks for another one. Raises `ConnectionError` if there
         is none within `CONNECT_S`.
@@ -301,7 +301,7 @@ class ChannelActor(abc.ABC):
                 task.cancel()
 
 
-async def _connected(socket: EventSocket, place: Place, route: bytes) -> None:
+async def _connected(socket: EventSocket, place: ChannelPlace, route: bytes) -> None:
     """Connect to a channel; returns when the connection breaks, or the socket is closed, which it
     is afterwards.
     """

@@ -18,7 +18,7 @@ import ray
 from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.asking import KILL_S, ask, within
+from megarl.cluster.asking import KILL_S, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token, without_variable
@@ -223,7 +223,7 @@ class Cluster:
         """Stop the actors, then Ray, then kill the processes of vLLM that still run."""
         for supervisor in self._supervisors:
             supervisor.close(stop_timeout_s)
-        within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
+        done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
         self._owned = []
         shut_down()
         end([process for group in self._groups for process in group.processes()], patience_s=1.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Tools, Turn
 from megarl.data.rows import Row, Table, kind_of
-from megarl.data.tokens import TokenLists, encode
+from megarl.data.tokens import TokenLists, tokenised
 from megarl.schema import require
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def conversation_tokens(
     Pieces are tokenised apart, because that is how a policy meets them. A last reply gets the token
     `end` if the template writes none.
     """
-    encoded = encode(
+    encoded = tokenised(
         tokenizer,
         [text for pieces in rows for text, _ in pieces],
         add_special_tokens=False,

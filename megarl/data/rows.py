@@ -82,7 +82,7 @@ class Table:
         return f"{self.source}{line} (row {index}, counted from 0)"
 
 
-def read_json(path: Path, limit: int | None) -> Table:
+def read_json_list(path: Path, limit: int | None) -> Table:
     """Read a JSON file that holds a list of objects."""
     text = _text(path)
     try:
@@ -226,7 +226,7 @@ def read_csv(path: Path, limit: int | None) -> Table:
 
 
 READERS: dict[str, Callable[[Path, int | None], Table]] = {
-    ".json": read_json,
+    ".json": read_json_list,
     ".jsonl": read_jsonl,
     ".parquet": read_parquet,
     ".csv": read_csv,

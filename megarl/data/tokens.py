@@ -74,7 +74,7 @@ def prompt_tokens(
                 ids.pop()
         return ids
 
-    return encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+    return tokenised(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
 
 
 def response_tokens(
@@ -84,7 +84,7 @@ def response_tokens(
     `end_of_turn` and `without_end` of `megarl.chat_template`.
     """
     bare = without_end(tokenizer, texts, end)
-    return encode(tokenizer, bare, add_special_tokens=False, fix=lambda text, ids: [*ids, end])
+    return tokenised(tokenizer, bare, add_special_tokens=False, fix=lambda text, ids: [*ids, end])
 
 
 def text_tokens(
@@ -98,7 +98,7 @@ def text_tokens(
     def fix(text: str, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [end] else [*ids, end]
 
-    return encode(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+    return tokenised(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
 
 
 def scored_tokens(
@@ -117,7 +117,7 @@ def scored_tokens(
     return [asked[number] + replies[number] for number in range(len(prompts))]
 
 
-def encode(
+def tokenised(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,

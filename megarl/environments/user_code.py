@@ -43,7 +43,7 @@ def split(name: str, setting: str, others: str = "") -> tuple[Path, str]:
     return path, attribute
 
 
-def read(paths: Sequence[Path]) -> Sources:
+def contents(paths: Sequence[Path]) -> Sources:
     """The content of the files. Raises `ValueError` for a file that cannot be read."""
     found: Sources = {}
     for path in paths:
@@ -61,7 +61,7 @@ class UserFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises `ValueError` for a file that cannot be read."""
-        self.sources = read(files)
+        self.sources = contents(files)
         self._knows_neighbours = self._said_changed = False
         self._warning = ""
 
@@ -90,7 +90,7 @@ class UserFiles:
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
-            self.sources = read([Path(file) for file in imported]) | self.sources
+            self.sources = contents([Path(file) for file in imported]) | self.sources
 
     def warn(self, warning: str) -> None:
         """Keep a warning for the user until the next call of `take_warning`."""
@@ -167,7 +167,7 @@ def neighbours(paths: Sequence[Path]) -> list[str]:
     )
 
 
-def load(
+def load_by_path(
     path: Path,
     name: str,
     setting: str,
@@ -179,7 +179,7 @@ def load(
     `name`. Raises `ValueError` that names `setting`.
     """
     where = str(path.resolve())
-    content = read([path])[where] if sources is None or where not in sources else sources[where]
+    content = contents([path])[where] if sources is None or where not in sources else sources[where]
     # Files of the same name in two folders are two modules.
     module_name = f"megarl_verifier_{path.stem}_{zlib.crc32(where.encode()):08x}"
     loader = _PinnedLoader(module_name, where, content)
@@ -224,10 +224,10 @@ def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
     """The function of the user's that `name`, `path/to/file.py:function`, stands for. Raises
-    `ValueError` that names `setting`. `others`: see `split`; `sources`: see `load`.
+    `ValueError` that names `setting`. `others`: see `split`; `sources`: see `load_by_path`.
     """
     path, attribute = split(name, setting, others)
-    found = load(path, attribute, setting, "function", inspect.isfunction, sources)
+    found = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
     check_function(found, name, setting)
     return found
 

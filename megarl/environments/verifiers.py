@@ -26,7 +26,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import Sources, load, own_function, split
+from megarl.environments.user_code import Sources, load_by_path, own_function, split
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -332,7 +332,7 @@ def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> C
     loaded, or a method is missing. `sources`: see `load_functions`.
     """
     setting = "environment.session"
-    made = load(*split(config.session, setting), setting, "class", inspect.isclass, sources)
+    made = load_by_path(*split(config.session, setting), setting, "class", inspect.isclass, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
     require(
         not missing,

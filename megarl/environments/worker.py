@@ -60,7 +60,7 @@ MOST_CHARACTERS = 4_000_000
 """Characters of an observation. More cannot be read by a model, and tokenising takes seconds."""
 
 
-class Channel:
+class WorkerChannel:
     """The process's end of its socket. A request is the length of its body (8 bytes) and the body,
     a pickle. A reply is a line of JSON, because this process runs code nobody vouches for, and the
     pool must not unpickle what that sends. A process that is forked gets /dev/null in its place.
@@ -157,7 +157,7 @@ class Host:
     _verifier: Any = None
     """A `megarl.environments.verifiers.Verifier`; None where the process runs sessions."""
 
-    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._overlaps = False
@@ -434,7 +434,7 @@ def main(parent: int) -> None:
     # The channel moves away from standard input, so that a verifier may read without breaking it;
     # what one prints goes to standard error, because the parent's standard output may be read by
     # a program.
-    channel = Channel(os.dup(0), loop)
+    channel = WorkerChannel(os.dup(0), loop)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -55,7 +55,7 @@ sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
 from megarl.environments.worker import main
 main(int(sys.argv[2]))"""
 MOST_BYTES = 2**30
-"""Longest reply. A longer one was not written by `megarl.environments.worker.Channel`."""
+"""Longest reply. A longer one was not written by `megarl.environments.worker.WorkerChannel`."""
 START_WITHIN_S = 120.0  # a verifier of one's own may import much
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond the time limit of a call, after which a process is

@@ -24,10 +24,10 @@ from megarl.types import StepBatch, StepReport
 
 def main(config: DistillConfig, inputs: RunInputs) -> int:
     """`megarl distill`; see `megarl.loops.rl.run_command`."""
-    return run_command(config, inputs, Method(train, work))
+    return run_command(config, inputs, Method(imitate, serve_teacher))
 
 
-def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
+def imitate(parts: TrainingParts, batch: StepBatch) -> StepReport:
     """Train the policy on what the teacher says about its rollouts."""
     learner, teacher = parts.learner, parts.teacher
     assert isinstance(learner, Distillation) and teacher is not None
@@ -36,7 +36,7 @@ def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
     return learner.train(batch, packed, teacher)
 
 
-def work(parts: ServingParts, step: int) -> None:
+def serve_teacher(parts: ServingParts, step: int) -> None:
     """A step of a rank without a part of the policy: the teacher reads the rollouts."""
     assert parts.teacher is not None
     parts.teacher.read(None, ())

@@ -29,7 +29,7 @@ from megarl.errors import UserError
 from megarl.lookup import of_app
 from megarl.observe.sinks import finite
 from megarl.parallel import mesh
-from megarl.rollout.evaluation import repeated_metrics, summarise
+from megarl.rollout.evaluation import repeated_metrics, summarise_records
 from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 
@@ -45,7 +45,7 @@ def main(config: RunConfig, inputs: EvalInputs) -> int:
     with (folder / "generations.jsonl").open(
         "w", encoding="utf-8", errors="backslashreplace"
     ) as to:
-        results = [one for case in inputs.cases for one in evaluate(case, to)]
+        results = [one for case in inputs.cases for one in evaluate_case(case, to)]
     found = {"folder": str(folder), "seed": config.seed, "results": results}
     (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     console.result(json.dumps(found))
@@ -65,7 +65,7 @@ def make_folder(parent: Path) -> Path:
             number += 1
 
 
-def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
+def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
     """Start the engines of a model and evaluate it: the results on one data set after another.
     Every generation is written to the file `to`, one JSON object a line.
     """
@@ -77,16 +77,16 @@ def evaluate(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
             client = RolloutClient(0, silence_s=silence_s(config))
             about = {"model": config.model.path, "data": source}
             greedy = list(generate(client, prompts, evaluation.temperature, ["eval"]))
-            write(to, about, "greedy", greedy)
-            found: dict[str, Any] = about | summarise(greedy)
+            add_records(to, about, "greedy", greedy)
+            found: dict[str, Any] = about | summarise_records(greedy)
             if evaluation.samples > 1 or evaluation.sampled_too:
                 names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, count))]
                 drawn = list(generate(client, prompts, config.rollout.temperature, names))
-                write(to, about, "sampled", drawn)
+                add_records(to, about, "sampled", drawn)
                 found["sampled"] = {
                     "samples": count,
                     "temperature": config.rollout.temperature,
-                    **summarise(drawn),
+                    **summarise_records(drawn),
                     **over_samples(drawn, len(prompts), with_tags(config.environment, tags)),
                 }
             console.say(f"{config.model.path} on {source}: {shown(found, evaluation.temperature)}")
@@ -172,9 +172,9 @@ def generate(
         yield from records
 
 
-def write(to: IO[str], about: dict[str, str], kind: str, records: list[dict[str, Any]]) -> None:
+def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
     """Append the records of one data set to a file."""
-    for record in records:
+    for record in rows:
         to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
     to.flush()
 

@@ -29,7 +29,7 @@ from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import summary
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.signals import graceful
-from megarl.trainer.context import RunInputs, open_run
+from megarl.trainer.context import RunInputs, open_context
 from megarl.trainer.policy import PolicyGradient
 from megarl.types import StepBatch, StepReport
 
@@ -56,7 +56,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
     """Train on rollouts; rank 0 prints a summary as one JSON object. Returns the exit code."""
-    with open_run(config, inputs) as context:
+    with open_context(config, inputs) as context:
         if not context.is_finished():
             assert isinstance(context.config, RunConfig)
             parts = build(context, context.config, inputs)
@@ -75,7 +75,7 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
 
 def run(parts: Parts, method: Method) -> None:
     """Train until `config.steps` steps are done. A signal ends the run after the last finished
-    step, with a checkpoint of it; raises `Ended` then.
+    step, with a checkpoint of it; raises `EndedBySignal` then.
     """
     with graceful() as stop:
         parts.rollouts.stop = stop
@@ -105,7 +105,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     stop_again(parts)
     evaluates = first == 0 or due(first, config.evaluation.every, config.steps)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
-        if evaluates and not evaluate(parts, first):
+        if evaluates and not _evaluate(parts, first):
             return first, saved
     if parts.observer is not None:
         rollouts.start(parts.publisher.receipts)
@@ -123,7 +123,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
                 role.engine.reload()
         if batch.warning and parts.observer is not None:
             console.say(f"megarl: warning: {batch.warning}")
-        write_batch(parts, batch, step)
+        record_batch(parts, batch, step)
         tell(parts, "train", step)
         with activity(f"training of step {step + 1}", kind="train"):
             report = method.train(parts, batch)
@@ -152,7 +152,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         if save_due(parts.context, step + 1, config.steps):
             save(parts, step + 1)
             saved = step + 1
-        if due(step + 1, config.evaluation.every, config.steps) and not evaluate(parts, step + 1):
+        if due(step + 1, config.evaluation.every, config.steps) and not _evaluate(parts, step + 1):
             return step + 1, saved
     return config.steps, saved
 
@@ -170,7 +170,7 @@ def lend_memory(parts: Parts) -> None:
 
 def save(parts: Parts, done: int) -> None:
     """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
-    write_batch(parts, None, done)
+    record_batch(parts, None, done)
     cursor = parts.rollouts.cursor(done)
     is_writer = parts.context.mesh.sample.rank == 0
     groups = parts.rollouts.unused(done) if is_writer else ()
@@ -186,7 +186,7 @@ def save(parts: Parts, done: int) -> None:
     )
 
 
-def write_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
+def record_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
     """With `observe.batches`, wait until the batches so far are on the disk and begin to write
     `batch`. Raises `UserError` on every rank, after `done` steps, if one could not be written. All
     ranks of the policy call it together.
@@ -223,7 +223,7 @@ def tell(parts: TrainingParts, order: Order, step: int) -> None:
         parts.serving.give(order, step)
 
 
-def train(parts: TrainingParts, batch: StepBatch) -> StepReport:
+def learn(parts: TrainingParts, batch: StepBatch) -> StepReport:
     """Compute the columns that other roles provide for the batch, then train policy and critic on
     the batch.
     """
@@ -260,7 +260,7 @@ def work(parts: ServingParts, step: int) -> None:
         parts.critic.finish(step)
 
 
-METHODS: dict[str, Callable[[TrainingParts, StepBatch], StepReport]] = {"policy_gradient": train}
+METHODS: dict[str, Callable[[TrainingParts, StepBatch], StepReport]] = {"policy_gradient": learn}
 """{name in `algorithm.method`: function that trains on a step's batch}"""
 
 
@@ -314,7 +314,7 @@ def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]])
         stop_early(parts, report.step + 1, report.metrics)
 
 
-def evaluate(parts: Parts, step: int) -> bool:
+def _evaluate(parts: Parts, step: int) -> bool:
     """Evaluate the weights after `step` steps on the held-out problems. All ranks call it and wait:
     a rank that went on would run into the timeout of its next collective. Returns False if the run
     was interrupted.

@@ -66,7 +66,7 @@ class Observer(contextlib.AbstractContextManager):
         )
         # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
-        self._progress = Progress(total_steps, first_step) if config.progress else None
+        self._progress = ProgressBar(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one step and show the main ones."""
@@ -149,7 +149,7 @@ class Observer(contextlib.AbstractContextManager):
             sink.write(step, numbers)
 
 
-class Progress:
+class ProgressBar:
     """Progress of a run: a bar on a terminal, else an occasional line."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
@@ -163,14 +163,14 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show step number `step` (from 1)."""
         if self._bar is not None:
-            self._bar.set_postfix_str(shown(metrics, separator=", "), refresh=False)
+            self._bar.set_postfix_str(shown_metrics(metrics, separator=", "), refresh=False)
             self._bar.update()
             return
         now = time.monotonic()
         if now - self._last_line >= LINE_INTERVAL_S or step >= self._total:
             self._last_line = now
             since = f"[{console.elapsed_s():.0f} s]"
-            console.say(f"step {step}/{self._total}  {shown(metrics)}  {since}")
+            console.say(f"step {step}/{self._total}  {shown_metrics(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation's metrics on a line."""
@@ -203,7 +203,7 @@ _SHOWN = (
 """(metric, text format) of the metrics that the progress display shows."""
 
 
-def shown(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
+def shown_metrics(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
     """The main metrics of a step as text; a run shows those that it has."""
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()

@@ -22,7 +22,7 @@ PART_BYTES = 64 * 2**20
 NAME = re.compile(r".*\.(\d{6,})-(\d{6,})\.jsonl")
 
 
-class Part(NamedTuple):
+class RotatedPart(NamedTuple):
     """A full part."""
 
     first: int
@@ -31,12 +31,12 @@ class Part(NamedTuple):
     path: Path
 
 
-def parts_of(path: Path) -> list[Part]:
+def parts_of(path: Path) -> list[RotatedPart]:
     """The full parts of the file `path`, by step."""
     found = []
     for part in path.parent.glob(f"{path.stem}.*-*.jsonl"):
         if match := NAME.fullmatch(part.name):
-            found.append(Part(int(match[1]), int(match[2]), part))
+            found.append(RotatedPart(int(match[1]), int(match[2]), part))
     return sorted(found)
 
 

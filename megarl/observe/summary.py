@@ -114,10 +114,10 @@ def summary(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder is not one of a run.
     """
-    return summarise(read_run(folder))
+    return summarise_run(read_run(folder))
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def summarise_run(run: Run) -> dict[str, Any]:
     """The numbers that `summary` returns, from a run folder that has been read."""
     evaluated = any(
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megarl.activity.busy import Busy
-from megarl.rollout.requests import EnginePool, Route
+from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.types import Prompt, Segment, Verdict
 
 
@@ -119,9 +119,9 @@ class Attempts:
     async def _attempt(
         self, key: str, prompt: Prompt, place: tuple[int | str, ...], temperature: float
     ) -> tuple[list[Segment], Verdict]:
-        prompt_ids = np.asarray(prompt.token_ids, dtype=np.int32)
+        ids = np.asarray(prompt.token_ids, dtype=np.int32)
         generate = functools.partial(
-            self._generate, prompt, prompt_ids, place=place, temperature=temperature, route=Route()
+            self._generate, prompt, ids, place=place, temperature=temperature, route=RequestRoute()
         )
         segments: list[Segment] = []
         if self.environment.has_start:
@@ -183,7 +183,7 @@ class Attempts:
         turn: int,
         max_tokens: int,
         temperature: float,
-        route: Route,
+        route: RequestRoute,
     ) -> Segment:
         return await self.engines.generate(
             prompt,

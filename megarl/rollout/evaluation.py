@@ -23,14 +23,14 @@ NUM_TRANSCRIPTS = 128
 transcripts."""
 
 
-async def evaluate(
+async def evaluate_problems(
     attempts: Attempts, prompts: Sequence[Prompt], temperature: float, name: str
 ) -> Evaluated:
     """Generate and score one response to each problem: (metrics over all problems, transcripts of
     the first `NUM_TRANSCRIPTS`). The sampling seeds depend only on the problem and `name`.
     """
     records = await answers(attempts, prompts, temperature, name, num_texts=NUM_TRANSCRIPTS)
-    return summarise(records), records[:NUM_TRANSCRIPTS]
+    return summarise_records(records), records[:NUM_TRANSCRIPTS]
 
 
 async def answers(
@@ -76,7 +76,7 @@ async def answers(
     return records
 
 
-def summarise(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+def summarise_records(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The metrics of `answers`' records."""
     count = max(1, len(records))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.types import Group, Segment
-from megarl.weight_sync.weight_receipts import Span, refuse_unknown
+from megarl.weight_sync.weight_receipts import Stretch, refuse_unknown_weights
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Receipts:
         Versions that the trainer has not told yet pass; `check_groups` comes later.
         """
         self._refuse_unnamed([answer], where)
-        refuse_unknown(spans_of([answer]), self.known, where, later=True)
+        refuse_unknown_weights(spans_of([answer]), self.known, where, later=True)
 
     def check_groups(self, groups: Sequence[Group]) -> None:
         """Raise `RuntimeError` if a group has tokens of other weights than were published."""
@@ -53,7 +53,7 @@ class Receipts:
             for one in [*group.rollouts, *greedy]:
                 where = f"rollout {one.sample} of group {group.ordinal}"
                 self._refuse_unnamed(one.segments, where)
-                refuse_unknown(spans_of(one.segments), self.known, where)
+                refuse_unknown_weights(spans_of(one.segments), self.known, where)
 
     def _refuse_unnamed(self, segments: Sequence[Segment], where: str) -> None:
         """Raise `RuntimeError` if an engine does not say of each token which version it is of."""
@@ -67,10 +67,10 @@ class Receipts:
                 )
 
 
-def spans_of(segments: Sequence[Segment]) -> list[Span]:
+def spans_of(segments: Sequence[Segment]) -> list[Stretch]:
     """What engines say about the weights that generated `segments`."""
     return [
-        Span(version, receipt)
+        Stretch(version, receipt)
         for part in segments
         for (version, _), receipt in zip(
             part.versions, itertools.chain(part.receipts, itertools.repeat("")), strict=False

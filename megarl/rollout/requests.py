@@ -51,7 +51,7 @@ class EngineHandle(Protocol):
 
 
 @dataclass
-class Route:
+class RequestRoute:
     """The engine that a rollout's requests go to, as long as it lives. Its later turns find their
     tokens in that engine's cache.
     """
@@ -108,7 +108,7 @@ class EnginePool:
         seed: int,
         max_tokens: int,
         temperature: float,
-        route: Route,
+        route: RequestRoute,
     ) -> Segment:
         """Generate the next model segment of a rollout. `route`: the rollout's, which the first
         request sets.
@@ -164,7 +164,7 @@ class EnginePool:
                 if not self._homes[prompt.index].requests:
                     del self._homes[prompt.index]
 
-    async def _choose(self, route: Route, prompt: Prompt) -> int:
+    async def _choose(self, route: RequestRoute, prompt: Prompt) -> int:
         """The number of a living engine: the one of `route`; or else, as the class says, that of
         the group or the one with the fewest open requests, which `route` then names. Waits while no
         engine lives.

@@ -25,10 +25,10 @@ from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups, shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
-from megarl.rollout.evaluation import Evaluated, answers, evaluate, failure_warning
+from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
-from megarl.rollout.waits import Progress, PublishAgain, Waits
+from megarl.rollout.waits import PublishAgain, WaitProgress, Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
@@ -187,7 +187,7 @@ class RolloutService:
             self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
         )
         self._waits = Waits()
-        self.moved = Progress()
+        self.moved = WaitProgress()
         self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)
@@ -339,7 +339,7 @@ class RolloutService:
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
-            work = functools.partial(evaluate, self._attempts, prompts, temperature, name)
+            work = functools.partial(evaluate_problems, self._attempts, prompts, temperature, name)
             self._evaluations[key] = asyncio.create_task(self._waits.noticed(work))
         task = self._evaluations[key]
         again = await self._waits.until(f"{name} {key[1]}", publications, task.done)

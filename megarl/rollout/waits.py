@@ -69,7 +69,7 @@ class Rejoins:
         self._closed.add(wait)
 
 
-class Progress:
+class WaitProgress:
     """Whether rollouts make progress, and since when they make none, as far as calls of `add`
     tell.
     """

@@ -20,7 +20,7 @@ def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -
 
     A build takes about half a minute. torch does not remove the lock file of a killed process.
     """
-    place = root or build_root()
+    place = root or _build_root()
     dropped = []
     for lock in place.glob("**/deepspeed_*/lock"):
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
@@ -31,7 +31,7 @@ def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -
     return dropped
 
 
-def build_root() -> Path:
+def _build_root() -> Path:
     """The folder of DeepSpeed's compiled operators."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
@@ -41,7 +41,7 @@ def announced(root: Path | None = None, *, after_s: float = 2.0) -> Iterator[Non
     """Until the end of the block, say once if DeepSpeed compiles an operator: if the lock file of a
     build is there for `after_s` seconds. Loading a compiled operator takes less.
     """
-    place, over = root or build_root(), threading.Event()
+    place, over = root or _build_root(), threading.Event()
 
     def watch() -> None:
         while not over.wait(after_s / 4):

@@ -114,7 +114,7 @@ class RunInputs:
 
 @dataclass
 class RunContext:
-    """What a run has opened on this rank: mesh, run folder and inputs. Created by `open_run`."""
+    """What a run has opened on this rank: mesh, run folder, inputs. Created by `open_context`."""
 
     config: AnyConfig
     inputs: RunInputs
@@ -352,7 +352,7 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
 
 
 @contextmanager
-def open_run(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
+def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
     """A context manager that sets up a rank for a run and gives its `RunContext`: it initialises
     torch.distributed and creates the process mesh and the run folder. All ranks enter it together.
     On exit it closes what it has opened. An error in the block is printed first, and goes on.

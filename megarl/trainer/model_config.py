@@ -103,7 +103,7 @@ def config_problem(hf: transformers.PretrainedConfig) -> str:
             return f"{name} is {shortened(repr(value))}, not a whole number"
         if not 1 <= value <= LARGEST_COUNT:
             return f"{name} is {value}, not a number from 1 to {LARGEST_COUNT}"
-    for name, value in numbers(hf.to_dict()):
+    for name, value in _numbers(hf.to_dict()):
         if isinstance(value, float) and not math.isfinite(value):
             return f"{name} is {value}"
         if name.rpartition(".")[2] in POSITIVE and value <= 0:
@@ -127,13 +127,13 @@ def config_problem(hf: transformers.PretrainedConfig) -> str:
     return ""
 
 
-def numbers(tree: Any, place: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(tree: Any, place: str = "") -> Iterator[tuple[str, float]]:
     """(dotted name, value) of every number in nested dicts and lists."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from numbers(value, f"{place}.{key}" if place else str(key))
+            yield from _numbers(value, f"{place}.{key}" if place else str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from numbers(value, place)
+            yield from _numbers(value, place)
     elif isinstance(tree, int | float) and not isinstance(tree, bool):
         yield place, tree

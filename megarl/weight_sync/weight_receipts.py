@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive tokens of one weight version."""
 
     version: int
@@ -42,8 +42,8 @@ def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
     return hasher.hexdigest()
 
 
-def refuse_unknown(
-    spans: Sequence[Span], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
+def refuse_unknown_weights(
+    spans: Sequence[Stretch], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
 ) -> None:
     """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
     published as their version. `known`: {version: receipts that engines may have of it}; empty

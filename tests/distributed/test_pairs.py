@@ -19,7 +19,7 @@ def pairs(step: int) -> Any:
     """Seven ragged pairs, another batch for each step; one is longer than a packed row."""
     import numpy as np
 
-    from megarl.apps.tune.pairs import batch_of
+    from megarl.apps.tune.pairs import pair_batch
     from megarl.types import Preference
 
     random = np.random.default_rng(step)
@@ -36,7 +36,7 @@ def pairs(step: int) -> Any:
                 is_desirable=number % 3 == 0,
             )
         )
-    return batch_of(made, -random.random((7, 2)) * 20)
+    return pair_batch(made, -random.random((7, 2)) * 20)
 
 
 def learn_everywhere(folder: str, places: Any) -> list[Any]:

@@ -175,9 +175,9 @@ def groups(samples: Any, given: Any) -> Any:
 
 def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[float, float]:
     """Take one step; returns (loss, gradient norm)."""
-    from megarl.apps.tune.pairs import batch_of
+    from megarl.apps.tune.pairs import pair_batch
     from megarl.apps.tune.preference import PreferenceStep
-    from megarl.apps.tune.sft import train
+    from megarl.apps.tune.sft import sft_step
     from megarl.objectives.config import (
         AlgorithmConfig,
         GaeConfig,
@@ -193,12 +193,12 @@ def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[fl
 
     guard = StepGuard(role, allowed=0)
     if name in ("sft", "lora"):
-        found = train(role, sample_rows(samples), 0, guard).metrics
+        found = sft_step(role, sample_rows(samples), 0, guard).metrics
         return found["loss"], found["grad_norm"]
     if name == "dpo":
         pair = Preference(0, samples[0][0], (samples[0][1], samples[1][1]))
         reference = torch.tensor([REFERENCE], dtype=torch.float64).numpy()
-        work = PreferenceStep(role, batch_of([pair], reference), PreferenceLossConfig(beta=BETA))
+        work = PreferenceStep(role, pair_batch([pair], reference), PreferenceLossConfig(beta=BETA))
         taken = optimizer_step(
             role, work.micro_batches, lambda one: work.loss(one, guard), guard, work.metrics
         )

@@ -24,7 +24,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
     from megarl.loops.rl_setup import step_deadline_s
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import all_ranks
-    from megarl.trainer.context import RunInputs, open_run
+    from megarl.trainer.context import RunInputs, open_context
     from megarl.trainer.model_config import load_model_config
 
     config = from_tree(RunConfig, tree, where="test")
@@ -36,7 +36,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
         data="100 rows",
         ranks=(0,),
     )
-    with open_run(config, inputs) as context:
+    with open_context(config, inputs) as context:
         assert isinstance(context.config, RunConfig)
         if context.mesh.is_member:
             # What `build` does on this rank, but for the engines.

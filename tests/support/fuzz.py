@@ -87,7 +87,7 @@ def prepare(case: Case, folder: Path, model: Path) -> list[str]:
     path = folder / "recipe.yaml"
     if case.text is None:
         # The dump's own text for half a surrogate pair is what YAML reads back.
-        text = recipe_file.dump(good_tree(case, folder, model))
+        text = recipe_file.dump_yaml(good_tree(case, folder, model))
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     else:
         names = {b"{folder}": str(folder).encode(), b"{model}": str(model).encode()}

@@ -19,7 +19,7 @@ from support.fork_server import PLAIN
 
 from megarl.apps.doctor import communication, doctor, machine, software
 from megarl.apps.doctor.doctor import CHECKS
-from megarl.apps.doctor.findings import Answer, Finding, ask_python
+from megarl.apps.doctor.findings import Finding, ProgramOutcome, ask_python
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -126,7 +126,7 @@ SLOW_STARTS = {
 def test_a_slow_start_fails_on_an_idle_machine_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(program: str, *arguments: str, **environment: str) -> Answer:
+    def slow(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
         return ask_python(SLOW_STARTS[name], within_s=1.0)
 
     for one in (communication, machine, software):
@@ -142,7 +142,7 @@ def test_a_slow_start_fails_on_an_idle_machine_alone(
 
 
 def test_what_is_broken_fails_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Answer(1, "", "ImportError: no such symbol")
+    broken = ProgramOutcome(1, "", "ImportError: no such symbol")
     monkeypatch.setattr(software, "ask_python", lambda *arguments, **environment: broken)
     monkeypatch.setattr(doctor, "core_share", lambda: 0.1)
     (finding,) = doctor.run_checks({"vLLM imports": software.check_vllm})

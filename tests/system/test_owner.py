@@ -13,7 +13,7 @@ from support.commands import command, finish, marked, megarl, records, start, wr
 from support.fork_server import PLAIN
 from support.tiny import write_model
 
-from megarl.checkpoints.lease import ENDED, decode, newest
+from megarl.checkpoints.lease import ENDED, decode_lease, newest
 from megarl.checkpoints.manifest import damage
 from megarl.checkpoints.progress import newest_first
 
@@ -71,7 +71,7 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
     assert steps == list(range(1, last + 4))
     found = newest(run)
     assert found is not None
-    record = decode(found[1].read_bytes())
+    record = decode_lease(found[1].read_bytes())
     assert record is not None and record.state == ENDED
 
 

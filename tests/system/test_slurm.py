@@ -22,7 +22,7 @@ from support.commands import megarl, records, tiny_run, write_recipe
 from support.slurm import Cluster, missing
 from support.tiny import write_model
 
-from megarl.activity.files import read
+from megarl.activity.files import read_lives
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6
@@ -194,16 +194,16 @@ def test_the_quick_start_learns_on_two_nodes(cluster: Cluster, tmp_path: Path) -
 
 def engine_hosts(place: Path) -> list[str]:
     """The hosts on which the engines of the run have been, from their activity records."""
-    lives = read(place / "run" / "activity")
+    lives = read_lives(place / "run" / "activity")
     return [one.host for one in lives if re.fullmatch(r"engine\d", one.process)]
 
 
 def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:
-    from megarl.apps.launch.slurm import expanded
+    from megarl.apps.launch.slurm import expanded_hosts
 
     for nodes in ("node0", "gpu[008-010,12],login", "a[1-2]b[3,5]", "rack1-gpu[7]"):
         shown = cluster.run("scontrol", "show", "hostnames", nodes)
-        assert shown.split() == expanded(nodes)
+        assert shown.split() == expanded_hosts(nodes)
 
 
 def test_slurm_that_kills_before_the_checkpoint_is_told(

@@ -20,7 +20,7 @@ import pytest
 import megarl.activity.report as reporting
 from megarl.activity import recording as recordings
 from megarl.activity.busy import Busy
-from megarl.activity.files import Life, chain, read
+from megarl.activity.files import Life, chain, read_lives
 from megarl.activity.process import below, condition, machine, start_of
 from megarl.activity.recording import POLL_S, Recording
 from megarl.activity.spans import KINDS, Event, activity, step_begins
@@ -90,7 +90,7 @@ def step() -> None:
 
 def mine(folder: Path) -> Life:
     """The newest life of rank0."""
-    return next(life for life in read(folder, only_last=True) if life.process == "rank0")
+    return next(life for life in read_lives(folder, only_last=True) if life.process == "rank0")
 
 
 def is_stopped(process: int) -> bool:
@@ -173,7 +173,7 @@ def test_a_killed_process_leaves_a_torn_line_and_the_next_goes_on(recording: Rec
     close = recording.open("rank0")
     step()
     close()
-    (life,) = read(path.parent)  # the same process: one life
+    (life,) = read_lives(path.parent)  # the same process: one life
     assert life.closed and names(life.spans.values()) == ["step"]
     events = json.loads(path.read_text().rstrip(",\n") + "]")  # what a viewer reads
     assert [one["ph"] for one in events] == ["M", "i", "M", "B", "E", "i"]
@@ -196,7 +196,7 @@ while True:
     lines = (Path(recording.folder) / "rank0.json").read_bytes().split(b"\n")
     assert lines[0] == b"[" and len(lines) > 100
     assert all(json.loads(line.removesuffix(b",")) for line in lines[1:-1])
-    (life,) = read(Path(recording.folder))
+    (life,) = read_lives(Path(recording.folder))
     assert life.condition == "gone" and len(life.spans) > 50
 
 
@@ -221,7 +221,7 @@ def test_a_new_process_of_the_name_has_a_life_of_its_own(opened: Path) -> None:
     newest = mine(opened)
     assert newest.run == "b" and names(newest.open) == ["model"]
     assert newest.open[0]["ts"] == 105e6 and newest.is_alive is None
-    assert [life.run for life in read(opened)] == ["run", "b"]
+    assert [life.run for life in read_lives(opened)] == ["run", "b"]
 
 
 def test_events_of_others_are_passed_over(opened: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_file_is_bounded_and_keeps_what_is_open(
     sizes = {path.name: path.stat().st_size for path in opened.glob("*.json")}
     assert set(sizes) == {"rank0.json", "rank0.1.json"}
     assert all(size <= 5000 + 1000 for size in sizes.values())
-    (life,) = read(opened)
+    (life,) = read_lives(opened)
     whole = next(one for one in life.spans.values() if one["name"] == "whole")
     assert "end" in whole and whole["span"] == 1
 
@@ -426,7 +426,7 @@ def test_a_wait_that_lasts_is_named_after_another_that_has_ended(
 
 
 def chain_of_rank0(folder: Path) -> list[str]:
-    lives = {life.process: life for life in read(folder, only_last=True)}
+    lives = {life.process: life for life in read_lives(folder, only_last=True)}
     return chain("rank0", lives["rank0"].open[0], lives, time.time())
 
 

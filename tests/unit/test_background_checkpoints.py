@@ -23,7 +23,7 @@ from megarl.checkpoints.background import Writing, reports_of
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.checkpoint_files import remove_unfinished
 from megarl.checkpoints.lease import Lease
-from megarl.checkpoints.manifest import digest
+from megarl.checkpoints.manifest import file_digest
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.checkpoints.state_files import write_state
 
@@ -49,7 +49,7 @@ def test_the_files_are_those_that_were_handed_over(tmp_path: Path, in_background
     filled(files)
     assert (tmp_path / "plain").exists() is not in_background
     told = files.finish()
-    assert told == {name: digest(tmp_path / name) for name in ("state.pt", "plain", "own")}
+    assert told == {name: file_digest(tmp_path / name) for name in ("state.pt", "plain", "own")}
     assert torch.equal(torch.load(tmp_path / "state.pt")["a"], torch.arange(5000))
     assert (tmp_path / "plain").read_bytes() == b"0123456789"
 
@@ -70,7 +70,7 @@ def test_what_would_fill_the_memory_is_written_at_once(
     file.write(b", and the rest")
     files.add(tmp_path / "y", b"another")
     assert (tmp_path / "y").exists()
-    assert files.finish() == {name: digest(tmp_path / name) for name in ("x", "y")}
+    assert files.finish() == {name: file_digest(tmp_path / name) for name in ("x", "y")}
     assert (tmp_path / "x").read_bytes() == b"kept in memory, much too much, and the rest"
 
 

@@ -36,7 +36,7 @@ def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
     from megarl.checkpoints.progress import Progress, write_progress
     from megarl.data.tokenizer import load_tokenizer
     from megarl.parallel.layout import Layout
-    from megarl.trainer.context import RunInputs, open_run
+    from megarl.trainer.context import RunInputs, open_context
     from megarl.trainer.model_config import load_model_config
 
     place, model = Path(folder), write_model(Path(folder) / "model")
@@ -46,7 +46,7 @@ def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
     tokenizer, described = load_tokenizer(config.model.path), load_model_config(config.model)
     resumes: Any = {"resume_from": place if done else None}
     inputs = RunInputs(Layout(), tokenizer, described, [1], "", **resumes)
-    with open_run(config, inputs) as context:
+    with open_context(config, inputs) as context:
         return context.is_finished(), (place / "recipe.yaml").read_text()
 
 

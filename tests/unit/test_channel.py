@@ -23,14 +23,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 from megarl.activity.busy import Busy
 from megarl.activity.recording import POLL_S, Recording
 from megarl.cluster import channel as channel_module
-from megarl.cluster.channel import Channel, ChannelActor, Place, Remote, packed
+from megarl.cluster.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
-from megarl.rollout.requests import EnginePool, Route
+from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.schema import replace
 from megarl.types import Prompt, Segment, TokenArrays
 
@@ -85,11 +85,11 @@ class Handle:
         self.loop = asyncio.get_running_loop()
         self.end: asyncio.Future[None] = self.loop.create_future()
 
-    def _attach(self, place: Place, route: bytes) -> Any:
+    def _attach(self, place: ChannelPlace, route: bytes) -> Any:
         self.calls += 1
         return asyncio.ensure_future(self._run(place, route))
 
-    async def _run(self, place: Place, route: bytes) -> None:
+    async def _run(self, place: ChannelPlace, route: bytes) -> None:
         work = asyncio.ensure_future(self.actor.attach(place, route))
         try:
             await asyncio.wait([work, self.end], return_when=asyncio.FIRST_COMPLETED)
@@ -235,7 +235,7 @@ def test_a_connection_that_is_asked_for_again_replaces_the_one_before() -> None:
     async def scene(made: Channel) -> None:
         actor, calls = Echo(), list[asyncio.Future[None]]()
 
-        def attach(place: Place, route: bytes) -> Any:
+        def attach(place: ChannelPlace, route: bytes) -> Any:
             calls.append(asyncio.ensure_future(actor.attach(place, route)))
             return away() if len(calls) == 1 else calls[1]
 
@@ -336,7 +336,7 @@ def test_strangers_are_not_heard(knows: str) -> None:
 ACTOR = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from megarl.cluster.channel import ChannelActor, Place
+from megarl.cluster.channel import ChannelActor, ChannelPlace
 
 class Doubles(ChannelActor):
     async def serve(self, request):
@@ -344,14 +344,14 @@ class Doubles(ChannelActor):
         return 2 * request
 
 path, route = sys.argv[2:]
-asyncio.run(Doubles().attach(Place(path, "", b""), route.encode()))
+asyncio.run(Doubles().attach(ChannelPlace(path, "", b""), route.encode()))
 """
 
 
 def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
     root, processes = str(Path(__file__).parents[2]), list[subprocess.Popen[bytes]]()
 
-    def attach(place: Place, route: bytes) -> Any:
+    def attach(place: ChannelPlace, route: bytes) -> Any:
         command = [sys.executable, "-c", ACTOR, root, place.path, route.decode()]
         processes.append(subprocess.Popen(command))
         return asyncio.ensure_future(asyncio.to_thread(processes[0].wait))
@@ -433,7 +433,7 @@ async def one_token(pool: EnginePool) -> Segment:
         seed=1,
         max_tokens=1,
         temperature=1.0,
-        route=Route(),
+        route=RequestRoute(),
     )
 
 

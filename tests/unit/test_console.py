@@ -192,7 +192,7 @@ def test_the_first_signal_sets_a_flag(handlers: object, capsys: pytest.CaptureFi
             assert stop
             stop.end(3, is_main=True)
 
-    with pytest.raises(signals.Ended) as ended:
+    with pytest.raises(signals.EndedBySignal) as ended:
         loop()
     assert ended.value.number == signal.SIGINT
     said = capsys.readouterr().err.splitlines()
@@ -210,7 +210,7 @@ def test_a_second_signal_ends_at_once(handlers: object, monkeypatch: pytest.Monk
             os.kill(os.getpid(), signal.SIGTERM)
             pytest.fail("the loop went on")
 
-    with pytest.raises(signals.Ended):
+    with pytest.raises(signals.EndedBySignal):
         loop()
 
 

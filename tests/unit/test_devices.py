@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.apps.doctor import doctor, machine
-from megarl.apps.doctor.findings import Answer
+from megarl.apps.doctor.findings import ProgramOutcome
 from megarl.errors import UserError
 from megarl.parallel import devices, mesh
 
@@ -56,7 +56,7 @@ def test_no_run_takes_the_cpu_beside_gpus(
         mesh.local_device()
     assert [part for part in said if part not in str(refused.value)] == []
     # The doctor says the same.
-    told = Answer(0, json.dumps([cuda, []]), "")
+    told = ProgramOutcome(0, json.dumps([cuda, []]), "")
     monkeypatch.setattr(machine, "ask_python", lambda program: told)
     (finding,) = machine.check_accelerators()
     assert finding.status == "FAIL"
@@ -145,7 +145,7 @@ def test_the_toolkit_is_read_from_nvcc(tmp_path: Path, monkeypatch: pytest.Monke
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "ask_python", lambda program: Answer(0, "13.0", ""))
+    monkeypatch.setattr(doctor, "ask_python", lambda program: ProgramOutcome(0, "13.0", ""))
     (finding,) = doctor.check_toolkit()
     assert (finding.status, "12.4" in finding.found) == ("warn", True)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
@@ -168,7 +168,7 @@ def test_no_python_header_is_told(
 
 def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [["Tesla V100", 30, 32, False], ["NVIDIA A100", 80, 80, True]]
-    told = Answer(0, json.dumps(["12.8", gpus]), "")
+    told = ProgramOutcome(0, json.dumps(["12.8", gpus]), "")
     monkeypatch.setattr(machine, "ask_python", lambda program: told)
     assert [finding.status for finding in machine.check_accelerators()] == ["warn", "ok"]
 

@@ -19,7 +19,7 @@ from support.tiny import sft_config
 from megarl import cli
 from megarl.activity import files as activity_files
 from megarl.apps.runs.report import write_report
-from megarl.apps.tune.reference_scores import read, write
+from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
 from megarl.checks.folder_checks import check_writable, owned_folder
 from megarl.errors import UserError
@@ -127,7 +127,7 @@ def test_links_files_of_others_and_files_that_vanish_pass(
 
 
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
-    assert lease.decode(DEEP.encode()) is None
+    assert lease.decode_lease(DEEP.encode()) is None
     path = tmp_path / "metrics.jsonl"
     path.write_text(DEEP + "\n")
     with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
@@ -139,7 +139,7 @@ def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
         Reader(path)
     (tmp_path / "rank0.json").write_text(DEEP + "\n")
-    assert activity_files.read(tmp_path) == []
+    assert activity_files.read_lives(tmp_path) == []
     (tmp_path / "digests.json").write_text(DEEP)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
     assert not manifest.has_other_digests(tmp_path)
@@ -162,15 +162,15 @@ HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 2)}"
 def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
-    assert read(path, 3) is None
-    write(path, np.ones((3, 2)))
-    scores = read(path, 3)
+    assert read_scores(path, 3) is None
+    write_scores(path, np.ones((3, 2)))
+    scores = read_scores(path, 3)
     assert scores is not None and scores.tolist() == np.ones((3, 2)).tolist()
     path.write_bytes(path.read_bytes()[:-1])
-    assert read(path, 3) is None
+    assert read_scores(path, 3) is None
     path.unlink()
     os.mkfifo(path)
-    assert read(path, 3) is None
+    assert read_scores(path, 3) is None
 
 
 @pytest.mark.parametrize(("name", "record"), [

@@ -24,7 +24,7 @@ from support.reward_servers import serving
 from support.tiny import write_classifier, write_model, write_tokenizer
 
 from megarl.apps.serve.judge import EngineJudge, seed_of
-from megarl.apps.serve.judge_prompt import JudgePrompt, parse, values
+from megarl.apps.serve.judge_prompt import JudgePrompt, parse_template, values
 from megarl.apps.serve.judge_verdict import NoVerdict, VerdictReader
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.reward_server_checks import check_serve_reward
@@ -115,12 +115,12 @@ def test_patterns_that_are_refused(pattern: str, says: str) -> None:
 ])  # fmt: skip
 def test_templates_that_are_refused(template: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"^judge\.template has") as told:
-        parse(template, "judge.template")
+        parse_template(template, "judge.template")
     assert says in str(told.value)
 
 
 def test_a_template_is_cut_at_its_fields() -> None:
-    found = parse('{prompt}: {response}{fields.a.b} {{"score": 1}}', "x")
+    found = parse_template('{prompt}: {response}{fields.a.b} {{"score": 1}}', "x")
     assert found == (["", ": ", "", ' {"score": 1}'], ["prompt", "response", "fields.a.b"])
 
 
@@ -464,7 +464,7 @@ def test_the_recipes_of_the_page(kind: str) -> None:
     tree = {"folder": "x"} | yaml.safe_load(found[1])
     config = from_tree(ServeRewardConfig, tree, where="the page")
     if (judge := config.judge).model.path:
-        _, fields = parse(judge.template, "judge.template")
+        _, fields = parse_template(judge.template, "judge.template")
         assert fields == ["fields.question", "answer", "response"]
         reader = VerdictReader(judge.verdict, judge.choices, judge.lowest, judge.highest)
         assert reader.read("Sound. Score: 7") == 0.7

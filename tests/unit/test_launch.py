@@ -21,9 +21,9 @@ from support.commands import ROOT
 from megarl.activity.process import start_of
 from megarl.apps.launch import launch_run
 from megarl.apps.launch.launch import main
-from megarl.apps.launch.launch_plan import Command
+from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
-from megarl.apps.launch.launch_run import Launch, Launcher, Running
+from megarl.apps.launch.launch_run import Launch, Launcher, RunningProcess
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -427,16 +427,16 @@ def test_only_marked_processes_are_ended() -> None:
             process.communicate()
 
 
-def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, Running]:
+def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, RunningProcess]:
     """A Python program below a launcher that runs it as ranks or as Ray; its first line is read."""
-    process = Process(kind, 0, Command({}, [sys.executable, "-c", code]))
+    process = Process(kind, 0, ProgramCommand({}, [sys.executable, "-c", code]))
     at = Addresses(state=f"/tmp/megarl-test-{os.getpid()}")
     launcher = Launcher(Launch([process], ["here"], at, Path()), dict(os.environ))
     words = [sys.executable, "-m", "megarl.apps.launch.node_process", kind, *process.command.words]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     popen = subprocess.Popen(words, **pipes, start_new_session=True)
     assert popen.stdout is not None
-    launcher.running.append(Running(process, popen, None))
+    launcher.running.append(RunningProcess(process, popen, None))
     return launcher, launcher.running[0]
 
 

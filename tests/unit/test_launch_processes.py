@@ -16,7 +16,7 @@ from megarl.apps.launch.launch_plan import (
     make_supervised_plan,
 )
 from megarl.apps.launch.launch_processes import Addresses, by_hand, processes
-from megarl.apps.launch.slurm import allocated_hosts, early_kill, expanded, srun
+from megarl.apps.launch.slurm import allocated_hosts, early_kill, expanded_hosts, srun
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.config import RunConfig, SftConfig, from_tree, read
 from megarl.signals import SHUTDOWN
@@ -147,13 +147,13 @@ def test_places_on_the_cpu() -> None:
     ("a[1-2]b[3,5]", ["a1b3", "a1b5", "a2b3", "a2b5"]),
 ])  # fmt: skip
 def test_a_list_of_nodes(nodes: str, hosts: list[str]) -> None:
-    assert expanded(nodes) == hosts
+    assert expanded_hosts(nodes) == hosts
 
 
 @pytest.mark.parametrize("nodes", ["", "gpu[1", "gpu[a-b]", "a b"])
 def test_a_list_of_nodes_that_is_none(nodes: str) -> None:
     with pytest.raises(ValueError, match="not a list of nodes"):
-        expanded(nodes)
+        expanded_hosts(nodes)
 
 
 def test_an_allocation() -> None:

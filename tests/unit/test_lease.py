@@ -37,7 +37,7 @@ def owner(folder: Path) -> Record:
     """What the newest lease file says."""
     found = newest(folder)
     assert found is not None
-    record = leases.decode(found[1].read_bytes())
+    record = leases.decode_lease(found[1].read_bytes())
     assert record is not None
     return record
 
@@ -305,6 +305,6 @@ def test_a_living_owner_of_a_newer_version_is_refused(tmp_path: Path, touches: b
 def test_further_fields_of_a_lease_are_passed_over() -> None:
     record = left_by(7, "1")
     more = json.loads(record.encode()) | {"colour": "red", "format": 1}
-    assert leases.decode(json.dumps(more).encode()) == record
-    assert leases.decode(json.dumps(more | {"format": 2}).encode()) is None
-    assert leases.decode(b"[]") is None
+    assert leases.decode_lease(json.dumps(more).encode()) == record
+    assert leases.decode_lease(json.dumps(more | {"format": 2}).encode()) is None
+    assert leases.decode_lease(b"[]") is None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.apps.verifiers.arithmetic import evaluate
+from megarl.apps.verifiers.arithmetic import calculate
 from megarl.apps.verifiers.mathematics import depth
 from megarl.apps.verifiers.notation import plain_number, without_doubled
 from megarl.environments.config import EnvironmentConfig
@@ -242,14 +242,14 @@ def test_arithmetic_is_that_of_python(text: str) -> None:
         expected = eval(python, names)
     except ZeroDivisionError:
         expected = None
-    assert evaluate(text) == expected
+    assert calculate(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "x", "1 2", "2(3)", "1\\frac{1}{2}", "\\frac12", "1/0", "(1", "1)", "(1}", "1+", "2^0.5", "9^{9^{9}}", "2^2^2", "1,234", "9" * 2000, "(" * 200 + "1" + ")" * 200]
 )  # fmt: skip
 def test_what_is_not_plain_arithmetic_is_left_alone(text: str) -> None:
-    assert evaluate(text) is None
+    assert calculate(text) is None
 
 
 @given(st.text("{}()[]x", max_size=30))

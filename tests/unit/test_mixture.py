@@ -34,7 +34,7 @@ from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import NamedVerifierConfig
 from megarl.loops.evaluate import over_samples
 from megarl.rollout.batch import describe
-from megarl.rollout.evaluation import summarise
+from megarl.rollout.evaluation import summarise_records
 from megarl.schema import replace
 from megarl.types import Prompt, Verdict
 
@@ -264,11 +264,11 @@ def test_evaluations_have_metrics_of_each_source() -> None:
     one = {"correct": True, "reward": 1.0, "tokens": 4, "finish": "stop", "failure": "",
            "metrics": {}}  # fmt: skip
     other = one | {"correct": False, "reward": 0.0, "tokens": 8, "finish": "length"}
-    found = summarise([one | {"environment": "math"}, other | {"environment": "code"}])
+    found = summarise_records([one | {"environment": "math"}, other | {"environment": "code"}])
     assert found["accuracy"] == 0.5
     assert found["source/math/accuracy"] == 1.0 and found["source/code/accuracy"] == 0.0
     assert found["source/code/length/truncated_share"] == 1.0
-    assert not any(name.startswith("source/") for name in summarise([one, other]))
+    assert not any(name.startswith("source/") for name in summarise_records([one, other]))
 
 
 def test_majorities_are_counted_by_the_verifier_of_each_row() -> None:

@@ -20,7 +20,7 @@ from megarl.apps.runs.report import write_report
 from megarl.errors import UserError
 from megarl.observe.config import ObserveConfig
 from megarl.observe.live_report import LiveReport
-from megarl.observe.observer import Observer, shown
+from megarl.observe.observer import Observer, shown_metrics
 from megarl.observe.sinks import read_records
 from megarl.observe.summary import read_run, summary
 from megarl.types import StepReport
@@ -143,8 +143,8 @@ def test_progress_on_a_terminal_is_a_bar(
 
 
 def test_shown_tolerates_missing_and_null() -> None:
-    assert shown({}) == ""
-    assert shown({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"  # type: ignore[dict-item]
+    assert shown_metrics({}) == ""
+    assert shown_metrics({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"  # type: ignore[dict-item]
 
 
 # Summary

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from megarl.apps.launch.launch import main
-from megarl.apps.launch.launch_plan import Command, Gpu, Gpus, Options, make_plan
+from megarl.apps.launch.launch_plan import Gpu, Gpus, Options, ProgramCommand, make_plan
 from megarl.apps.launch.placement_table import compressed, placement
 from megarl.checks.engine_checks import check_placement
 from megarl.config import RunConfig, read
@@ -219,7 +219,7 @@ def test_printed_commands_are_waited_for() -> None:
     """A shell that runs a printed line gets the exit code of its program. setsid, run by a shell
     with job control, would return 0 at once.
     """
-    line = str(Command({"A": "a b", "B": ""}, [sys.executable, "-c", "exit(7)"]))
+    line = str(ProgramCommand({"A": "a b", "B": ""}, [sys.executable, "-c", "exit(7)"]))
     assert line.startswith("env A='a b' B= ")
     shell = ["bash", "-c", f"set -m\n{line}\nexit $?"]
     assert subprocess.run(shell, timeout=60).returncode == 7

@@ -11,7 +11,7 @@ import pytest
 from support.tiny import write_tokenizer
 from transformers import AutoTokenizer
 
-from megarl.apps.tune.pairs import batch_of, merged
+from megarl.apps.tune.pairs import merged, pair_batch
 from megarl.config import PreferenceConfig, RewardModelConfig, from_tree
 from megarl.data.config import PreferencesConfig
 from megarl.data.preferences import PreferenceList, load_preferences
@@ -145,16 +145,16 @@ def test_the_fingerprint_covers_everything(tokenizer: Any, tmp_path: Path) -> No
 
 def test_a_batch(tokenizer: Any, tmp_path: Path) -> None:
     rows = load(tokenizer, tmp_path, [PAIR, OTHER | {"chosen": "04"}])
-    batch = batch_of([rows.row(1), rows.row(0)], np.array([[1.0, 2.0], [3.0, 4.0]]))
+    batch = pair_batch([rows.row(1), rows.row(0)], np.array([[1.0, 2.0], [3.0, 4.0]]))
     assert batch.reference.tolist() == [[3.0, 4.0], [1.0, 2.0]]
     assert batch.samples.ids.tolist() == [0, 1, 2, 3]
     assert batch.num_tokens.tolist() == [[3, 2], [2, 2]]
     assert batch.side(1).ids.tolist() == [1, 3]
     assert batch.margins.tolist() == [0.0, 0.0] and batch.is_desirable.tolist() == [True, True]
     judged = load(tokenizer, tmp_path, [PAIR | {"by": 0.5}, OTHER | {"by": 2}], margin_column="by")
-    assert batch_of([judged.row(1), judged.row(0)], None).margins.tolist() == [2.0, 0.5]
+    assert pair_batch([judged.row(1), judged.row(0)], None).margins.tolist() == [2.0, 0.5]
     single = load(tokenizer, tmp_path, [PAIR, OTHER], single=True)
-    rows = batch_of([single.row(n) for n in (1, 2, 3)], None)
+    rows = pair_batch([single.row(n) for n in (1, 2, 3)], None)
     assert rows.is_desirable.tolist() == [False, True, False] and not rows.reference.any()
     whole = merged([batch, batch])
     assert whole is not None and whole.samples.ids.tolist() == list(range(8))
@@ -197,7 +197,7 @@ def test_a_response_to_another_prompt_that_is_too_long(
         one, same = found.row(n), whole.row(n)
         assert (one.prompt_ids, one.responses[0]) == (same.prompt_ids, same.responses[0])
     assert found.fingerprint != whole.fingerprint and found.digest != whole.digest
-    samples = batch_of([found.row(n) for n in range(4)], None).samples
+    samples = pair_batch([found.row(n) for n in range(4)], None).samples
     shown = [tokenizer.decode(one) for one in np.split(samples.token_ids, samples.offsets[1:-1])]
     assert shown[:4] == ["1+2+3=6<eos>", "3=34567<eos>", "1+2+3=5<eos>", "1+2+3=4<eos>"]
     assert shown[4::2] == ["2=34567<eos>", "2=4<eos>"]

@@ -76,18 +76,18 @@ def test_a_wrong_file_is_one_line(name: str, tmp_path: Path) -> None:
     ("~", None),
 ])  # fmt: skip
 def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    found = recipe_file.parse(text)
+    found = recipe_file.parse_yaml(text)
     assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize("text", ["1e5", "0o17", "010", "1_0", "2024-01-01", "true", "~", "a: b"])
 def test_a_text_that_looks_like_a_number_is_written_as_a_text(text: str) -> None:
-    assert recipe_file.parse(recipe_file.dump({"a": text})) == {"a": text}
+    assert recipe_file.parse_yaml(recipe_file.dump_yaml({"a": text})) == {"a": text}
 
 
 def write(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"
-    path.write_text(recipe_file.dump(recipe_file.parse(GOOD) | changes))
+    path.write_text(recipe_file.dump_yaml(recipe_file.parse_yaml(GOOD) | changes))
     return path
 
 
@@ -276,7 +276,7 @@ def test_paths_are_expanded_in_every_section(at_home: Path) -> None:
 
 
 def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
-    (folder / "recipe.yaml").write_text(recipe_file.dump(tree))
+    (folder / "recipe.yaml").write_text(recipe_file.dump_yaml(tree))
     return folder / "recipe.yaml"
 
 

@@ -35,8 +35,8 @@ from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.rollout.engine import Pulse
 from megarl.rollout.pauses import Pauses
-from megarl.rollout.requests import MOST_LOSSES, EnginePool, Route
-from megarl.rollout.waits import Progress, PublishAgain, Rejoins, Waits
+from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
+from megarl.rollout.waits import PublishAgain, Rejoins, WaitProgress, Waits
 from megarl.schema import replace
 from megarl.types import Prompt, Segment
 
@@ -159,7 +159,7 @@ class Engine:
 
 
 def request(
-    pool: EnginePool, seed: int, route: Route | None = None, *, prompt: Prompt = PROMPT
+    pool: EnginePool, seed: int, route: RequestRoute | None = None, *, prompt: Prompt = PROMPT
 ) -> Any:
     return pool.generate(
         prompt,
@@ -168,14 +168,14 @@ def request(
         seed=seed,
         max_tokens=4,
         temperature=1.0,
-        route=route or Route(),
+        route=route or RequestRoute(),
     )
 
 
 def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
     async def scene() -> None:
         engines = [Engine(EngineLost("gone")), Engine()]
-        pool, route = EnginePool(engines, RolloutConfig()), Route(0)
+        pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
         await request(pool, 7, route)
         assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7], 1)
         await request(pool, 8)
@@ -402,7 +402,7 @@ def test_silence_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) 
     """Not from the question that has found it."""
     now = [100.0]
     monkeypatch.setattr("megarl.rollout.waits.time.monotonic", lambda: now[0])
-    moved = Progress()
+    moved = WaitProgress()
     now[0] = 103.0
     assert moved.silent_s == 3.0
     assert moved.add(2, 5) == 7 and moved.silent_s == 0.0

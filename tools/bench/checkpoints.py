@@ -46,7 +46,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: steps of each kind in turn; returns their seconds and the bytes of a checkpoint."""
     from transformers import PreTrainedTokenizerFast
 
-    from megarl.apps.tune.sft import train
+    from megarl.apps.tune.sft import sft_step
     from megarl.checkpoints.checkpoint import Checkpoints
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
@@ -80,7 +80,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
                 checkpoints.in_background = kind == "background"
                 path = checkpoints.save(step=done + 1, next_ordinal=0)
             copied_at = time.perf_counter()
-            train(role, samples, done, guard)
+            sft_step(role, samples, done, guard)
             checkpoints.finish()
             done += 1
             return {

@@ -4,11 +4,12 @@ and losses, which must agree.
     python tools/bench/layouts.py --ranks 2 [--json] [--zero 0,3] [--layouts 2x1x1,1x1x2]
 
 A layout is data x sequence x tensor. Each trains the same few supervised steps
-(`megarl.apps.tune.sft.train`: packed sequences, RoleModel, DeepSpeed, AdamW) on the same documents
-of uneven lengths, so losses must agree: the table has the largest relative difference to the first
-layout's losses over all steps, and a difference beyond rounding is an error. One launch of gloo
-ranks with one thread each runs all layouts (NCCL where there are GPUs); the first layout runs once
-before, to load libraries. The model is a Qwen2 with random weights of the requested sizes.
+(`megarl.apps.tune.sft.sft_step`: packed sequences, RoleModel, DeepSpeed, AdamW) on the same
+documents of uneven lengths, so losses must agree: the table has the largest relative difference to
+the first layout's losses over all steps, and a difference beyond rounding is an error. One launch
+of gloo ranks with one thread each runs all layouts (NCCL where there are GPUs); the first layout
+runs once before, to load libraries. The model is a Qwen2 with random weights of the requested
+sizes.
 
 Steps of each layout, in this order: one warm-up, one counted, one warm-up, `--steps` timed.
 
@@ -111,7 +112,7 @@ def train_under(
     import torch
     from count_messages import MessageCount
 
-    from megarl.apps.tune.sft import train
+    from megarl.apps.tune.sft import sft_step
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -147,7 +148,7 @@ def train_under(
         def step() -> None:
             barrier(mesh.world)
             started_at = time.perf_counter()
-            losses.append(train(role, samples, len(losses), guard).metrics["loss"])
+            losses.append(sft_step(role, samples, len(losses), guard).metrics["loss"])
             seconds.append(time.perf_counter() - started_at)
 
         step()

@@ -168,7 +168,7 @@ def run_loop(
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
     """
-    from megarl.activity.files import FOLDER, read
+    from megarl.activity.files import FOLDER, read_lives
 
     setting = Setting(1, KINDS[kind], 1, KINDS[kind])
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
@@ -179,7 +179,7 @@ def run_loop(
     for record in records:
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
             raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
-    lives = read(work / "run" / FOLDER)
+    lives = read_lives(work / "run" / FOLDER)
     begins = next(one.steps for one in lives if one.process == "rank0")
     begins = [step["ts"] / 1e6 for step in begins]
     if len(begins) != sizes["steps"]:

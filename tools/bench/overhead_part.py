@@ -147,11 +147,11 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     prepare_environment(config.training.num_threads)
     from megarl.apps.runs.command_checks import check_replay
     from megarl.rollout.batch_files import batch_of
-    from megarl.trainer.context import open_run
+    from megarl.trainer.context import open_context
 
     Path(config.folder).mkdir()
     with ExitStack() as stack:
-        context = stack.enter_context(open_run(config, check_replay(config)))
+        context = stack.enter_context(open_context(config, check_replay(config)))
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
         made: list[tuple[float, float]] = []

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from megarl.apps.doctor.findings import Finding, ask, ask_python
+from megarl.apps.doctor.findings import Finding, ask_python, run_program
 from megarl.data.hub import hub_state
 
 
@@ -45,7 +45,7 @@ def check_memfd() -> list[Finding]:
             file.flush()
             with mmap.mmap(file.fileno(), 8):
                 path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                answer = ask(
+                answer = run_program(
                     [
                         sys.executable,
                         "-I",

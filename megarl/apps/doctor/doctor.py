@@ -28,7 +28,7 @@ from megarl.apps.doctor.communication import (
     check_port,
     check_ray,
 )
-from megarl.apps.doctor.findings import Finding, ask, ask_python, core_share
+from megarl.apps.doctor.findings import Finding, ask_python, core_share, run_program
 from megarl.apps.doctor.machine import (
     check_accelerators,
     check_disk,
@@ -75,7 +75,7 @@ def check_toolkit() -> list[Finding]:
     nvcc = str(beside) if beside.is_file() else shutil.which("nvcc")
     if nvcc is None:
         return [Finding("CUDA toolkit", "ok", "none, and none is needed")]
-    told = ask([nvcc, "-V"], within_s=20)
+    told = run_program([nvcc, "-V"], within_s=20)
     found = re.search(r"release (\d+\.\d+)", told.output)
     built = ask_python("import torch; print(torch.version.cuda or '')").output
     if found is None or not built:
@@ -191,7 +191,7 @@ def _of_load(late: Finding, share: float) -> Finding:
     return replace(late, status="warn", found=found, fix="try again when the machine is less busy")
 
 
-def table(findings: Sequence[Finding]) -> str:
+def findings_table(findings: Sequence[Finding]) -> str:
     """The findings as text: a line for each, and a line for the fix where there is one."""
     width = max(len(finding.check) for finding in findings)
     lines = []
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             )
         )
     else:
-        result(table(findings))
+        result(findings_table(findings))
         verdict = (
             "this machine can run megarl"
             if not failed

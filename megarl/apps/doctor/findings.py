@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramOutcome:
     """Outcome of a program that was run with a deadline."""
 
     code: int | None
@@ -71,9 +71,9 @@ def core_share(spin_s: float = 0.3) -> float:
     return (time.thread_time() - own) / (time.perf_counter() - wall)
 
 
-def ask(
+def run_program(
     command: list[str], *, within_s: float, environment: dict[str, str] | None = None
-) -> Answer:
+) -> ProgramOutcome:
     """Run `command` for at most `within_s` seconds, then kill every process that it started.
 
     `environment` is added to the current one.
@@ -92,7 +92,7 @@ def ask(
             cwd=tempfile.gettempdir(),  # no file of the user shadows a package
         )
     except OSError as error:
-        return Answer(1, "", str(error))
+        return ProgramOutcome(1, "", str(error))
     code: int | None
     try:
         out, err = process.communicate(timeout=within_s)
@@ -105,9 +105,9 @@ def ask(
             subprocess.TimeoutExpired
         ):  # a process that is left has the pipe open
             process.communicate(timeout=1.0)
-        return Answer(None, "", f"no answer within {within_s:g} s")
+        return ProgramOutcome(None, "", f"no answer within {within_s:g} s")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
-    return Answer(code, out.strip(), lines[-1][:200] if lines else f"exit code {code}")
+    return ProgramOutcome(code, out.strip(), lines[-1][:200] if lines else f"exit code {code}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -126,11 +126,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def ask_python(
     program: str, *arguments: str, within_s: float = PROCESS_WITHIN_S, **environment: str
-) -> Answer:
+) -> ProgramOutcome:
     """Run a Python program with this interpreter for at most `within_s` seconds.
 
     `arguments` are its command line, `environment` is added to the current one.
     """
-    return ask(
+    return run_program(
         [sys.executable, "-c", program, *arguments], within_s=within_s, environment=environment
     )

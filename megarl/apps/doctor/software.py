@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.apps.doctor.findings import Finding, ask, ask_python
+from megarl.apps.doctor.findings import Finding, ask_python, run_program
 from megarl.kernels.packed_varlen import has_module
 
 OLDEST_PYTHON = (3, 11)
@@ -198,9 +198,9 @@ def check_compiler() -> list[Finding]:
             "#include <vector>\nint main() { return"
             " static_cast<int>(std::vector<int>{}.size()); }\n"
         )
-        answer = ask([name, "-std=c++17", str(source), "-o", f"{folder}/a"], within_s=20)
+        answer = run_program([name, "-std=c++17", str(source), "-o", f"{folder}/a"], within_s=20)
         if answer.code == 0:
-            answer = ask([f"{folder}/a"], within_s=5)
+            answer = run_program([f"{folder}/a"], within_s=5)
     if answer.code != 0:
         fix = "install g++ (Debian: apt-get install g++), or set CXX to a C++17 compiler"
         failure = answer.failure("C++ compiler", fix)

@@ -18,15 +18,15 @@ from pathlib import Path
 
 from megarl import config as configs
 from megarl.apps.launch.launch_plan import (
-    Command,
     Gpus,
     Options,
     Plan,
+    ProgramCommand,
     deal,
     deal_cpu,
     make_plan,
     make_supervised_plan,
-    parse,
+    parse_options,
 )
 from megarl.apps.launch.launch_processes import (
     RAY_PORT,
@@ -38,7 +38,7 @@ from megarl.apps.launch.launch_processes import (
     refuse_port,
     refuse_transport,
 )
-from megarl.apps.launch.launch_run import Launch, Launcher, say
+from megarl.apps.launch.launch_run import Launch, Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
 from megarl.config import RunConfig, SftConfig
@@ -46,7 +46,7 @@ from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.launcher import free_port
 from megarl.schema import require
-from megarl.signals import SAVE_WITHIN_S, Ended
+from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
 SECTIONS = {"teacher": configs.DistillConfig, "demonstrations": SftConfig}
 """{section of a recipe: the configuration that alone has it}."""
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     Returns the exit code.
     """
     try:
-        options = parse(arguments)
+        options = parse_options(arguments)
         written = configs.written_tree(options.recipe)
         own = os.uname().nodename
         planned = options.num_nodes is not None  # for nodes that this process need not be on
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         # Every recipe without a section that only another command has is one of `megarl train`.
         kind = next((one for section, one in SECTIONS.items() if section in written), RunConfig)
         command = configs.COMMANDS[kind]
-        config = configs.read(kind, options.recipe, options.overrides, say)
+        config = configs.read(kind, options.recipe, options.overrides, announce)
         require(
             not options.requeue or config.resume is not False,
             "--requeue needs a run that goes on from its checkpoint; set resume to auto",
@@ -104,20 +104,20 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         if elsewhere:
             lines += ["", f"started from {hosts[0]}, the allocation's first host, through:"]
-            lines += [f"  {Command({}, there)}"]
+            lines += [f"  {ProgramCommand({}, there)}"]
         result("\n".join([*lines, "", "the recipe passes; nothing was started"]))
         return 0
     if elsewhere:
-        say(f"this is not the allocation's first host; going to {hosts[0]}")
+        announce(f"this is not the allocation's first host; going to {hosts[0]}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
     refuse_owned(config)
     if warning := early_kill(os.environ, plan.save_within_s):
-        say(warning)
+        announce(warning)
     print("\n".join(lines), file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)
-    return run(Launch(started, hosts, at, logs, more_s), job if options.requeue else "")
+    return run_launch(Launch(started, hosts, at, logs, more_s), job if options.requeue else "")
 
 
 def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:
@@ -130,7 +130,7 @@ def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:
         raise ValueError(f"{options.recipe}: {error}") from error
 
 
-def run(launch: Launch, again: str) -> int:
+def run_launch(launch: Launch, again: str) -> int:
     """Run a launch; returns the exit code. `again`: number of the Slurm job to put back into the
     queue after SIGTERM, or when a node does not answer; empty for none.
     """
@@ -138,15 +138,15 @@ def run(launch: Launch, again: str) -> int:
     try:
         code = launcher.run()
         if code != 0 and launcher.silent:
-            say(f"error: {', '.join(launcher.silent)} did not end in time: is the node dead?")
+            announce(f"error: {', '.join(launcher.silent)} did not end in time: is the node dead?")
             interrupted = True
         return code
-    except Ended as ended:
+    except EndedBySignal as ended:
         interrupted = ended.number != signal.SIGINT
         raise
     finally:
         if again and interrupted:
-            say(requeue(again))
+            announce(requeue(again))
 
 
 def addresses(options: Options, hosts: Sequence[str]) -> Addresses:

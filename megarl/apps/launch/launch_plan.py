@@ -90,7 +90,7 @@ class Gpus:
     on_cpu: bool = False
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse_options(arguments: Sequence[str]) -> Options:
     """Parse the command line. Raises `ValueError` that names the wrong argument and what to write
     instead.
     """
@@ -342,7 +342,7 @@ def _engines(
 
 
 @dataclass(frozen=True)
-class Command:
+class ProgramCommand:
     """A program to start with the variables in `environment` added."""
 
     environment: dict[str, str]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.apps.launch.launch_plan import Command, Gpu, Gpus, Options, Plan
+from megarl.apps.launch.launch_plan import Gpu, Gpus, Options, Plan, ProgramCommand
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
 from megarl.private_folder import MARK
 from megarl.schema import require
@@ -67,7 +67,7 @@ class Process:
     kind: Literal["ray", "ranks"]
     node: int
     """Number of the node, from 0."""
-    command: Command
+    command: ProgramCommand
 
 
 def refuse_port(options: Options, num_nodes: int) -> None:
@@ -129,7 +129,7 @@ def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
     return lines
 
 
-def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
+def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     """The command that starts Ray on a node: the head on node 0."""
     mine = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
     words = ["ray", "start"]
@@ -149,7 +149,7 @@ def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> Command:
     visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
     patience = _patience(plan) if at.python else {}
     settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 and at.python else {})
-    return Command(settings | _mark(at) | patience | hidden | visible, words)
+    return ProgramCommand(settings | _mark(at) | patience | hidden | visible, words)
 
 
 def _torchrun(
@@ -160,7 +160,7 @@ def _torchrun(
     options: Options,
     command: str,
     at: Addresses,
-) -> Command:
+) -> ProgramCommand:
     """The command that starts the trainer ranks of a node."""
     mine = [gpu for gpu in gpus.ranks if gpu.node == node]
     words = ["megarl", "torchrun"]
@@ -178,7 +178,7 @@ def _torchrun(
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
     environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)}
-    return Command(ray | _mark(at) | _patience(plan) | environment, words)
+    return ProgramCommand(ray | _mark(at) | _patience(plan) | environment, words)
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

@@ -54,7 +54,7 @@ class Launch:
 
 
 @dataclass
-class Running:
+class RunningProcess:
     """A started process."""
 
     process: Process
@@ -85,7 +85,7 @@ class Launcher:
 
     launch: Launch
     environment: dict[str, str] = field(default_factory=dict)
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningProcess] = field(default_factory=list)
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set by a signal while everything is being ended, or once ranks have failed: nothing is waited
     for then."""
@@ -121,7 +121,7 @@ class Launcher:
         if found.is_dir():
             with contextlib.suppress(OSError, shutil.Error):
                 shutil.copytree(found, kept, dirs_exist_ok=True)
-            say(f"Ray's logs are in {kept}")
+            announce(f"Ray's logs are in {kept}")
 
     def _run(self) -> int:
         rays = [one for one in self.launch.processes if one.kind == "ray"]
@@ -158,7 +158,7 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("ab")) if log is not None else None
             popen = start(words, environment, out)
-        self.running.append(Running(process, popen, log))
+        self.running.append(RunningProcess(process, popen, log))
 
     def wait_for_ray(self, num_nodes: int) -> bool:
         """Whether Ray runs on `num_nodes` nodes within `READY_WITHIN_S`; if not, says why."""
@@ -181,7 +181,7 @@ class Launcher:
         where = f"on port {at.ray_port}"
         if num_nodes > 1:
             where = f"on all {num_nodes} nodes"
-        say(
+        announce(
             f"error: Ray was not ready {where} within {READY_WITHIN_S:g} s (the last lines of"
             f" {self._place(failed)} are above); is the port taken (--port), or /tmp full?"
         )
@@ -204,7 +204,7 @@ class Launcher:
             lost = next((one for one in rays if one.poll() is not None), None)
             if lost is not None and first is None:
                 self._show_end(lost)
-                say(
+                announce(
                     f"error: Ray{self._of_node(lost)} ended with exit code {lost.code} while the"
                     " trainers were running (its last lines are above); ending them"
                 )
@@ -215,19 +215,19 @@ class Launcher:
         self.hurry.set()
         if first.log is not None:
             self._show_end(first)
-            say(f"the ranks{self._of_node(first)} failed first (their last lines are above)")
+            announce(f"the ranks{self._of_node(first)} failed first (their last lines are above)")
         return first.code or 1
 
-    def _host(self, one: Running) -> str:
+    def _host(self, one: RunningProcess) -> str:
         return self.launch.hosts[one.process.node]
 
-    def _of_node(self, one: Running) -> str:
+    def _of_node(self, one: RunningProcess) -> str:
         return f" on {self._host(one)}" if len(self.launch.hosts) > 1 else ""
 
-    def _place(self, one: Running) -> str:
+    def _place(self, one: RunningProcess) -> str:
         return str(one.log) if len(self.launch.hosts) > 1 else "Ray"
 
-    def _show_end(self, one: Running) -> None:
+    def _show_end(self, one: RunningProcess) -> None:
         """Print the last lines of a process's log on standard error."""
         if one.log is not None:
             lines = one.log.read_text(errors="replace").splitlines()[-20:]
@@ -244,9 +244,9 @@ class Launcher:
         leaders = {one.popen.pid for one in self.running}
         if left := kill_marked(self.launch.addresses.state, leaders):
             numbers = " ".join(map(str, left))
-            say(f"still running after SIGKILL (a driver holds them): {numbers}")
+            announce(f"still running after SIGKILL (a driver holds them): {numbers}")
 
-    def _end(self, which: Sequence[Running], order: bytes, patience_s: float) -> None:
+    def _end(self, which: Sequence[RunningProcess], order: bytes, patience_s: float) -> None:
         for one in which:
             one.order(order)
         deadline = time.monotonic() + patience_s
@@ -256,7 +256,7 @@ class Launcher:
             time.sleep(POLL_S / 4)
 
 
-def say(text: str) -> None:
+def announce(text: str) -> None:
     """Print a line on standard error."""
     print(f"megarl launch: {text}", file=sys.stderr, flush=True)
 

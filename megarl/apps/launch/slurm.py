@@ -27,10 +27,10 @@ def allocated_hosts(environment: Mapping[str, str], own: str) -> list[str]:
         tasks == "1" or not in_step or environment.get("SLURM_STEP_NUM_TASKS") == "1",
         f"srun started this command {tasks} times; start it once: srun --nodes=1 --ntasks=1",
     )
-    return expanded(environment.get("SLURM_JOB_NODELIST") or own)
+    return expanded_hosts(environment.get("SLURM_JOB_NODELIST") or own)
 
 
-def expanded(nodes: str) -> list[str]:
+def expanded_hosts(nodes: str) -> list[str]:
     """Host names of a list as Slurm writes it: "gpu[08-10],login" is gpu08, gpu09, gpu10, login.
 
     Raises `ValueError` for a list that cannot be read.

@@ -40,7 +40,7 @@ LISTED = 5
 
 
 @dataclass
-class Life:
+class UntrainedGroup:
     """A group that is neither void nor of a trained step."""
 
     version: int
@@ -82,7 +82,7 @@ class Audit:
         """Steps before the ledger begins, and the groups that they have used."""
         self.steps: list[Step] = []
         """The trained steps that count, from `first_step` on."""
-        self.open: dict[int, Life] = {}
+        self.open: dict[int, UntrainedGroup] = {}
         """Groups of no trained step, by ordinal."""
         self.ended: Ended | None = None
         """The last event, if the run ended and was not killed."""
@@ -224,7 +224,7 @@ class Audit:
 
     def _draw(self, event: Dispatched) -> None:
         self.dispatched += 1
-        self.open[event.ordinal] = Life(event.version)
+        self.open[event.ordinal] = UntrainedGroup(event.version)
         self._drawn.extend([0] * (event.ordinal + 1 - len(self._drawn)))
         before, drawn = self._drawn[event.ordinal], hash((event.prompt, event.seed)) or 1
         what = f"group {event.ordinal} has another prompt or seed than before a resume"
@@ -284,7 +284,7 @@ class Audit:
             self._check(life.finished is not None, f"{what}, but is not finished")
         life.step, life.is_accepted = event.step, isinstance(event, Accepted)
 
-    def _sweep(self, event: Accepted | Rejected, life: Life) -> None:
+    def _sweep(self, event: Accepted | Rejected, life: UntrainedGroup) -> None:
         """Look at a group that is rejected for its age, before it has finished."""
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
         age = event.step - life.version
@@ -329,7 +329,7 @@ class Audit:
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
 
-    def _ages(self, ordinal: int, life: Life, step: int) -> list[int]:
+    def _ages(self, ordinal: int, life: UntrainedGroup, step: int) -> list[int]:
         """The age in versions of each rollout of a group that `step` is trained on."""
         rollouts = life.finished.rollouts if life.finished is not None else []
         used = {version for one in rollouts for version, _ in one.versions}

@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from megarl.activity.files import FOLDER, Life, of_run, read, seconds
+from megarl.activity.files import FOLDER, Life, of_run, read_lives, seconds
 from megarl.activity.spans import KINDS, Event, micros
 
 STEPS = 6
@@ -31,7 +31,7 @@ Row = list[Event | None]
 
 def last_steps(run: Path) -> str:
     """HTML of the picture, or "" for a run that has recorded no step."""
-    lives = of_run(read(run / FOLDER, only_last=True))
+    lives = of_run(read_lives(run / FOLDER, only_last=True))
     leader = next((life for life in lives if life.process == "rank0" and life.steps), None)
     if leader is None:
         return ""

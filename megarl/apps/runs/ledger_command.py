@@ -31,13 +31,13 @@ def main(arguments: list[str]) -> int:
         reader = Reader(path)
         if reader.is_torn_at_start:
             raise ValueError(f"{path} holds no whole line; the run was killed as it started")
-        found = audit(events(reader))
+        found = audit(ledger_events(reader))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     if reader.torn_bytes:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
-    told = summary(reader, found)
-    result(json.dumps(told) if "--json" in arguments else table(told, found.first_step))
+    told = ledger_summary(reader, found)
+    result(json.dumps(told) if "--json" in arguments else ledger_table(told, found.first_step))
     for what in found.contradictions:
         say(f"megarl: {path}: {what}")
     if (more := found.num_contradictions - len(found.contradictions)) > 0:
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     return 1 if found.num_contradictions else 0
 
 
-def events(reader: Reader) -> Iterator[Event]:
+def ledger_events(reader: Reader) -> Iterator[Event]:
     """The events of a ledger. Raises `ValueError` for a damaged one."""
     for record in reader:
         try:
@@ -58,7 +58,7 @@ def events(reader: Reader) -> Iterator[Event]:
             ) from None
 
 
-def summary(reader: Reader, found: Audit) -> dict[str, Any]:
+def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
     """The audit as JSON data."""
     ages = found.ages
     return {
@@ -82,8 +82,10 @@ def summary(reader: Reader, found: Audit) -> dict[str, Any]:
     }
 
 
-def table(told: dict[str, Any], first_step: int) -> str:
-    """The lines of the table, from the `summary` of a ledger that begins after `first_step` steps."""
+def ledger_table(told: dict[str, Any], first_step: int) -> str:
+    """The lines of the table, from the `ledger_summary` of a ledger that begins after `first_step`
+    steps.
+    """
     flying = told["in_flight"]
     shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))
     shown += ", ..." if len(flying) > SHOWN_IN_FLIGHT else ""

@@ -34,7 +34,7 @@ from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.rollout.batch_files import batch_of
 from megarl.schema import replace
 from megarl.signals import Stop, graceful
-from megarl.trainer.context import RunInputs, open_run
+from megarl.trainer.context import RunInputs, open_context
 
 NOT_COMPARED = ("tokens/trained_per_s", "tokens/generated_per_s")
 """Metrics beside those of `time/` that are not the same when a run is repeated."""
@@ -44,13 +44,13 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     """Replay a run; rank 0 prints what differs as one JSON object. Returns the exit code, 1 if
     anything differs.
     """
-    is_distillation = isinstance(config, DistillConfig)
-    method = Method(distill.train, distill.work) if is_distillation else rl.method_of(config)
+    distills = isinstance(config, DistillConfig)
+    method = Method(distill.imitate, distill.serve_teacher) if distills else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
     # The run has counted skipped and empty steps anew after each resume.
     training = replace(config.training, max_skipped_steps=MOST_STEPS, max_empty_steps=MOST_STEPS)
     config = replace(config, training=training)
-    with open_run(config, inputs) as context:
+    with open_context(config, inputs) as context:
         if not context.is_finished():
             timeout_s = 2 * config.training.collective_timeout_s
             parts = build_training(context, config, inputs, timeout_s)
@@ -104,18 +104,18 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
             parts.observer.step(replace(report, metrics=metrics))
             parts.report.refresh()
         if save_due(parts.context, step + 1, steps):
-            save(parts, step + 1)
+            _save(parts, step + 1)
     else:
         step = steps
     if parts.first_step < step < steps:
-        save(parts, step)
+        _save(parts, step)
     tell(parts, "end", step)
     parts.checkpoints.finish()
     if step < steps:
         stop.end(step, is_main=parts.observer is not None)
 
 
-def save(parts: TrainingParts, done: int) -> None:
+def _save(parts: TrainingParts, done: int) -> None:
     """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
     tell(parts, "save", done)
     parts.checkpoints.save(step=done, next_ordinal=0, algorithm=parts.algorithm_state())

@@ -24,7 +24,7 @@ from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.observe.summary import Evaluation, Run, read_run, summarise
+from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
 
 FILE = "report.html"
 """Name of the page in the run folder."""
@@ -57,7 +57,7 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         template().render,
         title=title,
         steps=[min(steps, default=0), max(steps, default=0)],
-        numbers=summarise(run),
+        numbers=summarise_run(run),
         failures=run.failures,
         learning=learning(run),
         systems=systems(run),

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.files import FOLDER, Life, of_run, read, waits_on
+from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
 from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
-from megarl.checkpoints.lease import RUNS, Record, decode, is_here, lives, newest
+from megarl.checkpoints.lease import RUNS, Record, decode_lease, is_here, lives, newest
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import result
 from megarl.errors import UserError
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
             f"{folder} does not exist; name the folder of a run, of which observe.activity is true"
         )
     try:
-        found = of_run(read(folder, only_last=True))
+        found = of_run(read_lives(folder, only_last=True))
         if not found:
             raise UserError(f"{folder} holds no whole line; the run was killed as it started")
         stacks = stacks_of(folder, found) if "--stacks" in arguments else {}
@@ -54,8 +54,8 @@ def main(arguments: list[str]) -> int:
         fix = "; the processes are asked by a file there: leave --stacks out"
         raise UserError(what + (fix if "--stacks" in arguments else "")) from error
     last = newest(run)
-    owner = decode(last[1].read_bytes()) if last is not None else None
-    told = summary(run, found, stacks, owner)
+    owner = decode_lease(last[1].read_bytes()) if last is not None else None
+    told = status_summary(run, found, stacks, owner)
     if "--json" in arguments:
         result(json.dumps(told))
         return 0
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def summary(
+def status_summary(
     run: Path, found: list[Life], stacks: dict[str, str], owner: Record | None
 ) -> dict[str, Any]:
     """What is known of a run as JSON data. Times are seconds since the epoch."""

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 
-from megarl.activity.files import FOLDER, Life, read
+from megarl.activity.files import FOLDER, Life, read_lives
 from megarl.activity.spans import Event
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     record.
     """
     run, path = run_and_target("timeline", arguments, FILE)
-    lives = read(run / FOLDER)
+    lives = read_lives(run / FOLDER)
     if not lives:
         raise UserError(
             f"{run / FOLDER} holds no record; name the folder of a run, of which observe.activity"

@@ -34,7 +34,7 @@ ROW = "fields."
 ESCAPE = "write {{ and }} for braces that are no field"
 
 
-def parse(template: str, setting: str) -> tuple[list[str], list[str]]:
+def parse_template(template: str, setting: str) -> tuple[list[str], list[str]]:
     """(literals, fields) of a template: the text before each field and, as the last literal, what
     follows them all. Raises `ValueError`, naming `setting`, for an unknown field, or if there is no
     `{response}`.
@@ -108,7 +108,7 @@ class JudgePrompt:
         tokenizer that does not do.
         """
         self._tokenizer = tokenizer
-        literals, self.fields = parse(template, setting)
+        literals, self.fields = parse_template(template, setting)
         self._template: TemplateName = "rendered" if chat else "none"
         self._literals = _in_chat(tokenizer, literals, system, variables) if chat else literals
         added: Mapping[int, Any] = tokenizer.added_tokens_decoder

@@ -253,7 +253,7 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
         try:
             await engine.stop()
         finally:
-            end_children()
+            _end_children()
 
 
 @contextlib.contextmanager
@@ -269,7 +269,7 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_children() -> None:
+def _end_children() -> None:
     """Kill the processes below this one, all of them an engine's, that have not ended by then."""
     import psutil
 

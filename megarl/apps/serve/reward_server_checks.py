@@ -47,10 +47,10 @@ def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> S
     check_writable(config.folder, setting="folder")
     if path := config.reward_model.model.path:
         # Torch and transformers, which a server of verifiers does without.
-        from megarl.apps.serve.served_models import check_reward_model
+        from megarl.apps.serve.served_models import check_served_reward_model
 
         backend = config.reward_model.backend
-        served = check_reward_model(config.reward_model)
+        served = check_served_reward_model(config.reward_model)
         return ServeInputs(f"reward model {path} by {backend}", token, served)
     if path := config.judge.model.path:
         from megarl.apps.serve.served_models import check_judge

@@ -91,7 +91,7 @@ KEEP_ALIVE_S = 75
 
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     """`megarl serve-reward`: answer requests over HTTP until a signal of `SIGNALS` arrives. It is
-    raised as `megarl.signals.Ended`, of which the command line makes the exit code.
+    raised as `megarl.signals.EndedBySignal`, of which the command line makes the exit code.
     Raises `UserError` if the server's address cannot be used.
     """
     folder = Path(config.folder)
@@ -100,7 +100,7 @@ def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     try:
         console.open_log(folder)
         with listening(config.server) as listener:
-            asyncio.run(serve(config, inputs, listener))
+            asyncio.run(_serve(config, inputs, listener))
     finally:
         release()
     return 0
@@ -127,7 +127,7 @@ def listening(server: RewardServerConfig) -> socket.socket:
         ) from None
 
 
-async def serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket.socket) -> None:
+async def _serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socket.socket) -> None:
     """Serve on `listener` until a signal has stopped uvicorn, which then raises it once more."""
     settings = config.server
     async with backend_of(config, inputs) as backend:

@@ -59,7 +59,7 @@ class ServedJudge(ServedModel):
     """Tokens that end what the judge writes."""
 
 
-def check_reward_model(config: ServedModelConfig) -> ServedModel:
+def check_served_reward_model(config: ServedModelConfig) -> ServedModel:
     """Raise `ValueError` unless the reward model can be run by the backend of the recipe."""
     checked = {"torch": _check_torch, "vllm": _check_classifier}[config.backend]
     return _in_section("reward_model", lambda: checked(config))

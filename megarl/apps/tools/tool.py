@@ -38,7 +38,7 @@ class Tool(Protocol):
         ...
 
 
-def name_of(tool: Tool) -> str:
+def tool_name(tool: Tool) -> str:
     """Name under which the model calls the tool."""
     return tool.schema["function"]["name"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.apps.tools.functions import FUNCTIONS, FunctionTool
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import Call, CallReader
-from megarl.apps.tools.tool import CallError, Schema, Tool, name_of
+from megarl.apps.tools.tool import CallError, Schema, Tool, tool_name
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
@@ -57,15 +57,15 @@ class ToolKit:
         await asyncio.gather(*(server.start() for server in self._servers))
         for server in self._servers:
             found += [(f"the server '{server.name}'", tool) for tool in server.tools]
-        names = Counter(name_of(tool) for _, tool in found)
+        names = Counter(tool_name(tool) for _, tool in found)
         for where, tool in found:
-            if names[name_of(tool)] > 1:
-                others = [other for other, one in found if name_of(one) == name_of(tool)]
+            if names[tool_name(tool)] > 1:
+                others = [other for other, one in found if tool_name(one) == tool_name(tool)]
                 raise ValueError(
-                    f"environment.tools has {len(others)} tools named '{name_of(tool)}':"
+                    f"environment.tools has {len(others)} tools named '{tool_name(tool)}':"
                     f" {', '.join(others)}; rename or remove one"
                 )
-            self._tools[name_of(tool)] = tool
+            self._tools[tool_name(tool)] = tool
         if not self._tools:
             raise ValueError("environment.tools: the servers offer no tool; set others")
         if self._codec is not None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megarl.apps.tune.pairs import PairBatch, merged, preference_rows, take, take_all
+from megarl.apps.tune.pairs import PairBatch, merged, preference_rows, take_all_pairs, take_pairs
 from megarl.supervised_config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
@@ -58,9 +58,9 @@ class PairTask(ABC):
         config = context.config
         assert isinstance(config, SupervisedConfig)
         self.role, self._mesh = role, context.mesh
-        self._rows, self._reference = preference_rows(inputs.rows), reference[0]
+        self._rows, self._scores = preference_rows(inputs.rows), reference[0]
         held_out = preference_rows(inputs.held_out_rows)
-        batches = take_all(held_out, context.mesh, config.samples_per_step, reference[1])
+        batches = take_all_pairs(held_out, context.mesh, config.samples_per_step, reference[1])
         # As one batch: its metrics are means over all rows, however many a step has.
         self._held_out = merged(batches)
         self._guard = StepGuard(role, allowed=config.training.max_skipped_steps)
@@ -72,7 +72,7 @@ class PairTask(ABC):
         """
 
     def take(self, first: int, count: int, *, stops: bool) -> PairBatch | None:
-        return take(self._rows, self._mesh, first, count, reference=self._reference, stops=stops)
+        return take_pairs(self._rows, self._mesh, first, count, reference=self._scores, stops=stops)
 
     def train(self, batch: PairBatch, step: int) -> StepReport:
         guard, started_at = self._guard, time.monotonic()

@@ -1,6 +1,6 @@
 """Preferences on ranks: a step's pairs as packed rows, and losses of whole responses.
 
-    PreferenceList --take--> PairBatch --pack_pairs--> MicroBatch (both responses of a pair in one)
+    PreferenceList --take_pairs--> PairBatch --pack_pairs--> MicroBatch (pairs are not separated)
     values [M] of a micro-batch --totals--> [P, 2], one number a response --slopes--> loss of [M]
 
 A pair's loss depends on sums over whole responses, whose tokens sequence-parallel ranks share. Each
@@ -64,7 +64,7 @@ def preference_rows(rows: DataRows | None) -> PreferenceList | None:
     return rows
 
 
-def batch_of(preferences: Sequence[Preference], reference: np.ndarray | None) -> PairBatch:
+def pair_batch(preferences: Sequence[Preference], reference: np.ndarray | None) -> PairBatch:
     """The batch of some preferences. `reference` [N, 2]: the log-probs of all rows of the data set;
     None without a reference.
     """
@@ -84,7 +84,7 @@ def batch_of(preferences: Sequence[Preference], reference: np.ndarray | None) ->
     )
 
 
-def take(
+def take_pairs(
     rows: PreferenceList | None,
     mesh: ProcessMesh,
     first: int,
@@ -99,7 +99,7 @@ def take(
     """
     batch = None
     if rows is not None and not stops:
-        batch = batch_of([rows.at(first + number) for number in range(count)], reference)
+        batch = pair_batch([rows.at(first + number) for number in range(count)], reference)
     return broadcast_object(batch, mesh.world)
 
 
@@ -116,7 +116,7 @@ def merged(batches: Sequence[PairBatch]) -> PairBatch | None:
     )
 
 
-def take_all(
+def take_all_pairs(
     rows: PreferenceList | None,
     mesh: ProcessMesh,
     at_once: int,
@@ -130,7 +130,7 @@ def take_all(
     for first, count in broadcast_object(chunks(num_rows, at_once), mesh.world):
         batch = None
         if rows is not None:
-            batch = batch_of([rows.row(first + number) for number in range(count)], reference)
+            batch = pair_batch([rows.row(first + number) for number in range(count)], reference)
         batch = broadcast_object(batch, mesh.world)
         assert batch is not None
         batches.append(batch)

@@ -69,7 +69,7 @@ class Terms(NamedTuple):
     """[P, 2] implicit reward of each response: the chosen one's should be higher."""
 
 
-def difference(values: torch.Tensor) -> torch.Tensor:
+def pair_difference(values: torch.Tensor) -> torch.Tensor:
     """[P, 2] -> [P]: chosen minus rejected."""
     return values[:, 0] - values[:, 1]
 
@@ -77,13 +77,13 @@ def difference(values: torch.Tensor) -> torch.Tensor:
 def dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     """Direct preference optimisation."""
     rewards = config.scale * pairs.ratios
-    return Terms(-logsigmoid(difference(rewards)), rewards)
+    return Terms(-logsigmoid(pair_difference(rewards)), rewards)
 
 
 def cdpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     """DPO on labels that are swapped with probability `label_smoothing`: its expected loss."""
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
-    x = difference(rewards)
+    x = pair_difference(rewards)
     return Terms(-(1 - wrong) * logsigmoid(x) - wrong * logsigmoid(-x), rewards)
 
 
@@ -92,7 +92,7 @@ def robust_dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     swaps its loss is DPO's loss on the right labels.
     """
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
-    x = difference(rewards)
+    x = pair_difference(rewards)
     loss = -(1 - wrong) * logsigmoid(x) + wrong * logsigmoid(-x)
     return Terms(loss / (1 - 2 * wrong), rewards)
 
@@ -102,13 +102,13 @@ def ipo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     1 / (2 beta).
     """
     ratios = pairs.ratios / pairs.num_tokens if config.length_average else pairs.ratios
-    return Terms((difference(ratios) - 1 / (2 * config.scale)) ** 2, config.scale * ratios)
+    return Terms((pair_difference(ratios) - 1 / (2 * config.scale)) ** 2, config.scale * ratios)
 
 
 def simpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     """Simple preference optimisation: mean log-probs as rewards, without a reference."""
     rewards = config.scale * pairs.means
-    return Terms(-logsigmoid(difference(rewards) - config.target_margin), rewards)
+    return Terms(-logsigmoid(pair_difference(rewards) - config.target_margin), rewards)
 
 
 def orpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
@@ -117,7 +117,7 @@ def orpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     """
     means = pairs.means.clamp(max=-CERTAIN)
     log_odds = means - torch.log(-torch.expm1(means))
-    loss = -pairs.means[:, 0] - config.scale * logsigmoid(difference(log_odds))
+    loss = -pairs.means[:, 0] - config.scale * logsigmoid(pair_difference(log_odds))
     return Terms(loss, config.scale * pairs.means)
 
 
@@ -162,5 +162,5 @@ def bradley_terry(
     """A reward model's loss [P]: -log s(score(chosen) - score(rejected) - margin), and the
     centering term. scores [P, 2], margins [P].
     """
-    loss = -logsigmoid(difference(scores) - margins)
+    loss = -logsigmoid(pair_difference(scores) - margins)
     return loss + config.centering * scores.sum(1) ** 2

@@ -11,7 +11,7 @@ import torch
 
 from megarl.apps.tune.pair_task import PairTask, right
 from megarl.apps.tune.pairs import PairBatch, by_slopes, pack_pairs, preference_rows, totals
-from megarl.apps.tune.pairwise import Pairs, Terms, difference, kto, pair_loss
+from megarl.apps.tune.pairwise import Pairs, Terms, kto, pair_difference, pair_loss
 from megarl.apps.tune.reference_scores import reference_scores
 from megarl.apps.tune.supervised import run_supervised
 from megarl.config import PreferenceConfig
@@ -119,7 +119,7 @@ class PreferenceStep:
             won = right(torch.where(good, rewards - bar, bar - rewards))
             chosen, rejected = rewards[good], rewards[~good]
         else:
-            won, chosen, rejected = right(difference(rewards)), rewards[:, 0], rewards[:, 1]
+            won, chosen, rejected = right(pair_difference(rewards)), rewards[:, 0], rewards[:, 1]
         self.metrics.add(
             loss=share * value,
             chosen=share * chosen.sum(),

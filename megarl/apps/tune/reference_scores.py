@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from megarl import console
-from megarl.apps.tune.pairs import pack_pairs, take_all, totals
+from megarl.apps.tune.pairs import pack_pairs, take_all_pairs, totals
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
@@ -54,7 +54,7 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
             for rows in data
         ]
     found = [
-        read(file, len(rows)) if file is not None and rows is not None else None
+        read_scores(file, len(rows)) if file is not None and rows is not None else None
         for file, rows in zip(files, data, strict=True)
     ]
     missing = broadcast_object(
@@ -76,7 +76,7 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
             if missing[number]:
                 scores = response_logprobs(role, rows, config.samples_per_step)
                 if (file := files[number]) is not None:
-                    write(file, scores)
+                    write_scores(file, scores)
                     found[number] = scores
     finally:
         role.destroy()
@@ -89,7 +89,7 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
     on every rank. All ranks call it together; rank 0 has the `rows`.
     """
     parts = [np.zeros((0, 2))]
-    for batch in take_all(rows, role.mesh, at_once):
+    for batch in take_all_pairs(rows, role.mesh, at_once):
         found = torch.zeros(2 * len(batch), dtype=torch.float64, device=role.device)
         for micro in pack_pairs(batch.samples, role, together=2):
             logprobs, _ = role.engine(micro, 1.0)
@@ -121,7 +121,7 @@ def digest_of(*parts: str) -> str:
     return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
 
 
-def read(path: Path, num_rows: int) -> np.ndarray | None:
+def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
     """The scores [N, 2] in a file of the cache; None if it is not there or damaged."""
     layout = np.lib.format
     head = io.BytesIO()
@@ -138,7 +138,7 @@ def read(path: Path, num_rows: int) -> np.ndarray | None:
     return found if np.isfinite(found).all() else None
 
 
-def write(path: Path, scores: np.ndarray) -> None:
+def write_scores(path: Path, scores: np.ndarray) -> None:
     """Write an array aside, bring it to the disk and rename it, so that no reader meets a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -12,7 +12,7 @@ import torch
 
 from megarl.apps.tune.pair_task import PairTask, right
 from megarl.apps.tune.pairs import PairBatch, by_slopes, pack_pairs, totals
-from megarl.apps.tune.pairwise import bradley_terry, difference
+from megarl.apps.tune.pairwise import bradley_terry, pair_difference
 from megarl.apps.tune.supervised import run_supervised
 from megarl.config import RewardModelConfig
 from megarl.objectives.config import RewardLossConfig
@@ -81,7 +81,7 @@ class RewardModelStep:
             loss=share * value,
             chosen=share * seen[0][:, 0].sum(),
             rejected=share * seen[0][:, 1].sum(),
-            right=share * right(difference(seen[0])).sum(),
+            right=share * right(pair_difference(seen[0])).sum(),
         )
         return found
 

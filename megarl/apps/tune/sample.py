@@ -25,8 +25,7 @@ from megarl.apps.tune.sampling_checks import SampleInputs
 from megarl.apps.tune.text_scores import Text, score_texts
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.config import RunConfig, silence_s
-from megarl.loops.evaluate import answering, generate, make_folder
-from megarl.loops.evaluate import write as write_records
+from megarl.loops.evaluate import add_records, answering, generate, make_folder
 from megarl.observe.sinks import finite
 
 Record = dict[str, Any]
@@ -40,7 +39,7 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
     folder = make_folder(Path(config.folder) / "sample")
     console.open_log(folder)
     with (folder / "records.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as to:
-        groups = sample(config, inputs, to)
+        groups = sample_groups(config, inputs, to)
     if config.reward_models:
         with console.phase("scores of the reward models"):
             add_scores(config, groups)
@@ -50,7 +49,7 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
         console.say("megarl: warning: no response is to be kept; data.jsonl is empty")
     data = folder / "data.jsonl"
     write(data, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
-    found = summary(config, groups, rows)
+    found = sample_summary(config, groups, rows)
     provenance = {
         "megarl": megarl.__version__,
         **found,
@@ -64,7 +63,7 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
     return 0
 
 
-def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Record]]:
+def sample_groups(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Record]]:
     """The responses to each prompt, scored by the environment: [prompt][sample]. Each is also
     written to the file `to`.
     """
@@ -78,7 +77,7 @@ def sample(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Re
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))
             found = list(generate(client, asked, config.rollout.temperature, names))
-            write_records(to, {}, "sampled", found)
+            add_records(to, {}, "sampled", found)
             groups += [found[number :: len(asked)] for number in range(len(asked))]
             console.say(f"{len(groups):,} of {len(prompts):,} prompts")
     return groups
@@ -119,7 +118,7 @@ def everything(group: Sequence[Record], least: float) -> Iterator[Record]:
     yield from map(_row, good(group, least))
 
 
-def pairs(group: Sequence[Record], least: float) -> Iterator[Record]:
+def best_and_worst(group: Sequence[Record], least: float) -> Iterator[Record]:
     """The best and the worst response as a row {prompt, chosen, rejected}; none where no response
     has less reward than the best.
     """
@@ -142,7 +141,7 @@ def pairs(group: Sequence[Record], least: float) -> Iterator[Record]:
             }
 
 
-KEEP = {"best": best, "all": everything, "pairs": pairs}
+KEEP = {"best": best, "all": everything, "pairs": best_and_worst}
 """{`sample.keep`: function of (a prompt's records, least reward) -> rows of the data set}"""
 
 
@@ -161,7 +160,7 @@ def write(path: Path, text: str) -> None:
     os.rename(aside, path)
 
 
-def summary(
+def sample_summary(
     config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
 ) -> dict[str, Any]:
     """What was sampled and kept, in a few numbers."""

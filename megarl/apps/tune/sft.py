@@ -35,7 +35,7 @@ def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
     return Samples.one(sample_id, prompt + response, mask=mask)
 
 
-def take(
+def take_demonstrations(
     demonstrations: DemonstrationList | None,
     mesh: ProcessMesh,
     first: int,
@@ -55,13 +55,13 @@ def take(
     return broadcast_object(samples, mesh.world)
 
 
-def take_all(
+def take_all_demonstrations(
     demonstrations: DemonstrationList | None, mesh: ProcessMesh, at_once: int
 ) -> list[Samples]:
     """All held-out demonstrations of rank 0, on every rank, in batches of about `at_once`."""
     batches = []
     for first, count in broadcast_object(chunks(num_rows(demonstrations), at_once), mesh.world):
-        samples = take(demonstrations, mesh, first, count)
+        samples = take_demonstrations(demonstrations, mesh, first, count)
         assert samples is not None
         batches.append(samples)
     return batches
@@ -77,13 +77,13 @@ class SftTask:
         self._guard = StepGuard(self.role, allowed=config.training.max_skipped_steps)
         assert isinstance(config, SftConfig)
         held_out = _demonstrations(inputs.held_out_rows)
-        self._held_out = take_all(held_out, context.mesh, config.samples_per_step)
+        self._held_out = take_all_demonstrations(held_out, context.mesh, config.samples_per_step)
 
     def take(self, first: int, count: int, *, stops: bool) -> Samples | None:
-        return take(self._rows, self._mesh, first, count, stops=stops)
+        return take_demonstrations(self._rows, self._mesh, first, count, stops=stops)
 
     def train(self, batch: Samples, step: int) -> StepReport:
-        return train(self.role, batch, step, self._guard)
+        return sft_step(self.role, batch, step, self._guard)
 
     def evaluate(self) -> dict[str, float]:
         return held_out_loss(self.role, self._held_out)
@@ -99,7 +99,7 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
     return run_supervised(config, inputs, lambda context: SftTask(context, inputs))
 
 
-def train(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepReport:
+def sft_step(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepReport:
     """Take one optimizer step on `samples`, which are the same on every rank. The loss is the mean
     of -log-prob over the response tokens of the step. Raises `UserError` if `guard` allows no step
     without finite values, or if a weight is not finite afterwards.

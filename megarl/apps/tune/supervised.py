@@ -23,7 +23,7 @@ from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
 from megarl.signals import graceful
 from megarl.supervised_config import SupervisedConfig
-from megarl.trainer.context import RunContext, RunInputs, open_run
+from megarl.trainer.context import RunContext, RunInputs, open_context
 from megarl.trainer.role import Role
 from megarl.types import StepReport
 
@@ -56,18 +56,18 @@ def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) 
     """Train until `config.steps`, from a resumed checkpoint or the model's own weights; rank 0
     prints a summary as one JSON object. `make` creates the task. Returns the exit code.
     """
-    with open_run(config, inputs) as context:
+    with open_context(config, inputs) as context:
         if not context.is_finished():
-            train(context, make)
+            train_task(context, make)
         is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
         LiveReport(folder).write()
-        console.result(json.dumps(summary(folder, config.seed)))
+        console.result(json.dumps(supervised_summary(folder, config.seed)))
     return 0
 
 
-def summary(folder: Path, seed: int) -> dict[str, Any]:
+def supervised_summary(folder: Path, seed: int) -> dict[str, Any]:
     """What the command prints of a finished run: its first and last loss, its number of steps, the
     metrics of its last evaluation, its seed and its seconds.
     """
@@ -84,7 +84,7 @@ def summary(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def refuse_lost(context: RunContext) -> None:
+def refuse_lost_folder(context: RunContext) -> None:
     """Raise `UserError` on every rank if another run owns the run folder by now. All ranks call it
     together, before anything is written.
     """
@@ -92,10 +92,10 @@ def refuse_lost(context: RunContext) -> None:
         raise UserError(lost)
 
 
-def train(context: RunContext, make: MakeTask) -> None:
+def train_task(context: RunContext, make: MakeTask) -> None:
     """Train from step 0, or from the checkpoint that the run resumes, until the recipe's `steps`
     are done; evaluate and save on the way. `make` builds the model and its data. A signal ends the
-    run after the present step: a checkpoint is written and `Ended` raised.
+    run after the present step: a checkpoint is written and `EndedBySignal` raised.
     """
     config = context.config
     assert isinstance(config, SupervisedConfig)
@@ -111,7 +111,7 @@ def train(context: RunContext, make: MakeTask) -> None:
     def evaluate(done: int) -> None:
         with activity(f"evaluation after step {done}", kind="evaluate"):
             metrics = task.evaluate()
-        refuse_lost(context)
+        refuse_lost_folder(context)
         if observer is not None and metrics:
             observer.evaluation(done, metrics, [])
 
@@ -133,7 +133,7 @@ def train(context: RunContext, make: MakeTask) -> None:
                 stop.end(step, is_main=observer is not None)
             with activity(f"training of step {step + 1}", kind="train"):
                 found = task.train(batch, step)
-            refuse_lost(context)
+            refuse_lost_folder(context)
             if observer is not None:
                 metrics = found.metrics | checkpoints.take_times()
                 observer.step(replace(found, metrics=metrics))

@@ -63,7 +63,7 @@ def in_signs(text: str) -> str:
     return AS_POWER.sub(lambda found: "^2" if found[1] == "squared" else "^3", text)
 
 
-def evaluate(text: str) -> Fraction | None:
+def calculate(text: str) -> Fraction | None:
     r"""The value of `text`, made of numbers, `+ - * / ^`, `\times`, `\cdot`, `\div`, `\frac{}{}`
     and brackets; None for any other text, for a division by zero and for a number without end.
 
@@ -82,14 +82,14 @@ def evaluate(text: str) -> Fraction | None:
 
 def is_huge(text: str) -> bool:
     """Whether a power, factorial or binomial coefficient in `text` has an exponent or argument
-    beyond `MAX_OPERAND`, or one that `evaluate` cannot compute though it holds no letters: the time
-    to compute such a number has no bound. Exponents with letters, as in e^{x^2}, are not huge.
+    beyond `MAX_OPERAND`, or one that `calculate` cannot compute though it holds no letters: the
+    time to compute such a number has no bound. Exponents with letters, as in e^{x^2}, are not huge.
     """
     text = re.sub(r"\\left|\\right", "", text.replace("**", "^"))
     if CHAIN.search(text):
         return True
     for operand in (found[1] for pattern in OPERANDS for found in pattern.finditer(text)):
-        value = evaluate(operand)
+        value = calculate(operand)
         if value is None:
             if re.search(r"[\^!]|\\[dt]?binom", operand) and not re.search(
                 r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", operand)

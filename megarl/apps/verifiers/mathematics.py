@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from megarl.apps.verifiers.arithmetic import evaluate, in_signs, is_huge
+from megarl.apps.verifiers.arithmetic import calculate, in_signs, is_huge
 from megarl.apps.verifiers.finished import is_unfinished, to_simplify
 from megarl.apps.verifiers.notation import (
     NUMBER_CHARACTERS,
@@ -111,8 +111,8 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         expected, number = plain_number(reference), plain_number(expression)
         if expected is not None and number is not None:
             return expected == number, expression
-        exact = evaluate(reference) if expected is None else expected
-        value = evaluate(expression) if number is None else number
+        exact = calculate(reference) if expected is None else expected
+        value = calculate(expression) if number is None else number
         if exact is not None:
             if value is not None and not near(exact, value, reference + expression):
                 return False, expression
@@ -200,7 +200,7 @@ def _math_verify() -> tuple[
         return parse(text) if depth(text) <= MAX_DEPTH else []
 
     def size(text: str) -> Fraction | None:
-        number = evaluate(text) if (number := plain_number(text)) is None else number
+        number = calculate(text) if (number := plain_number(text)) is None else number
         if number is not None or is_huge(text) or CALCULUS.search(text):
             return number
         value = next(iter(parse_marked(text)), None)
@@ -269,7 +269,7 @@ def is_answer(expression: str, reference: str, question: str) -> bool:
     number = plain_number(expression)
     if number is not None or expression == reference:
         return True
-    rational = plain_number(reference) is not None or evaluate(reference) is not None
+    rational = plain_number(reference) is not None or calculate(reference) is not None
     if is_unfinished(expression, rational=rational):
         return is_unfinished(reference, rational=rational)
     left = to_simplify(expression)
@@ -306,7 +306,7 @@ def without_equals(text: str) -> str:
     sides = [side.strip() for side in EQUALS.split(text)]
     if len(sides) == 1:
         return text
-    values = {side: plain_number(side) or evaluate(side) for side in sides}
+    values = {side: plain_number(side) or calculate(side) for side in sides}
     numbers = [side for side in sides if values[side] is not None]
     if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]):
         return f"{sides[1]} = {sides[0]}"

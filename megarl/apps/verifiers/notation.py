@@ -142,7 +142,7 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=[.\d])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
     )
 )
-"""Notations that math-verify or `evaluate` do not read, and the same in one that they do."""
+"""Notations that math-verify or `calculate` do not read, and the same in one that they do."""
 BRACKETS = {"{": "}", "(": ")"}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megarl.apps.verifiers.arithmetic import evaluate, is_huge
+from megarl.apps.verifiers.arithmetic import calculate, is_huge
 from megarl.apps.verifiers.notation import KNOWN, SPACE, TIME, WRAPPED, plain_number
 
 CALCULUS = re.compile(r"\\(?:o?i{0,3}nt|lim)(?![A-Za-z])")
@@ -113,7 +113,7 @@ def _ratio(text: str) -> list[Fraction] | None:
     """The numbers of a ratio such as 1:2:3, none of them zero; None for other texts."""
     parts = [SIZES.sub("", part) for part in text.split(":")]
     values = [
-        number if (number := plain_number(part)) is not None else evaluate(part) for part in parts
+        number if (number := plain_number(part)) is not None else calculate(part) for part in parts
     ]
     found = [value for value in values if value]
     return found if 1 < len(found) == len(values) else None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch
-from megarl.weight_sync.transports.p2p_group import P2PGroup, PeerGone, Task
+from megarl.weight_sync.transports.p2p_group import BlockingTask, P2PGroup, PeerGone
 
 FANOUT = 2
 """Engines that an engine passes weights on to."""
@@ -40,7 +40,7 @@ def children(engine: int, engines: int) -> list[int]:
     return list(range(first, min(first + FANOUT, engines)))
 
 
-class Relay(Task):
+class Relay(BlockingTask):
     """A thread on an engine's rank that sends the buckets of one weight version, which the rank has
     received itself, to one rank of another engine.
     """

@@ -86,7 +86,7 @@ class PeerGone(RuntimeError):
         self.peer = peer
 
 
-class Task:
+class BlockingTask:
     """A blocking function that runs in a thread of its own."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -121,7 +121,7 @@ class Task:
         self._thread.join(within_s)
 
 
-class InFlight(Task):
+class InFlight(BlockingTask):
     """Messages that are being sent or received: {rank in the group: work}.
 
     Keeps their buffers alive.
@@ -203,7 +203,7 @@ class P2PGroup:
         meeting.set(f"{joined}/{self.rank}", 1)
         everybody = [f"{joined}/{rank}" for rank in range(self.size)]
         meeting.until(lambda: meeting.has(everybody), watch, meeting.pause_s)
-        creating = Task(lambda: self._connect(f"{number}/{self._key}/group"))
+        creating = BlockingTask(lambda: self._connect(f"{number}/{self._key}/group"))
         meeting.until(creating.done, watch)
         self._group, self._store = creating.result()
         self._number = number
@@ -236,7 +236,7 @@ class P2PGroup:
         """Leave the group; messages in flight end, here and at the other ranks."""
         transfers, self._in_flight = self._in_flight, []
         if self._group is not None and self._device.type == "cuda":
-            Task(self._group.abort).join(ABORT_TIMEOUT_S)
+            BlockingTask(self._group.abort).join(ABORT_TIMEOUT_S)
         for transfer in transfers:
             transfer.cancel()
         self._number, self._group, store, self._store = 0, None, self._store, None

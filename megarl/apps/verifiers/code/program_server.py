@@ -124,7 +124,7 @@ def common_names(source: str) -> dict[str, Any]:
     return found
 
 
-def load(path: str) -> tuple[dict[str, Any], BaseException | None]:
+def load_program(path: str) -> tuple[dict[str, Any], BaseException | None]:
     """Run a program as a module that is not `__main__`. Returns its names and what it raised."""
     module = type(sys)("program")
     sys.modules["program"] = module
@@ -174,7 +174,7 @@ def main(path: str) -> None:
     builtins.exit = builtins.quit = sys.exit
     requests, replies = os.fdopen(3, "rb"), os.fdopen(4, "wb")
     own = os.getpid()
-    names, failed = load(path)
+    names, failed = load_program(path)
     _end_forks(own)
     kept: list[Any] = []
     for line in requests:

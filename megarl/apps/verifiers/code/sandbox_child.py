@@ -44,7 +44,7 @@ FOLDER = "megarl-program-"
 
 def main(parent: int) -> None:
     """Serve jobs on the socket at standard input until the parent process `parent` closes it."""
-    kernel.die_with_parent(parent)
+    kernel.tie_to_parent(parent)
     kernel.prctl(kernel.SET_DUMPABLE, 0)
     channel = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
@@ -136,7 +136,7 @@ def _supervised(setup: dict[str, Any], job: dict[str, Any]) -> bytes:
 def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
     """Run a job in a process of its own, and kill that at the deadline. Does not return."""
     try:
-        kernel.die_with_parent()
+        kernel.tie_to_parent()
         in_namespaces = setup["sandbox"] == "namespaces"
         if in_namespaces:
             kernel.unshare(kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC)
@@ -164,7 +164,7 @@ def _first_process(
     """Run a job and write its report to the descriptor `report`. Does not return."""
     folder = ""
     try:
-        kernel.die_with_parent()
+        kernel.tie_to_parent()
         os.setsid()  # a signal to the process group stays in the sandbox
         if in_namespaces:
             _own_proc()

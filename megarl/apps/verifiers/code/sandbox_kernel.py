@@ -107,7 +107,7 @@ def prctl(option: int, *values: int) -> None:
     check(libc.prctl(option, *filled), f"prctl {option}")
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def tie_to_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends. `parent`: its id; a parent that has
     ended before ends this process at once.
     """

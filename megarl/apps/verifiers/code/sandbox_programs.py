@@ -136,7 +136,7 @@ class Programs:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-        kernel.die_with_parent()
+        kernel.tie_to_parent()
         if in_namespaces:
             kernel.clear_capabilities()
             kernel.deny_system_calls()
