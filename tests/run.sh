@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment, then style, then the tests, of which the one of types takes longest and begins:
+# Environment, then style, then the tests, of which one is that of types:
 #   bash tests/run.sh                         everything
 #   bash tests/run.sh fast                    style, types, and the tests that start no engine (no vLLM, no Ray)
 #   bash tests/run.sh tests/unit -k window    these arguments go to pytest; no style
@@ -20,7 +20,7 @@ case ${1:-} in
   '')
     style
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=25 tests/unit/test_types.py tests/system tests/distributed tests/unit
+    exec python -m pytest $two_at_a_time --durations=25 tests/system tests/distributed tests/unit
     ;;
   fast)
     shift
@@ -28,7 +28,7 @@ case ${1:-} in
     # Of the tests on ranks those that send messages; those that train models under many layouts take minutes.
     # shellcheck disable=SC2086
     exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow" "$@" \
-      tests/unit/test_types.py tests/unit tests/distributed/test_exchange.py tests/distributed/test_vocabulary_parallel.py
+      tests/unit tests/distributed/test_exchange.py tests/distributed/test_vocabulary_parallel.py
     ;;
   *) exec python -m pytest "$@" ;;
 esac

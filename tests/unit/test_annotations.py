@@ -1,4 +1,4 @@
-"""Types, of the whole project and of its tests."""
+"""Type annotations, of the whole project and of its tests."""
 
 from __future__ import annotations
 
