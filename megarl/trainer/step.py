@@ -194,9 +194,9 @@ def token_weights(
     """[N] float32: for each sample of the step, the weight of its tokens in the loss of mini-batch
     `number`; 0 for samples of other mini-batches. `algorithm`: what `AGGREGATIONS` needs besides.
     """
-    mine = torch.from_numpy(batch.mini_batch_of) == number
+    mine = torch.tensor(batch.mini_batch_of) == number
     weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
-    tokens = torch.from_numpy(batch.response_tokens)[mine]
+    tokens = torch.tensor(batch.response_tokens)[mine]
     weights[mine] = AGGREGATIONS[aggregation](tokens, algorithm or AlgorithmConfig())
     return weights.float().to(device)
 

@@ -53,7 +53,8 @@ def step_advantages(
     rewards = [
         torch.from_numpy(samples.rewards).to(device, torch.float64) for samples in batch.samples
     ]
-    totals = torch.from_numpy(batch.rewards).to(device, copy=True)
+    # Copies: what the service has sent cannot be written.
+    totals = torch.tensor(batch.rewards, device=device)
     kl = algorithm.kl
     if kl_coefficient > 0 and kl.where == "reward":
         charges = torch.zeros_like(totals)
@@ -64,8 +65,8 @@ def step_advantages(
             chosen = masks[number]
             charges.index_add_(0, ids[number][chosen], per_token[chosen])
         totals -= kl_coefficient * all_reduce(charges, data)
-    groups = torch.from_numpy(batch.groups).to(device)
-    tokens = torch.from_numpy(batch.response_tokens).to(device)
+    groups = torch.tensor(batch.groups, device=device)
+    tokens = torch.tensor(batch.response_tokens, device=device)
     function = function_of(
         algorithm.advantage, ADVANTAGES | TOKEN_ADVANTAGES, "algorithm.advantage"
     )

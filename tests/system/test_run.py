@@ -71,6 +71,7 @@ def test_standard_error_has_our_lines_only(done: Done, place: Path) -> None:
     log = (place / "run" / "run.log").read_text()
     # Ray names the actor, or its raylet if the actor's name is not known yet.
     assert re.search(r"\((EngineActor|raylet)", log) and all(line in log for line in lines)
+    assert "not writable" not in log
 
 
 def test_every_version_reached_the_engine_unchanged(done: Done, place: Path) -> None:
