@@ -274,6 +274,9 @@ def use(forks: bool) -> None:
     if forks and ADDRESS not in os.environ:
         start_servers()
     sys.executable = proxy() if forks else PYTHON
+    if ADDRESS in os.environ:  # megarl puts the folder of `sys.executable` on PATH
+        path, ours = os.environ["PATH"].split(os.pathsep), os.path.dirname(proxy())
+        os.environ["PATH"] = os.pathsep.join(part for part in path if part != ours)
 
 
 def proxy() -> str:

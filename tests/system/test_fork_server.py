@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import fork_server
 from support.commands import marked, start
+
+from megarl.cluster.process_env import prepare_environment
 
 SAYS = """import os, signal, sys
 print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)
@@ -49,3 +53,10 @@ def test_it_ends_with_its_command(tmp_path: Path) -> None:
         process.kill()
     psutil.wait_procs([fork], timeout=10)
     assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
+
+
+def test_no_later_test_finds_the_proxy() -> None:
+    prepare_environment(1)
+    assert shutil.which("python") == sys.executable == fork_server.proxy()
+    fork_server.use(False)
+    assert shutil.which("python") != fork_server.proxy() != sys.executable
