@@ -5,7 +5,8 @@ processes of a test, which otherwise spend half of a short run on these imports.
                  here and in the server's forks, is a proxy, which has the server fork a process
                  that does what Python would do
     use(False)   `sys.executable` is Python again
-    PLAIN=1      in the environment of a process: what it starts is not forked
+    PLAIN=1      in the environment of a process: what it starts is not forked; nor is it where a
+                 test gives an environment of its own, without ADDRESS
     below(pid)   all processes below one, the forks of proxies too
 
 A proxy passes signals on, and ends as its fork ends. If a proxy is killed, the server kills the
@@ -46,7 +47,7 @@ MODULES += ("megarl.loops.rl", "vllm.v1.engine.async_llm", "ray._private.workers
 MODULES += ("megarl.parallel.torchrun",)
 PROXY = """#!/bin/sh
 case "$1" in -[BEIPS]*) exec {python} "$@";; esac
-[ -z "${plain}" ] || exec {python} "$@"
+[ -z "${plain}" ] && [ -n "${address}" ] || exec {python} "$@"
 exec {python} -IS {file} "$@"
 """
 """The proxy's program: `sh` for what is not forked, because it starts at once."""
@@ -316,7 +317,9 @@ def start_servers() -> None:
     from megarl.rollout.engine_core import preload_openmp
 
     folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
-    (folder / "python").write_text(PROXY.format(python=PYTHON, plain=PLAIN, file=__file__))
+    (folder / "python").write_text(
+        PROXY.format(python=PYTHON, plain=PLAIN, address=ADDRESS, file=__file__)
+    )
     (folder / "python").chmod(0o755)
     os.environ[ADDRESS] = f"{folder}/socket"
     with mock.patch.dict(os.environ):
