@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table: mean and standard deviation over seeds."""
+    """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found, rows = result["results"], []
     alone = {
         (one["steps"], one["seed"]): one["learnt"] for one in found if one["precision"] == "float32"

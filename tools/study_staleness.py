@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table: mean and standard deviation over seeds."""
+    """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found = result["results"]
     fastest = {
         row["seed"]: min(sum(one["step_s"]) for one in same)

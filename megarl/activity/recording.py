@@ -41,7 +41,7 @@ class Recording:
 
     @classmethod
     def of(cls, run_folder: str | Path, run: str, *, enabled: bool) -> Recording | None:
-        """The place in a run folder; None where nothing is to be recorded."""
+        """The recording in `run_folder` of the run with the id `run`; None if not `enabled`."""
         return cls(str(Path(run_folder).absolute() / FOLDER), run) if enabled else None
 
     @classmethod
@@ -52,8 +52,9 @@ class Recording:
         return next(((one.recording, f"{one.process}-{part}") for one in RECORDERS), None)
 
     def make(self, *, keep: bool) -> None:
-        """Create the folders; rank 0 does it before another process opens its file. What an earlier
-        run has recorded there is removed unless `keep`.
+        """Create the folder RUN/activity. Rank 0 calls this method before any process calls `open`.
+        `keep`: whether the files of an earlier run in this folder stay, as in a run that resumes.
+        If the folder cannot be created, one line says so, and nothing is recorded.
         """
         try:
             if not keep:
@@ -63,8 +64,9 @@ class Recording:
             say(f"megarl: what the processes do is not recorded: {error}")
 
     def open(self, process: str) -> Callable[[], None]:
-        """From now on, record what this process does under the name `process`, until the function
-        that is returned is called. A process that cannot write there says so and goes on.
+        """Begin to write what this process does to the file RUN/activity/`process`.json. Returns a
+        function that ends it. If the file cannot be written, one line says so, and the process goes
+        on without a record.
         """
         try:
             RECORDERS[:] = [SpanRecorder(self, process)]

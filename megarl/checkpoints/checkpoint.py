@@ -221,14 +221,15 @@ class Checkpoints:
         )
 
     def _aside(self, step: int) -> Path:
-        """The temporary folder of the checkpoint of `step`. Its name has the run's id, so that the
-        files of two runs never come together in one checkpoint.
+        """Path of the temporary folder in which the checkpoint of `step` is written before it is
+        renamed. The name contains the run's id: two runs never write to the same checkpoint.
         """
         return self.folder / f"{ASIDE}{step:06d}{'.' * bool(self.run_id)}{self.run_id}"
 
     def _refuse_lost(self, step: int) -> None:
-        """Raise `UserError` on every rank if another run owns the run folder; the unfinished folder
-        of `step` is removed first. All ranks call this method together.
+        """Raise `UserError` on every rank if another run has taken over the run folder since this
+        run started. Rank 0 first deletes the unfinished checkpoint of `step`. All ranks call this
+        method together.
         """
         main = self.everyone.rank == 0
         lost = self.owner.problem() if main and self.owner is not None else ""

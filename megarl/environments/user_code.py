@@ -43,8 +43,10 @@ def split(name: str, setting: str, others: str = "") -> tuple[Path, str]:
     return path, attribute
 
 
-def contents(paths: Sequence[Path]) -> Sources:
-    """The content of the files. Raises `ValueError` for a file that cannot be read."""
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """Read Python files. Returns {absolute path: content}. Raises `ValueError` for a file that
+    cannot be read.
+    """
     found: Sources = {}
     for path in paths:
         try:
@@ -55,19 +57,19 @@ def contents(paths: Sequence[Path]) -> Sources:
 
 
 class UserFiles:
-    """The user's files as the run first read them. Every worker process runs that content, so that
-    an edit during the run changes nothing.
+    """The Python files of a recipe (rewards, sessions, tools), with the content that they had at
+    the start of the run. All worker processes run that content: an edit has no effect on the run.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises `ValueError` for a file that cannot be read."""
-        self.sources = contents(files)
+        self.sources = read_sources(files)
         self._knows_neighbours = self._said_changed = False
         self._warning = ""
 
     def current(self) -> Sources:
-        """The files for a process that is to be started. The user is told once of those that were
-        edited or removed since the run started.
+        """Return the content that a new worker process is to run. Adds one warning (see
+        `take_warning`) that names the files that were edited or removed since the run started.
         """
         edited = [] if self._said_changed else list(filter(self._is_edited, self.sources))
         if edited:
@@ -90,7 +92,7 @@ class UserFiles:
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
-            self.sources = contents([Path(file) for file in imported]) | self.sources
+            self.sources = read_sources([Path(file) for file in imported]) | self.sources
 
     def warn(self, warning: str) -> None:
         """Keep a warning for the user until the next call of `take_warning`."""
@@ -179,7 +181,8 @@ def load_by_path(
     `name`. Raises `ValueError` that names `setting`.
     """
     where = str(path.resolve())
-    content = contents([path])[where] if sources is None or where not in sources else sources[where]
+    held = sources if sources is not None and where in sources else read_sources([path])
+    content = held[where]
     # Files of the same name in two folders are two modules.
     module_name = f"megarl_verifier_{path.stem}_{zlib.crc32(where.encode()):08x}"
     loader = _PinnedLoader(module_name, where, content)

@@ -24,11 +24,13 @@ from megarl.types import StepBatch, StepReport
 
 def main(config: DistillConfig, inputs: RunInputs) -> int:
     """`megarl distill`; see `megarl.loops.rl.run_command`."""
-    return run_command(config, inputs, Method(imitate, serve_teacher))
+    return run_command(config, inputs, METHOD)
 
 
-def imitate(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """Train the policy on what the teacher says about its rollouts."""
+def distillation_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
+    """Train the policy to predict the distributions that the teacher predicts for the rollouts of
+    `batch`. A rank of the policy calls it once a step.
+    """
     learner, teacher = parts.learner, parts.teacher
     assert isinstance(learner, Distillation) and teacher is not None
     packed = parts.policy.pack_step(batch)
@@ -37,6 +39,12 @@ def imitate(parts: TrainingParts, batch: StepBatch) -> StepReport:
 
 
 def serve_teacher(parts: ServingParts, step: int) -> None:
-    """A step of a rank without a part of the policy: the teacher reads the rollouts."""
+    """A step on a rank that has a part of the teacher and none of the policy: compute the teacher's
+    distributions, which the ranks of the policy receive.
+    """
     assert parts.teacher is not None
     parts.teacher.read(None, ())
+
+
+METHOD = Method(distillation_step, serve_teacher)
+"""What `megarl distill` does with the rollouts of a step."""

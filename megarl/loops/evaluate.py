@@ -118,8 +118,8 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
 
 
 def shown(found: Mapping[str, Any], temperature: float) -> str:
-    """The accuracies of a data set as text, of the responses at `evaluation.temperature` and of
-    several sampled ones apart.
+    """Format the accuracies `found` of one data set as a line of text: first of the responses at
+    `temperature`, then, if there are any, of several sampled responses to each problem.
     """
     first = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
     parts = {first: found}
@@ -137,7 +137,9 @@ def shown(found: Mapping[str, Any], temperature: float) -> str:
 
 
 def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
-    """Raise `UserError` unless all log-probs `scores` of the engines are finite."""
+    """Raise `UserError`, which names the model, if an engine has returned a log-prob that is NaN or
+    infinite. scores: [engines][tokens] log-probs of the same text. `model`: its path.
+    """
     if not all(math.isfinite(score) for engine in scores for score in engine):
         raise UserError(
             f"model.path {model!r} gives log-probs that are not finite: its weights hold NaN or"

@@ -33,6 +33,9 @@ from megarl.trainer.context import RunInputs, open_context
 from megarl.trainer.policy import PolicyGradient
 from megarl.types import StepBatch, StepReport
 
+TrainStep = Callable[[TrainingParts, StepBatch], StepReport]
+"""Trains the roles of a rank on the batch of one step."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -40,7 +43,7 @@ class Method:
     and `megarl distill`, which share the loop of this module, differ.
     """
 
-    train: Callable[[TrainingParts, StepBatch], StepReport]
+    train: TrainStep
     """Trains the policy on one batch and returns the step's report. All ranks of the policy call
     the function together, in every step."""
     serve: Callable[[ServingParts, int], None]
@@ -223,7 +226,7 @@ def tell(parts: TrainingParts, order: Order, step: int) -> None:
         parts.serving.give(order, step)
 
 
-def learn(parts: TrainingParts, batch: StepBatch) -> StepReport:
+def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
     """Compute the columns that other roles provide for the batch, then train policy and critic on
     the batch.
     """
@@ -260,7 +263,7 @@ def work(parts: ServingParts, step: int) -> None:
         parts.critic.finish(step)
 
 
-METHODS: dict[str, Callable[[TrainingParts, StepBatch], StepReport]] = {"policy_gradient": learn}
+METHODS: dict[str, TrainStep] = {"policy_gradient": policy_gradient_step}
 """{name in `algorithm.method`: function that trains on a step's batch}"""
 
 

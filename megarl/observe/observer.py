@@ -203,8 +203,8 @@ _SHOWN = (
 """(metric, text format) of the metrics that the progress display shows."""
 
 
-def shown_metrics(metrics: Mapping[str, float], *, separator: str = "  ") -> str:
-    """The main metrics of a step as text; a run shows those that it has."""
+def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ") -> str:
+    """Format the main metrics of a step as one line, without those that are missing or None."""
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.types import Group, Segment
-from megarl.weight_sync.weight_receipts import Stretch, refuse_unknown_weights
+from megarl.weight_sync.weight_receipts import VersionSpan, refuse_unknown_weights
 
 
 @dataclass
@@ -67,10 +67,10 @@ class Receipts:
                 )
 
 
-def spans_of(segments: Sequence[Segment]) -> list[Stretch]:
+def spans_of(segments: Sequence[Segment]) -> list[VersionSpan]:
     """What engines say about the weights that generated `segments`."""
     return [
-        Stretch(version, receipt)
+        VersionSpan(version, receipt)
         for part in segments
         for (version, _), receipt in zip(
             part.versions, itertools.chain(part.receipts, itertools.repeat("")), strict=False

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 
-class Stretch(NamedTuple):
+class VersionSpan(NamedTuple):
     """Consecutive tokens of one weight version."""
 
     version: int
@@ -43,7 +43,11 @@ def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
 
 
 def refuse_unknown_weights(
-    spans: Sequence[Stretch], known: Mapping[int, Sequence[str]], where: str, *, later: bool = False
+    spans: Sequence[VersionSpan],
+    known: Mapping[int, Sequence[str]],
+    where: str,
+    *,
+    later: bool = False,
 ) -> None:
     """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
     published as their version. `known`: {version: receipts that engines may have of it}; empty

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from support.fork_server import MARK, PLAIN, PYTHON
+from support.fork_server import MARK, PYTHON, UNFORKED
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = str(ROOT / "tests")
@@ -92,7 +92,7 @@ def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environm
     Nothing is forked where `environment` changes how Python starts.
     """
     if any(name.startswith(("PYTHON", "LC_")) for name in environment):
-        environment |= {PLAIN: "1"}
+        environment |= UNFORKED
     process, mark = start(command(*arguments, ranks=ranks), **environment)
     done = finish(process, mark, timeout_s)
     assert done.survivors == [], done.survivors

@@ -5,9 +5,9 @@ processes of a test, which otherwise spend half of a short run on these imports.
                  here and in the server's forks, is a proxy, which has the server fork a process
                  that does what Python would do
     use(False)   `sys.executable` is Python again
-    PLAIN=1      in the environment of a process: what it starts is not forked; nor is it where a
-                 test gives an environment of its own, without ADDRESS
-    below(pid)   all processes below one, the forks of proxies too
+    UNFORKED     added to the environment of a command: nothing is forked for it or for what it
+                 starts; nor is it where a test replaces the environment, which then lacks ADDRESS
+    below(one)   all processes below the `psutil.Process` one, the forks of proxies too
 
 A proxy passes signals on, and ends as its fork ends. If a proxy is killed, the server kills the
 fork. A fork differs from a process that Python has started in this: its parent is the server; sets
@@ -34,6 +34,8 @@ LAST = "-of-last-ranks"
 """What the path of the second server's socket ends with."""
 PLAIN = "MEGARL_TEST_PLAIN"
 """Environment variable of processes whose Python is not forked."""
+UNFORKED = {PLAIN: "1"}
+"""Environment of a command that is not forked."""
 MARK = "MEGARL_TEST_RUN"
 """Environment variable by which the processes of a command are found again."""
 UNMARKED = "0" * 32

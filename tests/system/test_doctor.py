@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.fork_server import PLAIN
+from support.fork_server import PLAIN, UNFORKED
 
 from megarl.apps.doctor import communication, doctor, machine, software
 from megarl.apps.doctor.doctor import CHECKS
@@ -63,7 +63,7 @@ def test_the_command_prints_a_table_and_leaves_nothing_behind() -> None:
         [sys.executable, "-m", "megarl", "doctor"],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {PLAIN: "1"},
+        env=os.environ | UNFORKED,
     )
     seen: set[int] = set()
     while started.poll() is None:

@@ -14,7 +14,7 @@ import doors
 import psutil
 import pytest
 from support.commands import command, finish, megarl, records, start, tiny_run, write_recipe
-from support.fork_server import PLAIN, fork_of
+from support.fork_server import UNFORKED, fork_of
 from support.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -89,7 +89,7 @@ def test_another_user_finds_all_closed_and_a_signal_ends_everything(place: Path)
     lasts = ("--", "--training.max_empty_steps", "1000000")  # although all answers become alike
     words = command("launch", path, "--cpu", "--gpus-train", "1", *lasts)
     # Not forked: at its import, Ray reads whether it listens on loopback only.
-    process, mark = start(words, **{PLAIN: "1"})
+    process, mark = start(words, **UNFORKED)
     try:
         metrics = place / "endless" / "metrics.jsonl"
         deadline = time.monotonic() + 300

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import finish, megarl, records, start, tiny_run, write_recipe
 from support.faults import KILLER
-from support.fork_server import PLAIN
+from support.fork_server import UNFORKED
 from support.tiny import write_model
 
 PHASES = """
@@ -187,7 +187,7 @@ if __name__ == "__main__":
 def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
     """And one that is stopped just after its raylet's death is not left behind."""
     (tmp_path / "script.py").write_text(SERVICE_DIES)
-    process, mark = start([sys.executable, str(tmp_path / "script.py")], **{PLAIN: "1"})
+    process, mark = start([sys.executable, str(tmp_path / "script.py")], **UNFORKED)
     done = finish(process, mark, 180)
     said = re.findall("test: (.*)", done.out)
     assert done.code == 0 and len(said) == 2, done.out + done.err[-3000:]

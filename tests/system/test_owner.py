@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from support.commands import command, finish, marked, megarl, records, start, write_recipe
-from support.fork_server import PLAIN
+from support.fork_server import UNFORKED
 from support.tiny import write_model
 
 from megarl.checkpoints.lease import ENDED, decode_lease, newest
@@ -33,7 +33,7 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
         "training": {"checkpoint": {"every": 3}},
     }
     recipe = write_recipe(tmp_path / "sft.yaml", tree)
-    agent, mark = start(command("sft", recipe, ranks=2), **{PLAIN: "1"})
+    agent, mark = start(command("sft", recipe, ranks=2), **UNFORKED)
     try:
         wait_for(lambda: len(newest_first(run / "checkpoints")) > 0, 300)
         ranks = psutil.Process(agent.pid).children()

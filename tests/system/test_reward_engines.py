@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 from support.commands import Done, command, dies_with_us, finish, start, write_recipe
-from support.fork_server import PLAIN, below
+from support.fork_server import UNFORKED, below
 from support.tiny import write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
@@ -32,9 +32,6 @@ SCORED = [("3+4=", text) for text in ("7", "", "12=3,", "a b c#4", "0" * 150, "z
 """(prompt, response) to score; `z` is unknown to the tokenizer."""
 CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}a:"
 """Chat template of the judge's tokenizer."""
-
-UNFORKED = {PLAIN: "1"}
-"""Environment of a server of which a test looks at who has started what, or signals to all."""
 
 
 class Server:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fork_server import PLAIN
+from support.fork_server import UNFORKED
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "tools" / "bench"
@@ -145,7 +145,7 @@ def test_ranks_end_with_the_tool() -> None:
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {PLAIN: "1"},
+        env=os.environ | UNFORKED,
     ) as tool:
         try:
             ranks = waited(lambda: children(tool.pid), lambda found: len(found) == 2)

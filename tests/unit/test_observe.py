@@ -144,7 +144,7 @@ def test_progress_on_a_terminal_is_a_bar(
 
 def test_shown_tolerates_missing_and_null() -> None:
     assert shown_metrics({}) == ""
-    assert shown_metrics({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"  # type: ignore[dict-item]
+    assert shown_metrics({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"
 
 
 # Summary

@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 32_030, "apps": 9_182, "tests": 38_509, "tools": 7_962}
+LIMITS = {"core": 32_037, "apps": 9_181, "tests": 38_509, "tools": 7_962}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

@@ -267,7 +267,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the tables."""
+    """Format what `measure` returns as the lines of tables."""
     if result["task"]["device"] == "cuda":
         import attention_cuda
 

@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table."""
+    """Format what `measure` returns as the lines of a table."""
     rows = ({"form": form, "rate": rate} for form, rate in result["verdicts_per_s"].items())
     columns = "form; verdicts/s=rate .1f; mean=rate_mean .1f"
     yield from table(({**row, "rate_mean": row["rate"]["mean"]} for row in rows), columns)

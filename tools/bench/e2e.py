@@ -194,7 +194,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table."""
+    """Format what `measure` returns as the lines of a table."""
     yield f"{result['parameters']:,} parameters; {PROMPTS} x {SAMPLES} samples a step"
     columns = (
         "limit d; system; s a step=step_s .2f; samples/s=samples_per_s .1f;"

@@ -205,7 +205,7 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table."""
+    """Format what `measure` returns as the lines of a table."""
     yield f"SmolLM2-135M, {GROUPS} x {SAMPLES} samples a step"
     rows = ({"system": system, **row} for system, row in result["systems"].items())
     yield from table(rows, COLUMNS)

@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the table."""
+    """Format what `measure` returns as the lines of a table."""
     columns = (
         "what; model ms=model_ms .2f; one kernel ms=kernel_ms .2f; ratio .2f;"
         " kept MiB, model=model_kept_mib .0f; one kernel=kernel_kept_mib .0f"

@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the tables."""
+    """Format what `measure` returns as the lines of tables."""
     trends = (
         {"rate": run["rate"], "metric": metric, **line}
         for run in result["runs"]

@@ -263,7 +263,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of the tables."""
+    """Format what `measure` returns as lines of text: a table for each kind of load."""
     titles = {
         "step_s": "step",
         "generation_s": "generation alone",

@@ -121,7 +121,10 @@ def main(arguments: list[str]) -> int:
 
 
 def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:
-    """The plan of a recipe; see `make_plan`. Raises `ValueError` that names the recipe."""
+    """Plan how many trainer ranks and engines a launch starts and how many GPUs they need, for a
+    recipe of `megarl train` or `megarl sft`. Raises `ValueError`, which begins with the path of the
+    recipe, if recipe and options contradict each other.
+    """
     try:
         if isinstance(config, SftConfig):
             return make_supervised_plan(config, options)

@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
 
 
 def ledger_events(reader: Reader) -> Iterator[Event]:
-    """The events of a ledger. Raises `ValueError` for a damaged one."""
+    """Yield the events that a run has written to its ledger, oldest first. Raises `ValueError`, with
+    file and line, at a record that is damaged or that another version of megarl has written.
+    """
     for record in reader:
         try:
             yield from_record(record)
@@ -59,7 +61,9 @@ def ledger_events(reader: Reader) -> Iterator[Event]:
 
 
 def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
-    """The audit as JSON data."""
+    """What `megarl ledger --json` prints: how many groups of rollouts were dispatched, trained,
+    rejected or lost, their ages in weight versions, and the contradictions of the audit.
+    """
     ages = found.ages
     return {
         "run": reader.run,
@@ -83,8 +87,8 @@ def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
 
 
 def ledger_table(told: dict[str, Any], first_step: int) -> str:
-    """The lines of the table, from the `ledger_summary` of a ledger that begins after `first_step`
-    steps.
+    """Format the result `told` of `ledger_summary` as a table for the terminal. `first_step`: number
+    of steps that were trained before the ledger begins.
     """
     flying = told["in_flight"]
     shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))

@@ -44,8 +44,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     """Replay a run; rank 0 prints what differs as one JSON object. Returns the exit code, 1 if
     anything differs.
     """
-    distills = isinstance(config, DistillConfig)
-    method = Method(distill.imitate, distill.serve_teacher) if distills else rl.method_of(config)
+    method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
     # The run has counted skipped and empty steps anew after each resume.
     training = replace(config.training, max_skipped_steps=MOST_STEPS, max_empty_steps=MOST_STEPS)

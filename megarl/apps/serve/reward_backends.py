@@ -258,8 +258,9 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Processes that are started in the block do not get Ctrl-C and SIGHUP, which a terminal sends
-    to all processes of a command: what is under way is to be answered first.
+    """Context manager: SIGINT and SIGHUP, which a terminal sends to all processes of a command, are
+    blocked in processes that are started in its block. vLLM's processes then live until the server
+    has answered its open requests.
     """
     resource_tracker.ensure_running()  # its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
@@ -270,7 +271,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _end_children() -> None:
-    """Kill the processes below this one, all of them an engine's, that have not ended by then."""
+    """Wait `END_WITHIN_S` seconds for the child processes, all vLLM's; kill those that are left."""
     import psutil
 
     found: list[Any] = psutil.Process().children(recursive=True)

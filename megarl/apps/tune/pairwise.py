@@ -70,26 +70,33 @@ class Terms(NamedTuple):
 
 
 def pair_difference(values: torch.Tensor) -> torch.Tensor:
-    """[P, 2] -> [P]: chosen minus rejected."""
+    """[P, 2] values of chosen and rejected responses -> [P]: the value of the chosen response minus
+    that of the rejected one.
+    """
     return values[:, 0] - values[:, 1]
 
 
 def dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Direct preference optimisation."""
+    """Direct preference optimisation (arXiv 2305.18290): -log sigmoid(x), where x is the implicit
+    reward of the chosen response minus that of the rejected one.
+    """
     rewards = config.scale * pairs.ratios
     return Terms(-logsigmoid(pair_difference(rewards)), rewards)
 
 
 def cdpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """DPO on labels that are swapped with probability `label_smoothing`: its expected loss."""
+    """Conservative DPO: the mean of DPO's loss if each label is wrong with probability e =
+    `label_smoothing`: (1 - e) L(x) + e L(-x), with L(x) = -log sigmoid(x) and x as in `dpo`.
+    """
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
     x = pair_difference(rewards)
     return Terms(-(1 - wrong) * logsigmoid(x) - wrong * logsigmoid(-x), rewards)
 
 
 def robust_dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """DPO on labels that are swapped with probability `label_smoothing`: in expectation over the
-    swaps its loss is DPO's loss on the right labels.
+    """Robust DPO (arXiv 2403.00409), for labels that are wrong with probability e =
+    `label_smoothing`: ((1 - e) L(x) - e L(-x)) / (1 - 2 e), with L and x as in `cdpo`. Averaged
+    over which labels are wrong, this is DPO's loss on the right labels.
     """
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
     x = pair_difference(rewards)

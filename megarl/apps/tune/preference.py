@@ -81,7 +81,10 @@ class PreferenceStep:
         return (summed - float(self.batch.reference[:, 1].sum())) / len(self.batch)
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """This rank's part of the loss of a micro-batch; see `by_slopes`."""
+        """Compute the loss of a micro-batch. Returns a scalar whose backward pass on this rank
+        gives this rank's share of the gradient; `by_slopes` sums the log-probs over sequence ranks.
+        `guard`: records whether the log-probs are finite; None in an evaluation.
+        """
         logprobs, _ = self.role.engine(micro, 1.0)
         if guard is not None:
             guard.watch("policy's log-probs", logprobs)

@@ -62,7 +62,10 @@ class RewardModelStep:
         """This rank's micro-batches."""
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """This rank's part of the loss of a micro-batch; see `by_slopes`."""
+        """Compute the loss of a micro-batch. Returns a scalar whose backward pass on this rank
+        gives this rank's share of the gradient; `by_slopes` sums the scores over sequence ranks.
+        `guard`: records whether the scores are finite; None in an evaluation.
+        """
         scores, sample_ids = self.role.engine(micro, 1.0)
         if guard is not None:
             guard.watch("reward model's scores", scores)
