@@ -20,7 +20,6 @@ import yaml
 from support.fork_server import MARK, PYTHON, UNFORKED
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = str(ROOT / "tests")
 PROBE_BOUND = 1e-4
 """Largest difference of log-probs between trainer and engine in float32."""
 
@@ -41,7 +40,7 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
     found again.
     """
     mark = uuid.uuid4().hex
-    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "PYTHONPATH": TESTS, **environment}
+    settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", **environment}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=settings, text=True, start_new_session=True, **pipes

@@ -365,6 +365,7 @@ def main(words: list[str]) -> None:
     with quick_imports():
         for name in MODULES:
             importlib.import_module(name)
+    sys.path.append(str(Path(__file__).parents[1]))  # for programs of tests that import `below`
     multiprocessing.set_executable(PYTHON)  # its processes are not forked
     sys.executable = proxy()
     atexit.unregister(gc.unfreeze)
