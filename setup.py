@@ -45,6 +45,8 @@ setup(
     extras_require={
         # All its releases are pre-releases, which pip takes only where one is named.
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
+        # The documentation as a site: mkdocs build -f tools/mkdocs.yml.
+        "docs": ["mkdocs-material"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

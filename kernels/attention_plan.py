@@ -1,4 +1,9 @@
-"""Which rank has which tokens of a packed sequence, and the attention work that follows."""
+"""Which rank has which tokens of a packed sequence under context parallelism, and the attention
+work (lists of queries and keys) that follows.
+
+A Ulysses group is the ranks that exchange tokens for heads; groups exchange keys and values around
+a ring or by all-gather. With Ulysses groups of one rank, a group is a rank.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +46,14 @@ BLOCKS: dict[str, Callable[[], Block]] = {
     "triton": _triton,
     "flash": _flash,
 }
-"""{name: function that makes the block}; imported when asked for, since some need a GPU's
-packages."""
+"""{name: function that makes the block attention kernel}. A kernel is imported when its function is
+called, since some need a GPU's packages."""
 
 
 def default_block(device: torch.device) -> str:
-    """Name of the block for this device: triton on GPUs, else cpu."""
+    """Name of the kernel by which `AttentionPlan` computes attention on this device: "triton" on
+    GPUs, "cpu" elsewhere. Both are keys of `BLOCKS`, whose values make the kernels.
+    """
     return "triton" if device.type == "cuda" else "cpu"
 
 
@@ -141,22 +148,28 @@ def _longest(positions: Positions) -> int:
 
 @dataclass
 class AttentionPlan:
-    """Tokens of every rank for one micro-batch, with work lists that are shared by all layers."""
+    """Which tokens of one packed micro-batch every rank of the sequence (context-parallel) axis
+    has, and the work lists of its attention, which all layers share. Each rank makes it once for a
+    micro-batch with `AttentionPlan.of(indices, starts, device)` and passes it to
+    `sequence_attention`, for layers with a sliding window as `plan.within(window)`.
+    """
 
     lengths: list[int]
     """Number of tokens of each rank of the sequence (context-parallel) axis, in its order."""
     ulysses: int
-    """Number of ranks in a Ulysses group."""
+    """Number of ranks in a Ulysses group: ranks that exchange tokens for heads."""
     positions: list[Positions]
-    """By Ulysses group, the positions of its ranks' tokens, rank after rank."""
+    """By Ulysses group, where the tokens of its ranks are in the packed sequence, one rank's after
+    the other's."""
     hops: int
-    """Steps that keys and values travel around the ring; after them no query sees them."""
+    """Steps, each to the next Ulysses group, that keys and values travel around the ring; no query
+    farther on attends to them."""
     block: Block
     """The block attention kernel that computes attention of some queries to some keys."""
     device: torch.device
     """Device on which the block kernel's work lists are."""
     longest: int
-    """Number of tokens of the longest sample, its ancestors included."""
+    """Number of tokens of the longest sample: a document with those that it continues."""
     window: int | None = None
     """A query attends to so many tokens of its sample at most, itself included; None for all."""
     _within: dict[int, AttentionPlan] = field(default_factory=dict, repr=False)
@@ -174,19 +187,23 @@ class AttentionPlan:
         ulysses: int = 1,
         block: str | None = None,
     ) -> AttentionPlan:
-        """Make the plan; every rank calls it with the same arguments but the device.
+        """Make the plan of one micro-batch. Every rank calls it with the same arguments but the
+        device; nothing is communicated.
 
         Args:
             indices: by rank, positions of its tokens in the packed sequence, [L_r] int64.
-            starts: [D + 1] first position of each document, then the sequence's length.
+            starts: [D + 1] int: first position of each of the D documents, then the sequence's
+                length.
             device: where work lists are kept.
-            parents: for each document, the number of the one that it continues, or -1; see
-                `Positions.of`. Empty where no document continues another.
+            parents: for each document, the number of the document that it continues (as a response
+                continues its prompt), or -1. A document's tokens attend to those of its parent, and
+                of the parent's parents, too. A parent comes before its children, and between them
+                only its other descendants. Empty where no document continues another.
             ulysses: ranks of a Ulysses group; divides the number of ranks.
-            block: a name in `BLOCKS`, by default that of the device.
+            block: a name in `BLOCKS`; None for "triton" on GPUs and "cpu" elsewhere.
 
         Raises:
-            ValueError: `ulysses` does not divide the ranks, or there is no such block.
+            ValueError: `ulysses` does not divide the number of ranks, or there is no such block.
         """
         if ulysses < 1 or len(indices) % ulysses:
             raise ValueError(
@@ -209,8 +226,9 @@ class AttentionPlan:
         return AttentionPlan(lengths, ulysses, positions, hops, BLOCKS[name](), device, longest)
 
     def within(self, window: int | None) -> AttentionPlan:
-        """The plan of layers with a sliding window of so many tokens, the query included; this plan
-        for None, and where no sample is longer. Made when first asked for, then kept.
+        """The plan for layers with a sliding window of `window` tokens, the query included. It is
+        this plan itself for None, and where no sample (a document with those that it continues) is
+        longer than the window. Made at the first call for a window, then kept.
         """
         if window is None or window >= self.longest:
             return self
@@ -223,13 +241,16 @@ class AttentionPlan:
 
     @property
     def group_lengths(self) -> list[int]:
-        """Number of tokens of each Ulysses group."""
+        """Number of tokens of each Ulysses group (ranks that exchange tokens for heads), by
+        group.
+        """
         return [int(own.index.numel()) for own in self.positions]
 
     def part(self, owner: int, distance: int) -> torch.Tensor | None:
-        """Which keys of Ulysses group `owner` travel so many steps around the ring: ascending
-        indices [n] int64 into the group's tokens, or None for all. Beyond `hops`, where no query
-        attends to any, all too.
+        """Which keys of Ulysses group `owner` travel `distance` steps around the ring, from group
+        to group: ascending indices [n] int64 into the tokens of `owner` (ranks one after the
+        other), on the CPU, or None for all. It is None without a sliding window, and for a distance
+        beyond `hops`, the number of steps that keys travel in this plan.
         """
         if self.window is None or distance > self.hops:
             return None
@@ -238,13 +259,17 @@ class AttentionPlan:
         return self._parts[owner][distance]
 
     def travels(self, owner: int, distance: int) -> int:
-        """Number of keys of Ulysses group `owner` that travel so many steps around the ring."""
+        """Number of keys of Ulysses group `owner` that travel `distance` steps around the ring,
+        from group to group. Without a sliding window that is all keys of `owner`.
+        """
         chosen = self.part(owner, distance)
         return self.group_lengths[owner] if chosen is None else len(chosen)
 
     def passed_on(self, kv: torch.Tensor, owner: int, distance: int) -> torch.Tensor:
-        """Of the keys and values `kv` of group `owner` that have travelled `distance` steps, those
-        that travel one step more.
+        """The keys and values that a rank sends to the next one in ring attention. `kv` [n, ...]
+        are the keys and values of Ulysses group `owner` that have travelled `distance` steps; the
+        result [m, ...] are those of them that some query farther on attends to, hence all without a
+        sliding window.
         """
         have, next_ones = self.part(owner, distance), self.part(owner, distance + 1)
         if next_ones is None:
@@ -253,9 +278,9 @@ class AttentionPlan:
         return kv.index_select(0, place.to(kv.device))
 
     def sent(self, owner: int, rank: int) -> torch.Tensor | None:
-        """Which keys of Ulysses group `owner` some query of group `rank` attends to: ascending
-        indices [n] int64 into the owner's tokens, or None for all. Without a window, and to the
-        owner itself, all.
+        """Which keys of Ulysses group `owner` are attended to by some query of group `rank`:
+        ascending indices [n] int64 into the tokens of `owner`, on the CPU, or None for all. Without
+        a sliding window, and where `rank` is `owner`, it is None.
         """
         if self.window is None or owner == rank:
             return None
@@ -267,20 +292,23 @@ class AttentionPlan:
         return self._sent[owner, rank]
 
     def num_sent(self, owner: int, rank: int) -> int:
-        """Number of keys that group `owner` sends to group `rank`; none to itself."""
+        """Number of tokens whose keys and values Ulysses group `owner` sends to group `rank` by the
+        all-gather transport (all at once rather than around the ring); 0 if `owner` is `rank`.
+        """
         if owner == rank:
             return 0
         chosen = self.sent(owner, rank)
         return self.group_lengths[owner] if chosen is None else len(chosen)
 
     def works(self, rank: int, owner: int | None) -> list[Any]:
-        """Work lists for queries of Ulysses group `rank` and keys of group `owner`: one for the
-        keys of the queries' own documents, and one for each level of ancestors; empty ones are
-        left out.
+        """Work lists of the block attention kernel, for queries of Ulysses group `rank` and keys of
+        group `owner`: one for the keys of the queries' own documents, and one for each level of
+        documents that they continue. Lists without work are left out.
 
-        `owner` None stands for the keys that all groups send to `rank` (see `sent`), group by
-        group; those of one group are the keys that travel to `rank` around the ring. Made when
-        first asked for, then kept.
+        `owner` None stands for the keys of all groups that queries of `rank` attend to,
+        concatenated by group. With a number, the keys are those that travel from `owner` to `rank`
+        around the ring. Each list has the type that the kernel's `prepare` returns, and is passed
+        to its `forward` and `backward`. Made at the first call, then kept.
         """
         if (rank, owner) not in self._works:
             groups = len(self.positions)

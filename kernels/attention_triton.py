@@ -1,18 +1,23 @@
 """Triton kernels of block attention: forward, and the gradients of keys and values and of queries.
+`block_triton.py` launches them.
 
-Every kernel is given lists of tiles to visit (`megarl.kernels.tiles`): first runs of tiles that are
-seen completely, which need no mask, then runs seen in part, whose positions are compared. Scores
-are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). The online softmax
-starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no atomics:
-equal inputs give equal bits.
+Every kernel is given lists of tiles to visit (made by `visits` in `tiles.py`): first runs of tiles
+that are seen completely, which need no mask, then runs seen in part, whose positions are compared.
+Scores are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). The online
+softmax starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no
+atomics: equal inputs give equal bits.
+
+Arguments of all kernels: q, grad_out and grad_q [num_queries, heads, HEAD]; k, v, grad_k and grad_v
+[num_keys, KV heads, HEAD], GROUP query heads for each KV head; suffixes _l and _h are strides of a
+token and of a head. `index_q`, `start_q`, `index_k`: int32 positions, where query i attends to key
+j if start_q[i] <= index_k[j] <= index_q[i]. `rows_ptr` [num_rows, 5] and `runs` [N, 2] are the work
+list. `section`: heads that run at the same time. ROWS and COLUMNS are the tile's sizes.
 
 [rows, head] is a tuple of one tile or two (`heads_triton.py`): WIDTH columns, and REST more if REST
 is not 0.
 
-With a soft cap (CAPPED) a score x in base 2 becomes cap2 tanh(x / cap2) with cap2 = cap log2(e), and
-its gradient is multiplied by 1 - tanh^2.
-
-Suffixes of arguments: _l and _h are strides of a token and of a head.
+With a soft cap (CAPPED) a score x in base 2 becomes cap2 tanh(x / cap2) with cap2 = cap log2(e),
+and its gradient is multiplied by 1 - tanh^2.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -115,7 +120,19 @@ def forward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of queries, of one head, to every tile of keys that it sees."""
+    """Attention of one tile of ROWS queries, of one head, to every tile of COLUMNS keys that it
+    sees, merged in place into `out_ptr` (normalised output [num_queries, heads, HEAD]) and
+    `lse_ptr` (natural log-sum-exp [heads, num_queries]), both float32 with the results over earlier
+    keys, or 0 and -inf.
+
+    One-dimensional grid of num_rows x query heads programs. `rows_ptr` [num_rows, 5] int32 has for
+    each tile of queries: its number, begin and end in `runs` of the key tiles seen completely,
+    begin and end in `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last +
+    1). `index_q`, `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q
+    is seen. scale2 and cap2 are the factor and the soft cap (used if CAPPED) of scores times
+    log2(e). Suffixes _l and _h are strides of a token and of a head; `section` heads run at a time.
+    GROUP query heads share a KV head; WIDTH and REST are the columns of the head's two tiles.
+    """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
@@ -152,7 +169,14 @@ def row_sums_kernel(
     grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(grad_out out), and lse in base 2, +inf for rows that see nothing."""
+    """Prepare the backward pass: write delta = rowsum(grad_out out) to `delta_ptr`, and the
+    log-sum-exp times log2(e) to `lse2_ptr`, +inf for queries that see nothing; both [heads, padded]
+    float32.
+
+    `grad_out_ptr` and `out_ptr` are [num_queries, heads, HEAD], `lse_ptr` [heads, num_queries];
+    suffixes _l and _h are strides of a token and of a head. Grid: (padded / ROWS, heads). WIDTH is
+    HEAD rounded up to a power of 2.
+    """
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
     offsets = start + tl.arange(0, ROWS)
@@ -216,7 +240,18 @@ def grad_keys_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values of one KV head, summed over its query heads."""
+    """Gradients of one tile of ROWS keys and values of one KV head, from every tile of COLUMNS
+    queries that sees it, summed over its GROUP query heads and added in place to `grad_k_ptr` and
+    `grad_v_ptr` [num_keys, KV heads, HEAD] float32.
+
+    One-dimensional grid of num_rows x KV heads programs. `rows_ptr` [num_rows, 5] int32 has for
+    each tile of keys: its number, begin and end in `runs` of the query tiles that see all of it,
+    begin and end in `runs` of those that see a part; `runs` [N, 2] int32 are (first query tile,
+    last + 1). `lse2_ptr` and `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over
+    all keys. `scale` is the factor of scores; scale2 and cap2 are factor and soft cap times
+    log2(e). Suffixes _l and _h are strides of a token and of a head; `section` heads run at a time;
+    WIDTH and REST are the columns of the head's two tiles.
+    """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS
@@ -283,7 +318,17 @@ def grad_queries_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries of one head from every tile of keys that it sees."""
+    """Gradient of one tile of ROWS queries of one head from every tile of COLUMNS keys that it
+    sees, added in place to `grad_q_ptr` [num_queries, heads, HEAD] float32.
+
+    One-dimensional grid of num_rows x query heads programs. `rows_ptr` [num_rows, 5] int32 has for
+    each tile of queries: its number, begin and end in `runs` of the key tiles seen completely,
+    begin and end in `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last +
+    1). `lse2_ptr` and `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys.
+    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap times log2(e). Suffixes
+    _l and _h are strides of a token and of a head; `section` heads run at a time; WIDTH and REST
+    are the columns of the head's two tiles.
+    """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS

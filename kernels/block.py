@@ -24,9 +24,12 @@ import torch
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of some tokens in a packed sequence.
+    """For L tokens of a packed sequence, used as queries or keys of attention: where each token is
+    (`index` [L]) and the first position that it attends to (`first` [L]), as int64 CPU tensors,
+    from which block attention kernels make their work lists. `Positions.of` makes it.
 
-    CPU tensors, from which work lists are made.
+    A document is one of the packed texts; its ancestors are the documents that it continues, as a
+    response continues its prompt. `levels` has the positions of the ancestors.
     """
 
     index: torch.Tensor
@@ -36,17 +39,19 @@ class Positions:
     """[L] int64: position in the packed sequence of the first token of the token's document. In a
     view: the first position that each query attends to."""
     levels: tuple[Level, ...] = ()
-    """For each level of ancestors, the roots first, those of each token's document."""
+    """For each level of ancestors (documents that a token's document continues), the farthest back
+    first: the ancestor of each token's document."""
 
     @staticmethod
     def of(index: torch.Tensor, starts: torch.Tensor, parents: Sequence[int] = ()) -> Positions:
-        """Positions of the tokens at `index` [L] of a packed sequence with given document `starts`.
+        """Positions of some tokens of a packed sequence that consists of D documents.
 
         Args:
-            index: [L] positions.
-            starts: [D + 1] for D documents; its last entry is the length of the sequence.
-            parents: [D] for each document, the number of the one that it continues, or -1; empty
-                where no document continues another. A parent comes before its children, and
+            index: [L] int positions of the tokens in the sequence, all different.
+            starts: [D + 1] int first position of each document; the last entry is the length of the
+                sequence.
+            parents: [D] for each document, the number of the document that it continues, or -1;
+                empty where no document continues another. A parent comes before its children, and
                 between them only its other descendants (depth-first order).
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
@@ -70,12 +75,14 @@ class Positions:
         return Positions(index, edges[document], tuple(levels))
 
     def views(self, window: int | None = None) -> list[Positions]:
-        """Positions of the same tokens as queries: first for the keys of their own documents, then
-        for those of each level of ancestors. Together they are all keys that a query attends to;
-        each key is in one view.
+        """The same L tokens as queries, once for each set of keys that they attend to: first for
+        the keys of their own documents, then for those of each level of documents that they
+        continue.
 
-        `window`: a query attends to so many tokens of its sample at most, itself included; None
-        for all before it.
+        In each of the returned `Positions` query i attends to the keys at positions first[i] to
+        index[i]. Together these are all keys that a query attends to, and each key occurs once.
+        `window`: a query attends to at most so many tokens of its sample (its document and those
+        that it continues), itself included; None for all tokens before it.
         """
         if window is None:
             return [
@@ -93,7 +100,12 @@ class Positions:
 
 
 class Level(NamedTuple):
-    """For some tokens, the ancestor of each one's document at one level."""
+    """For L tokens, where an ancestor of each token's document lies in the packed sequence, as [L]
+    int64 positions: its first token (`first`), its last token (`last`), and the position that the
+    token would have if its sample had no gap after the ancestor's first token (`as_if`). An
+    ancestor is a document that the token's document continues, directly or through others. One
+    `Level` for each level of ancestors; level 0 has the documents that continue no other.
+    """
 
     first: torch.Tensor
     """[L] int64 position of the ancestor's first token; where there is no ancestor, the position
@@ -115,8 +127,9 @@ def _sample_positions(edges: torch.Tensor, parents: Sequence[int]) -> torch.Tens
 
 
 def ancestors(parents: Sequence[int]) -> list[torch.Tensor]:
-    """For each level of ancestors, the roots first: [D] int64, for each document the number of its
-    ancestor at that level, or -1. `parents`: as in `Positions.of`.
+    """For each level of ancestors, those that continue no document first: [D] int64, for each of D
+    documents the number of its ancestor at that level, or -1. `parents` [D]: for each document the
+    number of the document that it continues, smaller than its own, or -1.
     """
     chains: list[list[int]] = []
     for parent in parents:
@@ -129,16 +142,21 @@ def ancestors(parents: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Block(Protocol):
-    """Attention of Lq queries to Lk keys, merged into the results of other blocks of keys.
+    """A block attention kernel: attention of Lq queries to Lk keys, merged into the results over
+    other keys. Implementations are listed in `attention_plan.BLOCKS`.
 
-    Shapes: Hq query heads and Hkv KV heads, where Hkv divides Hq; D is the head width. Sums are
-    float32, or float64 for float64 inputs.
+    First `prepare` makes a work list from positions, once for a micro-batch; then every layer calls
+    `forward` and `backward` with the work list. Shapes: Hq query heads and Hkv KV heads, where Hkv
+    divides Hq; D is the head width. Sums are float32, or float64 for float64 inputs.
     """
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Any:
-        """Work list for these queries and keys, or None where no query attends to any key.
+        """The work list for these queries and keys (query i attends to key j where queries.first[i]
+        <= keys.index[j] <= queries.index[i]) with tensors on `device`, or None where no query
+        attends to any key.
 
-        It is made once per micro-batch and used by every layer.
+        It is made once for a micro-batch, and every layer passes it to `forward` and `backward`;
+        each implementation has its own type.
         """
         ...
 
@@ -155,10 +173,11 @@ class Block(Protocol):
     ) -> None:
         """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
 
-        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], last dimension contiguous. `out` is the
-        normalised output over the keys seen so far and `lse` its log-sum-exp of the scaled scores;
-        before the first block they are 0 and -inf. With `cap` a scaled score s becomes
-        cap tanh(s / cap).
+        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], last dimension contiguous. `work` is what
+        `prepare` returned for them. `scale` multiplies the scores. `out` is the normalised output
+        over the keys seen so far and `lse` the log-sum-exp of the scaled scores over them; before
+        the first block they are 0 and -inf. With `cap` a scaled score s becomes cap tanh(s / cap).
+        `ValueError` where the implementation lacks the dtype, the head width or the cap.
         """
         ...
 
@@ -177,10 +196,13 @@ class Block(Protocol):
         grad_v: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Add this block's gradients to `grad_q`, `grad_k` and `grad_v`, in place.
+        """Add the gradients from these queries and keys to `grad_q`, `grad_k` and `grad_v`, in
+        place.
 
-        They have the shapes of q [Lq, Hq, D], k and v [Lk, Hkv, D]. `out` and `lse` are the final
-        ones, over all keys. With them each block's gradients are exact, and the gradients of all
-        blocks add up (FlashAttention-2, arXiv:2307.08691).
+        They have the shapes of q [Lq, Hq, D], k and v [Lk, Hkv, D]. `grad_out` [Lq, Hq, D] is the
+        gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are the final ones, over all
+        keys. With them each block's gradients are exact, and the gradients of all blocks add up
+        (FlashAttention-2, arXiv:2307.08691). `work` is what `prepare` returned for these queries
+        and keys; `scale` multiplies the scores; `cap` is their soft cap or None.
         """
         ...

@@ -9,9 +9,11 @@ from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:
-    """`Operator` for CPU, in float32 or float64.
+    """torch's flash attention for CPU, in float32 or float64, as `CpuBlock` calls it: `forward`
+    takes q [B, Hq, n, D], k and v [B, Hkv, m, D] and returns output and log-sum-exp [B, Hq, n];
+    `backward` returns the gradients of q, k and v.
 
-    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which knows no soft cap; with one,
+    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which has no soft cap; with one,
     attention is computed by matrix products.
     """
 
@@ -57,7 +59,11 @@ class CpuOperator:
 
 
 class CpuBlock(PieceBlock):
-    """`Block` for CPU; 16-bit inputs are computed in float32."""
+    """Attention of some queries to some keys on CPU, by torch's flash attention; 16-bit inputs are
+    computed in float32. Like every block attention kernel (`block.Block`) it has `prepare`, which
+    makes a work list from the positions of queries and keys, and `forward` and `backward`, which
+    with this list add to the results over other keys in place.
+    """
 
     def __init__(self) -> None:
         super().__init__(CpuOperator())

@@ -25,7 +25,7 @@ from megarl.kernels.dense import dense_backward, dense_forward
 from megarl.kernels.piece_block import PieceBlock
 
 WIDEST = 256
-"""Largest head width."""
+"""Largest head width that torch's kernel takes."""
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) -> None:
@@ -49,7 +49,14 @@ def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) ->
 
 
 class FlashOperator:
-    """`Operator` for `aten::_flash_attention_forward`, which supports GQA; tensors [B, L, H, D]."""
+    """torch's `aten::_flash_attention_forward` on a GPU, as `FlashBlock` calls it: `forward` takes
+    q [B, Hq, n, D], k and v [B, Hkv, m, D] and returns output and log-sum-exp [B, Hq, n];
+    `backward` returns the gradients of q, k and v.
+
+    Supports GQA; `ValueError` for a soft cap, for dtypes other than float16 and bfloat16, and for
+    head widths that are no multiple of 8 or above 256. With a mask, attention is computed by matrix
+    products in float32.
+    """
 
     upcasts = False
     masks_are_cheap = False
@@ -112,9 +119,13 @@ class FlashOperator:
 
 
 class FlashBlock(PieceBlock):
-    """`Block` through FlashAttention-2.
+    """Attention of some queries to some keys on a GPU, by torch's FlashAttention-2 kernel; not the
+    default. Like every block attention kernel (`block.Block`) it has `prepare`, which makes a work
+    list from positions, and `forward` and `backward`, which add to results over other keys in
+    place.
 
-    16-bit inputs and head widths that are multiples of 8 up to 256.
+    Takes float16 or bfloat16 inputs and head widths that are multiples of 8 up to 256, and no soft
+    cap; `ValueError` for others.
     """
 
     def __init__(self) -> None:

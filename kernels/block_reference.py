@@ -12,8 +12,9 @@ from megarl.kernels.dense import soft_cap, through_cap
 
 
 def visible(queries: Positions, keys: Positions, window: int | None = None) -> torch.Tensor:
-    """[Lq, Lk] bool: whether each query attends to each key, also of its document's ancestors.
-    `window`: see `Positions.views`.
+    """The attention mask [Lq, Lk] bool on the CPU: whether each query attends to each key, also to
+    those of documents that the query's document continues. `window`: a query attends to at most so
+    many tokens of its sample, itself included; None for all before it.
     """
     index, seen = keys.index[None], torch.zeros(len(queries.index), len(keys.index)).bool()
     for view in queries.views(window):
@@ -31,10 +32,14 @@ def reference_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over a whole packed sequence by softmax and autograd.
+    """Causal attention within each document of a whole packed sequence, by one dense softmax on one
+    rank: the reference in tests. Differentiable by autograd.
 
-    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D]. `window`: see `Positions.views`. `cap`
-    and `sinks`: see `sequence_attention`.
+    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D] in their dtype. `positions`: where the L
+    tokens are, and their documents. `scale` multiplies the scores. `window`: a query attends to at
+    most so many tokens of its sample, itself included; None for all before it. `cap`: a scaled
+    score s becomes cap tanh(s / cap); None for none. `sinks` [Hq]: for each head the score of one
+    more key with the value 0; None for none.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap)
@@ -47,7 +52,11 @@ def reference_attention(
 
 
 class ReferenceBlock:
-    """`Block` that computes dense score matrices; the work list is the mask [Lq, Lk] bool."""
+    """Attention of some queries to some keys by a dense score matrix, on any device: the reference
+    that tests compare fast kernels with. Like every block attention kernel (`block.Block`) it has
+    `prepare`, which makes a work list (here the mask [Lq, Lk] bool) from positions, and `forward`
+    and `backward`, which add to results over other keys in place.
+    """
 
     def prepare(
         self, queries: Positions, keys: Positions, device: torch.device

@@ -24,7 +24,7 @@ from megarl.kernels.block import Positions
 from megarl.kernels.tiles import (
     Tile,
     Tiles,
-    Work,
+    TileWork,
     head_tiles,
     padded_width,
     section_of,
@@ -36,44 +36,52 @@ ROW_SUM_ROWS = 32
 
 
 class TritonBlock:
-    """Attention of some queries to some keys (`Block`) by Triton kernels on a GPU, in float32,
-    float16 or bfloat16, with head widths up to 256.
+    """Attention of some queries to some keys by Triton kernels on a GPU, in float32, float16 or
+    bfloat16, with head widths up to 256. The default on GPUs. `prepare` makes a work list from
+    positions; `forward` and `backward` add to results over other keys in place.
 
-    16-bit products are summed in float32; float32 products are exact (no TF32) and slow. Raises
-    `ValueError` for other dtypes, larger heads and scales that are not positive.
+    16-bit products are summed in float32; float32 products are exact (no TF32) and slow. `forward`
+    and `backward` raise `ValueError` for other dtypes, larger heads, and scales or soft caps that
+    are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
         """A block with these settings of its kernels.
 
         Args:
-            tiles: for each kernel, the rows and columns of its tiles, its warps and its stages;
-                None for those that `tiles_of` has for the device, head width and dtype.
+            tiles: {"forward", "grad_keys" and "grad_queries": rows and columns of the kernel's
+                tiles, its warps and its stages}; None for those that suit the device, head width
+                and dtype.
             descriptors: whether inner loops load keys and values by tensor descriptors, which use
                 the tensor memory accelerator of Hopper GPUs, where the head width and the strides
                 allow it: fewer registers and instructions. Not yet tried on a GPU.
         """
         self.tiles, self.descriptors = tiles, descriptors
 
-    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
-        """Work list for these queries and keys on `device`, or None where no query attends to any
-        key."""
-        return Work.of(queries, keys, device)
+    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> TileWork | None:
+        """The work list for these queries and keys with tensors on `device`, which `forward` and
+        `backward` take; None where no query attends to any key.
+        """
+        return TileWork.of(queries, keys, device)
 
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Work,
+        work: TileWork,
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place.
+        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place; both
+        are float32.
 
-        Both are float32.
+        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], of one dtype, and `work` is what `prepare`
+        returned for them. `out` is the normalised output over the keys seen so far and `lse` the
+        log-sum-exp of the scaled scores over them; before the first block they are 0 and -inf.
+        `scale` multiplies the scores; with `cap` a scaled score s becomes cap tanh(s / cap).
         """
         common = self._common(q, k, v, scale, cap)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
@@ -98,15 +106,19 @@ class TritonBlock:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        work: Work,
+        work: TileWork,
         scale: float,
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Add gradients of these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and `grad_v`
-        [Lk, Hkv, D], in place. All three are float32.
+        """Add the gradients from these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and
+        `grad_v` [Lk, Hkv, D], in place; all three are float32.
+
+        `grad_out` [Lq, Hq, D] is the gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq]
+        float32 are the final ones, over all keys. `work` is what `prepare` returned for these
+        queries and keys; `scale` multiplies the scores; `cap` is their soft cap or None.
         """
         common = self._common(q, k, v, scale, cap)
         assert (

@@ -1,4 +1,5 @@
-"""Attention by matrix products, some queries at a time: for what ready-made kernels lack.
+"""Attention by matrix products, some queries at a time: for soft caps and masks that ready-made
+kernels lack.
 
 Used where scores have a soft cap, and on GPUs for explicit masks. With s = scale q k^T:
 
@@ -6,6 +7,7 @@ Used where scores have a soft cap, and on GPUs for explicit masks. With s = scal
     their gradient    ds = dc (1 - (c / cap)^2)
 
 Arithmetic is that of q's dtype and the mask's together: float32, or float64 for float64 inputs.
+Without a mask, 16-bit inputs are computed in float32 too.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ at least. A few tensors of that size exist at once."""
 
 
 def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """cap tanh(scores / cap); the scores themselves where `cap` is None."""
+    """Attention scores (any shape) after a soft cap: cap tanh(scores / cap), a new tensor. With
+    `cap` None the scores themselves.
+    """
     return scores if cap is None else (scores / cap).tanh().mul(cap)
 
 
 def through_cap(
     grad: torch.Tensor, capped: torch.Tensor, cap: float | None, hidden: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gradient of scores from `grad`, that of the scores `capped` by `soft_cap`. `hidden`: where
-    `capped` was set to -inf afterwards; `grad` is 0 there.
+    """The backward pass of the soft cap of attention scores: the gradient of the scores before the
+    cap.
+
+    `grad` is the gradient of the capped scores `capped` = cap tanh(scores / cap), in the same
+    shape. `hidden` (bool, same shape): where `capped` was set to -inf afterwards by a mask; `grad`
+    must be 0 there. With `cap` None `grad` itself is returned.
     """
     if cap is None:
         return grad
@@ -89,14 +97,16 @@ def dense_forward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, Hq, n, D], log-sum-exp of the scores [B, Hq, n]) of q [B, Hq, n, D], k and v
-    [B, Hkv, m, D]. Every query must see at least one key.
+    """Attention by matrix products: (output [B, Hq, n, D], log-sum-exp of the scores [B, Hq, n])
+    for queries q [B, Hq, n, D] and k and v [B, Hkv, m, D], where Hkv divides Hq. Computed and
+    returned in float32 at least (call it without autograd). Every query must see at least one key.
 
     Args:
         causal: query i sees keys 0 to i; then n = m.
-        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf for keys that are not seen.
-        scale: factor of the scores.
-        cap: soft cap of the scores, or None.
+        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf for keys that are not seen. None for
+            none.
+        scale: factor of the scores q k^T.
+        cap: soft cap of the scaled scores (a score s becomes cap tanh(s / cap)), or None.
     """
     _, q, k, v = _grouped(q, k, v, mask)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
@@ -122,8 +132,19 @@ def dense_backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes. Arguments as of `dense_forward`; `out` and `lse`
-    are those over all keys.
+    """Backward pass of attention by matrix products: the gradients of q [B, Hq, n, D], k and v
+    [B, Hkv, m, D], in their shapes, in float32 at least.
+
+    These may be some of the keys that a query attends to: gradients of all parts then add up.
+
+    Args:
+        grad_out: [B, Hq, n, D] gradient of the output.
+        out, lse: output [B, Hq, n, D] and log-sum-exp of the scores [B, Hq, n] over all keys of the
+            queries, also those that are not in `k`.
+        causal: query i sees keys 0 to i; then n = m.
+        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf for keys that are not seen.
+        scale: factor of the scores q k^T.
+        cap: soft cap of the scaled scores, or None.
     """
     heads, q, k, v = _grouped(q, k, v, mask)
     grad_out, out = (x.to(q.dtype).unflatten(1, heads) for x in (grad_out, out))

@@ -57,10 +57,16 @@ GPUs few beside a chunk."""
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which divergence is computed; see the formulas of the module."""
+    """Settings of `linear_divergence`: which divergence between the student's and the teacher's
+    token distributions is computed (`kind`: "forward_kl", "reverse_kl" or "jensen_shannon", this
+    one with the weight `beta` of the teacher), over which tokens (`top_k` of the teacher's
+    likeliest and all others as one; 0: each token by itself), and with which divisor of the logits
+    (`temperature`).
+    """
 
     kind: str = "reverse_kl"
-    """A name in `KINDS`."""
+    """Name of the divergence. "forward_kl": KL(teacher || student); "reverse_kl": KL(student ||
+    teacher); "jensen_shannon": the generalised Jensen-Shannon divergence with `beta`."""
     beta: float = 0.5
     """Of `jensen_shannon`: weight of the teacher in the mixture, above 0 and below 1."""
     top_k: int = 0
@@ -70,7 +76,8 @@ class Divergence:
 
 
 Terms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
-"""What a function of `KINDS` returns."""
+"""(a, b, p g) of one of the functions in `KINDS`, whose description says what they are; a and b may
+be None, which stands for 0."""
 
 
 def _forward_kl(log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float) -> Terms:
@@ -105,10 +112,11 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Ter
     "reverse_kl": _reverse_kl,
     "jensen_shannon": _jensen_shannon,
 }
-"""{name: function of (log p [R, V], log of the student's and of the teacher's probability of each
-token's bucket [R, V], beta)}. It returns (a, b, p g), so that the divergence is sum_j p_j a_j + q_j
-b_j and g_j its derivative by p_j, up to a constant; None stands for 0. A token in S is a bucket of
-its own."""
+"""{name: function of (log p [R, V] of the student for R tokens, log of the student's and of the
+teacher's probability of each token's bucket [R, V], beta)}. It returns (a, b, p g), [R, V] each, so
+that the divergence is sum_j p_j a_j + q_j b_j and g_j its derivative by p_j, up to a constant; None
+stands for 0. A token that is among the teacher's top k is a bucket of its own; without top k every
+token is."""
 
 
 @dataclass
@@ -130,7 +138,11 @@ class _Rows:
 
     @classmethod
     def empty(cls, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """[7, T] memory for the statistics of all tokens, in the order of the fields."""
+        """Uninitialised memory [7, T] for the softmax statistics of T = `num_tokens` tokens, on the
+        device of `like`, in float32 (float64 if `like` is). The rows are m = largest logit and log
+        sum e^(z - m) of the student, the same two of the teacher, the teacher's k-th largest logit,
+        and the log-probs of all other tokens together by student and teacher.
+        """
         return torch.empty(7, num_tokens, dtype=accumulator(like.dtype), device=like.device)
 
 
@@ -328,7 +340,10 @@ def _whole_chunk(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """What `linear_divergence` returns, [T] each, in float32, or float64 for float64 inputs."""
+    """What `linear_divergence` returns for T tokens, [T] each, in float32 or, for float64 inputs,
+    float64: `divergence` (the only one with gradients), `entropy` of the student's distribution,
+    `logprobs` and `teacher_logprobs` of the target tokens by student and teacher.
+    """
 
     divergence: torch.Tensor
     """Divergence at each token; differentiable in the student's hidden states and weight."""
@@ -349,18 +364,24 @@ def linear_divergence(
     how: Divergence,
     shard: VocabularyShard | None = None,
 ) -> TokenDivergence:
-    """Divergence of the student's next-token distribution from the teacher's at each token.
+    """Divergence of the student's next-token distribution from the teacher's at each of T tokens,
+    for distillation; logits of both are recomputed and never stored as a whole.
+
+    Only the student's `hidden` and `weight` get gradients, and only from the field `divergence` of
+    the result.
 
     Args:
         hidden: [T, H] of the student.
-        weight: [V, H], same dtype; with `shard` this rank's rows.
+        weight: [V, H] output head of the student, same dtype; with `shard` this rank's rows.
         teacher_hidden: [T, G] of the teacher, same dtype.
-        teacher_weight: [V, G], same dtype; with `shard` the same rows.
-        targets: [T] int64 token ids; outside the vocabulary they fail an assertion (on GPUs later).
-        how: kind, top-k and temperature.
-        shard: this rank's part of a split vocabulary. All other arguments and the upstream
-            gradients must be the same on every rank, and so are the results and the gradient of
-            `hidden`.
+        teacher_weight: [V, G] output head of the teacher, same dtype; with `shard` the same rows.
+        targets: [T] int64 token ids whose log-probs are returned too; ids outside the vocabulary
+            fail an assertion (on GPUs later).
+        how: kind of divergence, beta, top-k and temperature.
+        shard: this rank's part of a vocabulary that is split over ranks, which must all call this
+            together; None for one rank with the whole vocabulary. All other arguments but the
+            weights, and the upstream gradients, must be the same on every rank, and so are the
+            results and the gradient of `hidden`.
 
     Raises:
         ValueError: shapes or dtypes do not match, or `how` has a value out of range.

@@ -21,7 +21,7 @@ import triton.language as tl
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-"""{activation: number by which the kernels know it}."""
+"""{activation: number that stands for it in the kernels}."""
 BLOCK = 1024
 """Columns of one row that a program computes."""
 NUM_WARPS = 4
@@ -134,8 +134,10 @@ def _grid(rows: torch.Tensor) -> tuple[int, int]:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """act(gate) * up, [..., I], of gate and up [..., I] of one dtype (float32 or 16 bit) on one
-    GPU; with gradients. Raises `ValueError` for float64, which the kernels do not compute in.
+    """The gated activation of an MLP as one GPU kernel: act(gate) * up, elementwise and rounded
+    once. `activation`: "silu", "gelu_tanh" or "gelu". `gate` and `up` have one shape [..., I] and
+    dtype (float32 or 16 bit); the result has the same. Differentiable in both. Raises `ValueError`
+    for float64.
     """
     if gate.dtype == torch.float64:
         raise ValueError("the Triton kernels of gated activations compute in float32, not float64")

@@ -21,9 +21,10 @@ def load_rows(
     ptr, start, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, WIDTH] from row `start` of a matrix [num_rows, HEAD]; 0 beyond HEAD.
+    """Load a tile [ROWS, WIDTH] of a matrix [num_rows, HEAD] in memory at `ptr`, from row `start`;
+    columns beyond HEAD are 0. `stride`: elements from row to row.
 
-    With EDGE also 0 beyond num_rows, else all rows must exist.
+    With EDGE rows beyond num_rows are 0 too; otherwise all ROWS rows must exist.
     """
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
@@ -44,7 +45,12 @@ def load_head(
     ptr, start, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, head] from row `start`, as `load_rows`."""
+    """Load ROWS rows of an attention head, a matrix [num_rows, HEAD] in memory at `ptr`, from row
+    `start`. Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH],
+    [ROWS, REST]); columns beyond HEAD are 0. `stride`: elements from row to row.
+
+    With EDGE rows beyond num_rows are 0; otherwise all ROWS rows must exist.
+    """
     if REST:
         values = (
             load_rows(ptr, start, stride, num_rows, ROWS, WIDTH, WIDTH, EDGE),
@@ -70,8 +76,10 @@ def load_head_where(
     ptr, stride, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, head] read from a matrix [ROWS, HEAD] in memory: the rows for which `chosen` [ROWS, 1]
-    is true. Other rows are 0.
+    """Load from a matrix [ROWS, HEAD] in memory at `ptr` (one attention head) the rows for which
+    `chosen` [ROWS, 1] is true; other rows, and columns beyond HEAD, are 0. Returns a tuple of
+    tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`: elements
+    from row to row.
     """
     if REST:
         values = (
@@ -100,8 +108,10 @@ def store_head_where(
     ptr, stride, values, divisor, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of `values` [ROWS, head] / `divisor` [ROWS, 1] to a matrix [ROWS, HEAD] in memory:
-    the rows for which `chosen` [ROWS, 1] is true.
+    """Write rows of values / divisor to a matrix [ROWS, HEAD] in memory at `ptr` (one attention
+    head): the rows for which `chosen` [ROWS, 1] is true. `values` is a tuple of tiles,
+    ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]); `divisor` is [ROWS, 1].
+    `stride`: elements from row to row.
     """
     if REST:
         _store_where(ptr, stride, values[0] / divisor, chosen, ROWS, WIDTH, WIDTH)
@@ -116,8 +126,13 @@ def walk_head(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, head] of head number `head`, as `load_head`; if DESCRIBED, by a tensor descriptor,
-    which describes one tile.
+    """Load ROWS rows, from row `start`, of head number `head`, for the inner loop of a kernel.
+    Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]);
+    columns beyond HEAD are 0.
+
+    Without DESCRIBED `source` is a pointer to a tensor [num_rows, heads, HEAD] with these strides,
+    and with EDGE rows beyond num_rows are 0. With DESCRIBED `source` is a tensor descriptor of a
+    matrix [num_rows, heads x HEAD] with blocks [ROWS, HEAD], and REST must be 0.
     """
     if DESCRIBED:
         tl.static_assert(REST == 0, "a head of two tiles has no tensor descriptor")
@@ -131,7 +146,9 @@ def walk_head(
 
 @triton.jit
 def zero_head(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
-    """[ROWS, head] of zeros, float32."""
+    """float32 zeros for ROWS rows of an attention head, as a tuple of tiles: ([ROWS, WIDTH],), or
+    with REST above 0 ([ROWS, WIDTH], [ROWS, REST]).
+    """
     if REST:
         values = (tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, REST], tl.float32))
     else:
@@ -156,7 +173,11 @@ def add_head(
     ptr, start, stride, num_rows, values,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add `values` [ROWS, head] to a matrix [num_rows, HEAD] in memory, from row `start`."""
+    """Add `values` to a matrix [num_rows, HEAD] in memory at `ptr` (one attention head), in place,
+    from row `start`; rows beyond num_rows and columns beyond HEAD are left out. `values` is a tuple
+    of tiles, ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`:
+    elements from row to row.
+    """
     if REST:
         _add_rows(ptr, start, stride, num_rows, values[0], ROWS, WIDTH, WIDTH)
         _add_rows(ptr + WIDTH, start, stride, num_rows, values[1], ROWS, REST, HEAD - WIDTH)
@@ -166,7 +187,9 @@ def add_head(
 
 @triton.jit
 def times_factor(values, factor):
-    """[rows, head] times a number, or times a column [rows, 1]."""
+    """Each tile [rows, columns] of the tuple `values` (one attention head in one or two tiles)
+    times `factor`, a number or a column [rows, 1]; a new tuple.
+    """
     if len(values) == 2:
         product = (values[0] * factor, values[1] * factor)
     else:
@@ -176,7 +199,10 @@ def times_factor(values, factor):
 
 @triton.jit
 def dot_heads(a, b, PRECISION: tl.constexpr):
-    """a b^T of a [rows, head] and b [columns, head]: [rows, columns], summed over the head."""
+    """a b^T, summed over the columns of a head: a [rows, head] and b [columns, head] are tuples of
+    one or two tiles of the head's columns; the result is one tile [rows, columns], float32.
+    PRECISION: `input_precision` of `tl.dot`.
+    """
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if len(a) == 2:
         product = tl.dot(a[1], tl.trans(b[1]), product, input_precision=PRECISION)
@@ -185,7 +211,10 @@ def dot_heads(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_head(weights, values, total, PRECISION: tl.constexpr):
-    """`total` [rows, head] + weights [rows, columns] values [columns, head]."""
+    """total + weights values, where `weights` is a tile [rows, columns], and `values`
+    [columns, head] and `total` [rows, head] are tuples of one or two tiles of a head's columns.
+    Returns a tuple like `total`. PRECISION: `input_precision` of `tl.dot`.
+    """
     first = tl.dot(weights, values[0], total[0], input_precision=PRECISION)
     if len(values) == 2:
         added = (first, tl.dot(weights, values[1], total[1], input_precision=PRECISION))

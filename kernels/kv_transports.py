@@ -1,4 +1,5 @@
-"""How queries of one rank meet keys and values of all ranks: ring attention or all-gather.
+"""How queries of one rank meet keys and values of all ranks under context parallelism: ring
+attention or all-gather.
 
 To add a transport, write a class with the two methods of `Transport` and add it to `TRANSPORTS`.
 """
@@ -15,15 +16,20 @@ from megarl.kernels.attention_plan import AttentionPlan
 
 
 class Pending(Protocol):
-    """A message that is being received."""
+    """Interface of a tensor that is being received from another rank in the background: `wait`
+    blocks until it has arrived. `Exchange.shift` returns one.
+    """
 
     def wait(self) -> torch.Tensor:
-        """Wait for the message and return the tensor; to be called once."""
+        """Block until the tensor has arrived, and return it; to be called once."""
         ...
 
 
 class Exchange(Protocol):
-    """The ranks of one axis in a ring. All of them call the same methods in the same order."""
+    """Interface of the communication that attention over split sequences needs: `shift` around a
+    ring of ranks, `all_gather`, `reduce_scatter` and `all_to_all`. `rank` is this rank's number in
+    the ring, `size` the number of ranks. All of the ranks call the same methods in the same order.
+    """
 
     rank: int
     """This rank's number in the ring of ranks, from 0."""
@@ -33,22 +39,24 @@ class Exchange(Protocol):
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> Pending:
-        """Send `tensor` to rank + `offset` and receive from rank - `offset`, modulo the size.
+        """Send `tensor` to rank + `offset` and start to receive a tensor from rank - `offset`,
+        modulo the size. Does not block: `wait` of the result blocks and returns the tensor.
 
         The received tensor has `shape` and the dtype of `tensor`, which must not change before
-        `wait` has returned. Channels are independent of each other.
+        `wait` has returned. Messages on different channels (0 or 1) do not wait for each other.
         """
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors of all ranks, as a list by rank. `lengths`: sizes in dimension 0; the other
-        dimensions are equal.
+        """The tensors of all ranks, as a list by rank; blocks. `lengths`: by rank, its tensor's
+        size in dimension 0; the other dimensions and the dtype are equal.
         """
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over all ranks of their tensors `pieces[self.rank]`. The pieces of a rank may differ
-        in the size of dimension 0 only.
+        """This rank's sum: over all ranks, the tensors that they hold at index `self.rank` of their
+        `pieces`. `pieces` has one tensor for each rank; they may differ in the size of dimension 0
+        only. Blocks.
         """
         ...
 
@@ -56,31 +64,41 @@ class Exchange(Protocol):
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
-        `shapes` are their shapes.
+        `shapes` are their shapes, by rank. Blocks.
         """
         ...
 
 
 KEYS_CHANNEL, GRADIENTS_CHANNEL = 0, 1
-"""Channels of the ring's messages: keys and values, and their gradients."""
+"""Numbers that keep two kinds of messages in the ring apart: keys and values, and their
+gradients."""
 
 
-class Call(NamedTuple):
-    """Arguments that forward and backward of one attention call share."""
+class AttentionCall(NamedTuple):
+    """What forward and backward of one call of `sequence_attention` share: which rank has which
+    tokens (`plan`), the communication within this rank's Ulysses group (`inner`) and with other
+    groups (`outer`), how keys and values travel between groups (`transport`), the factor of the
+    scores (`scale`) and their soft cap (`cap`).
+    """
 
     plan: AttentionPlan
     inner: Exchange
-    """Communication with the ranks of this Ulysses group."""
+    """Communication with the ranks of this rank's Ulysses group, which exchange tokens for
+    heads."""
     outer: Exchange
-    """Communication with the ranks of the same number in the other Ulysses groups: the ring."""
+    """Communication with the ranks of the same number in the other Ulysses groups, which exchange
+    keys and values."""
     scale: float
     transport: Transport
     cap: float | None = None
-    """Soft cap of the scaled scores; see `Block.forward`."""
+    """Soft cap of the scaled scores: a score s becomes cap tanh(s / cap); None for none."""
 
 
 class ForwardSums(NamedTuple):
-    """Queries of this rank and the attention output over the keys seen so far."""
+    """This rank's queries `q` [Lq, Hq, D], and their attention over the keys seen so far: the
+    normalised output `out` [Lq, Hq, D] and the log-sum-exp of the scaled scores `lse` [Hq, Lq].
+    `add` merges more keys into these in place, as they arrive from other ranks.
+    """
 
     q: torch.Tensor
     """Queries [Lq, Hq, D]."""
@@ -89,10 +107,11 @@ class ForwardSums(NamedTuple):
     lse: torch.Tensor
     """Log-sum-exp of the scaled scores seen so far, [Hq, Lq] float32 or float64."""
 
-    def add(self, call: Call, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge attention to the keys and values kv [Lk, 2, Hkv, D] of Ulysses group `owner`.
-
-        `owner` None stands for those of all groups.
+    def add(self, call: AttentionCall, kv: torch.Tensor, owner: int | None) -> None:
+        """Merge attention of this rank's queries to the keys and values `kv` [Lk, 2, Hkv, D] into
+        `out` and `lse`, in place. `owner` is the number of the Ulysses group whose tokens they are;
+        None for those of all groups, concatenated. `call`: plan, communication and settings of this
+        attention call.
         """
         for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.forward(
@@ -101,8 +120,10 @@ class ForwardSums(NamedTuple):
 
 
 class BackwardSums(NamedTuple):
-    """What the backward pass needs of this rank's queries, and the gradient that it adds up.
-    Shapes are those of `ForwardSums`.
+    """What the backward pass needs of this rank's queries, and the gradient `grad_q` of the
+    queries, to which `add` adds the part of some keys in place. `grad_out` (gradient of the
+    output), `q`, `out` and `grad_q` are [Lq, Hq, D] and `lse` [Hq, Lq]; `out` and `lse` are the
+    final ones, over all keys.
     """
 
     grad_out: torch.Tensor
@@ -112,13 +133,20 @@ class BackwardSums(NamedTuple):
     grad_q: torch.Tensor
 
     def add(
-        self, call: Call, kv: torch.Tensor, owner: int | None, grad: torch.Tensor | None = None
+        self,
+        call: AttentionCall,
+        kv: torch.Tensor,
+        owner: int | None,
+        grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Backward pass of this rank's queries' attention to the keys and values `kv`
-        [Lk, 2, Hkv, D] of Ulysses group `owner`; None stands for those of all groups.
+        """Backward pass of the attention of this rank's queries to the keys and values `kv`
+        [Lk, 2, Hkv, D]. `owner` is the number of the Ulysses group whose tokens they are; None for
+        those of all groups, concatenated. `call`: plan, communication and settings of this
+        attention call.
 
-        Adds the gradient of the queries to `grad_q`. Returns the gradient of `kv`, in its shape; if
-        `grad` is given, the gradient is added to `grad` in place, and `grad` is returned.
+        Adds the gradient of the queries to `grad_q`, in place. Returns the gradient of `kv`, in the
+        shape of `kv`; if `grad` is given, the gradient is added to `grad` in place, and `grad` is
+        returned.
         """
         if grad is None:
             grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)
@@ -132,34 +160,39 @@ class BackwardSums(NamedTuple):
 
 class Transport(Protocol):
     """Interface of the algorithms (ring, all-gather) by which a rank's queries attend to the keys
-    and values of all ranks.
-
-    All ranks communicate in the same order, also a rank without tokens.
+    and values of all ranks. All ranks call `forward` and `backward` together, also a rank without
+    tokens.
     """
 
-    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
-        """Merge attention to the keys of all ranks into `sums`.
-
-        kv [L, 2, Hkv, D] are this rank's own keys and values.
+    def forward(self, call: AttentionCall, kv: torch.Tensor, sums: ForwardSums) -> None:
+        """Merge attention of this rank's queries `sums.q` [Lq, Hq, D] to the keys of all ranks into
+        `sums.out` [Lq, Hq, D] and `sums.lse` [Hq, Lq], in place; both begin as those of no keys (0
+        and -inf). `kv` [L, 2, Hkv, D] are this rank's own keys and values; `call` has plan,
+        communication and settings of this attention call. All ranks call it together.
         """
         ...
 
-    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
-        """Add the gradients of this rank's queries to `sums.grad_q`.
+    def backward(self, call: AttentionCall, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+        """Add the gradients of this rank's queries to `sums.grad_q`, in place.
 
-        Returns the gradient [L, 2, Hkv, D] of this rank's kv from the queries of all ranks.
+        Returns the gradient [L, 2, Hkv, D] of this rank's own keys and values `kv`, from the
+        queries of all ranks. `call` has plan, communication and settings of this attention call.
+        All ranks call it together.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention (arXiv:2310.01889): each rank passes keys and values on to the next rank.
+    """Ring attention (arXiv:2310.01889), for `sequence_attention`: each rank passes keys and values
+    on to the next rank, and its queries attend to what has arrived, with `overlap` while the next
+    ones are received. `forward` and `backward` are called on all ranks together.
 
     In the backward pass the gradients of keys and values are passed on too, on a separate channel.
     The last rank whose queries attend to them sends the gradients back to their owner in one
     message. Within a sliding window only those keys and values are passed on that a query farther
-    on attends to, and each rank sends their gradients to the owner itself: the fewest bytes.
+    on attends to, and each rank sends their gradients to the owner directly, which sends the fewest
+    bytes.
     """
 
     overlap: bool
@@ -167,14 +200,14 @@ class Ring:
     Without overlap every message is waited for, which needs the least memory."""
 
     @staticmethod
-    def _next(call: Call, kv: torch.Tensor, step: int) -> Pending:
+    def _next(call: AttentionCall, kv: torch.Tensor, step: int) -> Pending:
         """Pass `kv` on, and start receiving the next ring step's keys and values."""
         rank, size, plan = call.outer.rank, call.outer.size, call.plan
         coming = plan.travels((rank - step - 1) % size, step + 1)
         leaving = plan.passed_on(kv, (rank - step) % size, step)
         return call.outer.shift(leaving, (coming, *kv.shape[1:]), channel=KEYS_CHANNEL)
 
-    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
+    def forward(self, call: AttentionCall, kv: torch.Tensor, sums: ForwardSums) -> None:
         for step in range(call.plan.hops + 1):
             last = step == call.plan.hops
             coming = self._next(call, kv, step) if self.overlap and not last else None
@@ -182,7 +215,7 @@ class Ring:
             if not last:
                 kv = (coming or self._next(call, kv, step)).wait()
 
-    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+    def backward(self, call: AttentionCall, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
         if call.plan.window is not None:
             return self._backward_within(call, kv, sums)
         outer, hops, lengths = call.outer, call.plan.hops, call.plan.group_lengths
@@ -211,7 +244,9 @@ class Ring:
             kv = (coming or self._next(call, kv, step)).wait()
         raise AssertionError("the last step returns")
 
-    def _backward_within(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+    def _backward_within(
+        self, call: AttentionCall, kv: torch.Tensor, sums: BackwardSums
+    ) -> torch.Tensor:
         """`backward` within a sliding window."""
         outer, plan = call.outer, call.plan
         total: torch.Tensor | None = None
@@ -247,14 +282,15 @@ class Ring:
 
 
 class AllGather:
-    """All-gather of keys and values, one attention call, reduce-scatter of their gradients.
+    """All-gather of keys and values, then attention to all of them at once; in the backward pass a
+    reduce-scatter of their gradients. `forward` and `backward` are called on all ranks together.
 
     Within a sliding window each rank is sent only those keys and values that one of its queries
-    attends to, and sends only their gradients back, by all-to-all: the fewest bytes.
+    attends to, and sends only their gradients back, by all-to-all, which sends the fewest bytes.
     """
 
     @staticmethod
-    def _gathered(call: Call, kv: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(call: AttentionCall, kv: torch.Tensor) -> list[torch.Tensor]:
         """By Ulysses group, those of its keys and values that are used here, [n, 2, Hkv, D]."""
         outer, plan = call.outer, call.plan
         if plan.window is None:
@@ -270,10 +306,10 @@ class AllGather:
         parts[outer.rank] = kv
         return parts
 
-    def forward(self, call: Call, kv: torch.Tensor, sums: ForwardSums) -> None:
+    def forward(self, call: AttentionCall, kv: torch.Tensor, sums: ForwardSums) -> None:
         sums.add(call, torch.cat(self._gathered(call, kv)), None)
 
-    def backward(self, call: Call, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
+    def backward(self, call: AttentionCall, kv: torch.Tensor, sums: BackwardSums) -> torch.Tensor:
         outer, plan = call.outer, call.plan
         parts = self._gathered(call, kv)
         lengths = [len(part) for part in parts]
@@ -302,4 +338,5 @@ TRANSPORTS: dict[str, Transport] = {
     "ring_lean": Ring(overlap=False),
     "all_gather": AllGather(),
 }
-"""{name in `training.sequence.transport`: transport}."""
+"""{name in `training.sequence.transport`: the object that exchanges keys and values so}.
+"ring_lean" is the ring without overlap."""

@@ -40,14 +40,17 @@ def _onednn() -> Any:
 
 
 ONEDNN = _onednn()
-"""oneDNN's linear operator, or None where it is not supported."""
+"""oneDNN's linear operator (x, weight, bias, "none", [], "") -> x weight^T + bias, or None where
+torch or the processor does not support it."""
 
 _in_parts = False
 
 
 def use_bfloat16x2(chosen: bool) -> None:
-    """Whether this process multiplies float32 tensors as bfloat16 parts, on CPU. Raises
-    `RuntimeError` where oneDNN is not supported.
+    """Choose how this process multiplies float32 matrices on CPU from now on: True for products of
+    bfloat16 parts (two parts a factor, error of a factor at most 2^-18), several times as fast with
+    AMX; False for float32. Raises `RuntimeError` for True where the processor lacks AVX-512 or
+    torch lacks oneDNN.
     """
     global _in_parts
     if chosen and ONEDNN is None:
@@ -56,12 +59,16 @@ def use_bfloat16x2(chosen: bool) -> None:
 
 
 def part_bytes(width: int) -> int:
-    """Bytes that bfloat16x2 takes for the parts of a row of `width` numbers; 0 without it."""
+    """Bytes of temporary copies that a product takes for one row of `width` float32 numbers, if
+    this process multiplies bfloat16 parts (`use_bfloat16x2`); 0 otherwise.
+    """
     return 12 * width if _in_parts else 0
 
 
 def onednn_supports(x: torch.Tensor) -> bool:
-    """Whether oneDNN computes with this tensor: float32 on CPU, not empty."""
+    """Whether products with `x` are computed by oneDNN: `x` is float32 on CPU and not empty, and
+    torch and the processor (AVX-512) support it.
+    """
     return (
         ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
     )
@@ -96,12 +103,18 @@ def _forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times the transpose of b [N, K], [M, N]; without gradients."""
+    """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N]; by oneDNN on CPU in
+    float32, by torch otherwise. oneDNN records no gradients, so call it inside an autograd
+    function.
+    """
     return _forward(a, b, None) if onednn_supports(a) else a @ b.T
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`product` where the result is a gradient."""
+    """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N], for gradients. If this
+    process multiplies bfloat16 parts (`use_bfloat16x2`), factors are rounded to bfloat16 once,
+    which is faster and less exact than `product`; otherwise it is the same.
+    """
     if not (_in_parts and onednn_supports(a)):
         return product(a, b)
     with _bfloat16_products():
@@ -127,7 +140,10 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, through oneDNN where that supports `x`."""
+    """x weight^T + bias, as `torch.nn.functional.linear` computes it, by oneDNN where that supports
+    `x` (float32 on CPU with AVX-512). x [..., K], weight [N, K], bias [N] -> [..., N];
+    differentiable.
+    """
     if not onednn_supports(x):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)

@@ -44,8 +44,10 @@ tiles."""
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of the output head [V, H] that this tensor-parallel rank holds, and all-reduces over
-    the ranks that together hold all V rows.
+    """This tensor-parallel rank's part of the vocabulary: it holds the rows of the output head [V,
+    H] from `first` on. `rows` is the number of rows of the largest part, `rank` and `size` are this
+    rank's number and the number of ranks that together hold all V rows; `reduce_max` and
+    `reduce_sum` all-reduce a tensor over these ranks in place and return it.
     """
 
     first: int
@@ -63,7 +65,10 @@ class VocabularyShard:
 
 
 def passes_for(hidden: torch.Tensor) -> ModuleType:
-    """The module with `statistics` and `gradient_` for this device and dtype: Triton or torch."""
+    """The module whose functions `statistics` and `gradient_` compute softmax statistics and
+    gradients of one chunk of logits: `logprobs_triton` if `hidden` is on a GPU and not float64,
+    else `logprobs_torch`. Only device and dtype of `hidden` are read.
+    """
     if hidden.is_cuda and hidden.dtype != torch.float64:
         from megarl.kernels import logprobs_triton
 
@@ -76,12 +81,15 @@ def passes_for(hidden: torch.Tensor) -> ModuleType:
 def token_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None, copies: int = 1
 ) -> tuple[list[slice], torch.Tensor]:
-    """Split the T tokens into chunks, of which one at a time has logits.
+    """Split the T tokens of `hidden` [T, H] into chunks, so that logits exist for one chunk at a
+    time. `weight` [V, H] is the output head; with `shard` (None: the whole vocabulary is here) V
+    counts this rank's rows.
 
-    Returns the chunks as slices of the T tokens, and a buffer [tokens of the largest chunk, V of
-    this rank] for the logits of one. `copies` tensors of the buffer's size have at most
-    `CHUNK_BYTES` together. The slices are the same on all ranks that share the vocabulary. Their
-    lengths differ by at most one token; on GPUs by a tile, and the last may end within a tile.
+    Returns the chunks as slices of the T tokens, and an uninitialised buffer
+    [tokens of the largest chunk, V] for the logits of one chunk, in the dtype of `hidden`. `copies`
+    tensors of the buffer's size have at most 64 MiB on CPU and 512 MiB on GPUs (`CHUNK_BYTES`)
+    together. The slices are the same on all ranks that share the vocabulary. Their lengths differ
+    by at most one token; on GPUs by 128 tokens, and the last chunk may be shorter.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
@@ -105,10 +113,11 @@ def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Logits hidden weight^T [C, V] of a chunk of C tokens, not divided by the temperature.
+    """Logits hidden weight^T [C, V] of a chunk of C tokens, in the dtype of `hidden`; not divided
+    by the temperature, and without gradients.
 
-    `hidden` [C, H], `weight` [V, H], `buffer` [at least C, V]. The result is the first C rows of
-    `buffer`, or new memory where it is small.
+    `hidden` [C, H], `weight` [V, H]. `buffer` [at least C, V] is memory that is overwritten: the
+    result is its first C rows, or new memory if the result is small.
     """
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
@@ -123,17 +132,17 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
 
 
 def cap_(logits: torch.Tensor, cap: float | None) -> None:
-    """Apply the soft cap of Gemma 2 in place: logits become cap tanh(logits / cap). Without a cap
-    (None) the logits stay as they are.
+    """Apply the soft cap of Gemma 2 to `logits` (any shape) in place: logits become cap tanh(logits
+    / cap). With `cap` None the logits stay as they are.
     """
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
 
 
 def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add to `total` [V, H], the gradient of the output head, the part of a chunk of C tokens:
-    `grad` [C, V]^T `hidden` [C, H], where `grad` is the gradient of the chunk's logits. The sum is
-    in the dtype of `total`.
+    """Add the part of one chunk of C tokens to the gradient of the output head: `total` [V, H] +=
+    `grad`^T `hidden`, in place and in the dtype of `total`. `grad` [C, V] is the gradient of the
+    chunk's logits, `hidden` [C, H] the chunk's hidden states.
     """
     if total.dtype == grad.dtype and not onednn_supports(hidden):
         total.addmm_(grad.T, hidden)
@@ -179,14 +188,17 @@ def _merged(
 def row_statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What log-probs and entropies of a chunk of C tokens are computed from, [C] each, with z =
-    logits / temperature and all sums over the whole vocabulary:
+    """Softmax statistics of a chunk of C tokens, from which log-probs and entropies follow: log
+    p[target] = (z[target] - m) - log s and entropy = log s - t / s. Returns, each [C] float32
+    (float64 for float64 logits), with z = logits / temperature and all sums over the whole
+    vocabulary:
 
         m = max z        s = sum e^(z-m)        t = sum (z-m) e^(z-m)        z[target] - m
 
     `logits` [C, V of this rank] are not changed; on a rank without words they may be any tensor
-    without elements. `targets` [C] are ids of the whole vocabulary; one outside of it fails an
-    assertion.
+    without elements. `targets` [C] int64 are ids of the whole vocabulary; one outside of it fails
+    an assertion (on GPUs later). With `shard` all ranks that share the vocabulary must call this
+    together, since it does all-reduces; None stands for one rank with all words.
     """
     first, num_rows = shard.first if shard else 0, logits.shape[1] if logits.numel() else 0
     if num_rows or not len(targets):
@@ -303,7 +315,8 @@ BACKENDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "chunked": _chunked,
     "liger": _liger,
 }
-"""{name: implementation}, with the arguments of `linear_logprobs`; `liger` needs one CUDA GPU."""
+"""{name: implementation}, with the arguments of `linear_logprobs`, all positional. `chunked` runs
+everywhere, `liger` needs one CUDA GPU."""
 
 
 def linear_logprobs(
@@ -315,24 +328,28 @@ def linear_logprobs(
     backend: str = "chunked",
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of `targets` and entropies under softmax(hidden weight^T / temperature).
+    """Log-probs of the tokens `targets` and entropies of the distributions softmax(hidden weight^T
+    / temperature), without storing all logits. Backward recomputes them.
 
-    Both are [T] float32, or float64 for float64 inputs, and differentiable in `hidden` and
-    `weight`.
+    Returns (log-probs [T], entropies [T]), float32, or float64 for float64 inputs. Both are
+    differentiable in `hidden` and `weight`.
 
     Args:
-        hidden: [T, H].
-        weight: [V, H], same dtype; with `shard` this rank's rows.
-        targets: [T] int64 token ids; outside the vocabulary they fail an assertion (on GPUs later).
-        temperature: above 0.
-        shard: this rank's part of a split vocabulary. All other arguments and the upstream
-            gradients
-            must be the same on every rank, and so are the results and the gradient of `hidden`.
-        backend: a name in `BACKENDS`.
+        hidden: [T, H] hidden states of the last layer, each at the place that predicts its target.
+        weight: [V, H] output head, same dtype; with `shard` this rank's rows.
+        targets: [T] int64 ids of the whole vocabulary; others fail an assertion (on GPUs later).
+        temperature: divisor of the logits, above 0.
+        shard: this rank's part of a vocabulary that is split over ranks, which must all call this
+            together; None for one rank with the whole vocabulary. All arguments but `weight` and
+            `shard`, and the upstream gradients, must be the same on every rank, and so are the
+            results and the gradient of `hidden`.
+        backend: "chunked" (logits of some tokens at a time; runs everywhere) or "liger" (Liger's
+            fused kernel on one CUDA GPU, without `shard` and `cap`).
         cap: soft cap of the logits before the temperature, above 0; None for none.
 
     Raises:
-        ValueError: shapes or dtypes do not match, or the backend cannot run here.
+        ValueError: shapes or dtypes do not match, `temperature` or `cap` is not above 0, or the
+            backend is unknown or cannot run here.
     """
     if (
         hidden.shape[0] != targets.shape[0]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.kernels.logprobs import VocabularyShard
 
 REFUSED = "log-prob backend 'liger' {}; choose backend 'chunked'"
-"""Error message; the placeholder is what the backend lacks."""
+"""Message of the `ValueError` where Liger cannot run; the placeholder is what the backend lacks."""
 
 
 def liger_logprobs(
@@ -27,10 +27,14 @@ def liger_logprobs(
     shard: VocabularyShard | None,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of targets and entropies by Liger; arguments as in `logprobs.linear_logprobs`.
+    """Log-probs of `targets` and entropies of softmax(hidden weight^T / temperature) by Liger's
+    fused kernel, on one CUDA GPU. Same arguments as the other backends of
+    `logprobs.linear_logprobs`.
 
-    Raises `ValueError` where Liger cannot run: no CUDA GPU, a split vocabulary, a soft cap, or no
-    package.
+    `hidden` [T, H], `weight` [V, H] of the same dtype, `targets` [T] int64 token ids. Returns
+    (log-probs [T], entropies [T] float32), differentiable in `hidden` and `weight`. Raises
+    `ValueError` where Liger cannot run: `shard` (a vocabulary split over ranks) or `cap` (a soft
+    cap of logits) is not None, there is no CUDA GPU, or the package does not import.
     """
     if cap is not None:
         raise ValueError(REFUSED.format("does not take a soft cap of logits"))
@@ -51,9 +55,11 @@ def liger_logprobs(
 def apply(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs [T], entropies [T] float32) by Liger, on any device: on CPU its torch fallback.
+    """Call Liger's operator, on any device (on CPU Liger's torch fallback), without checks.
 
-    Raises `ImportError` without liger-kernel.
+    `hidden` [T, H], `weight` [V, H] of the same dtype, `targets` [T] int64, `temperature` the
+    divisor of the logits. Returns (log-probs of the targets [T], entropies [T] float32),
+    differentiable in `hidden` and `weight`. Raises `ImportError` without the package liger-kernel.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as operator  # pyright: ignore[reportMissingImports]
 

@@ -45,11 +45,13 @@ def _target_columns(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First pass over logits [C, V]: softmax statistics of each row, all [C].
+    """First pass over the logits [C, V] of a chunk of C tokens: softmax statistics of each token.
 
-    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, in float32, or
-    float64 for float64 logits. `targets` [C] int64 are ids of the whole vocabulary; for one outside
-    this shard z[target] - m is 0. A row of only -inf has m = -inf and s = t = 0. `logits` is not
+    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, with z = logits /
+    temperature; each [C] float32, or float64 for float64 logits. The V logits are those of the
+    vocabulary's rows `first` to `first` + V, since a rank may hold a part only; sums run over
+    these. `targets` [C] int64 are ids of the whole vocabulary; for one that is not among the V,
+    z[target] - m is 0. A token with only logits -inf has m = -inf and s = t = 0. `logits` is not
     changed.
     """
     num_rows, vocabulary = logits.shape
@@ -80,10 +82,13 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Second pass: replace logits [C, V] by (g_logp (1[y] - p) - g_H p (log p + H)) / temperature.
+    """Second pass over a chunk of C tokens: replace `logits` [C, V], in place, by their gradient
+    (g_logp (1[y] - p) - g_H p (log p + H)) / temperature.
 
-    All other tensors are [C]: `targets` as in `statistics`; `m`, `log_s` and `entropy` over the
-    whole vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy`.
+    `logits` have not been divided by the temperature, and belong to the vocabulary's rows `first`
+    to `first` + V. All other tensors are [C]: `targets` int64 (y) are ids of the whole vocabulary;
+    m = `m` (largest logit / temperature), log_s = log sum e^(z-m) and H = `entropy` are over the
+    whole vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy` are the upstream gradients.
     """
     num_rows, vocabulary = logits.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

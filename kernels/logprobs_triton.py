@@ -1,7 +1,9 @@
-"""The two passes over a chunk of logits as Triton kernels.
+"""The two passes over a chunk of logits as Triton kernels, for GPUs: softmax statistics, and the
+gradient of the logits.
 
-The first reads the logits once, the second reads and writes them once. Functions, formulas and
-conventions are those of logprobs_torch.py, with which tests compare them.
+The first pass reads the logits once, the second reads and writes them once. Arguments, results and
+formulas are those of the functions of the same names in logprobs_torch.py, with which tests compare
+them.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -101,9 +103,14 @@ def _check(logits: torch.Tensor) -> None:
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax statistics of logits [C, V] on a GPU; the contract is `logprobs_torch.statistics`.
+    """First pass over the logits [C, V] of a chunk of C tokens on a GPU: softmax statistics of each
+    token.
 
-    Raises `ValueError` for float64.
+    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, with z = logits /
+    temperature; each [C] float32. The V logits are those of the vocabulary's rows `first` to
+    `first` + V; sums run over these. `targets` [C] int64 are ids of the whole vocabulary; for one
+    that is not among the V, z[target] - m is 0. `logits` is not changed. Raises `ValueError` for
+    float64 logits.
     """
     _check(logits)
     num_rows, vocabulary = logits.shape
@@ -128,9 +135,14 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace logits [C, V] by their gradient on a GPU; the contract is `logprobs_torch.gradient_`.
+    """Second pass over a chunk of C tokens on a GPU: replace `logits` [C, V], in place, by their
+    gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature.
 
-    Raises `ValueError` for float64.
+    `logits` have not been divided by the temperature, and belong to the vocabulary's rows `first`
+    to `first` + V. All other tensors are [C]: `targets` int64 (y) are ids of the whole vocabulary;
+    `m` (largest logit / temperature), log_s = log sum e^(z-m) and H = `entropy` are over the whole
+    vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy` are the upstream gradients. Raises
+    `ValueError` for float64 logits.
     """
     _check(logits)
     num_rows, vocabulary = logits.shape

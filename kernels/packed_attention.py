@@ -36,27 +36,29 @@ from megarl.kernels.packed_varlen import (
 PackedBackend = Literal["auto", "torch", "flash_attn", "reference"]
 
 BUCKET_SLACK = 1.25
-"""Documents share a batch if the longest is at most this many times the shortest; bounds
-padding."""
+"""Documents are padded to one batch if the longest is at most this many times the shortest, or at
+most 4 tokens longer; bounds padding."""
 
 ALIGNED = 8
 """Torch's memory-efficient kernel takes head widths that are multiples of this number."""
 
 TRIED_LENGTHS = (1, 7, 130)
-"""Tokens of the documents on which a kernel is compared with the reference."""
+"""Lengths, in tokens, of the three documents on which a kernel is compared with the reference."""
 TRIED_HEADS = (8, 2, 128)
-"""Query heads, key heads and width on which FlashAttention-4 is compared before `auto` takes it."""
+"""Query heads, KV heads and head width on which FlashAttention-4 is compared before `auto` takes
+it."""
 TRIED_ROUNDINGS = 8
-"""Largest error of a kernel on them, in roundings of the largest value of the same result. A right
-kernel is within two; a wrong scale, mask or head is off by many times this bound."""
+"""Largest error that a kernel may have in this comparison, in roundings (eps of the dtype times the
+largest value) of the same result. A right kernel is within two; a wrong scale, mask or head is off
+by many times this bound."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of the documents in a packed sequence, and a division of the documents into padded
-    batches of similar length.
+    """Boundaries of the documents in a packed sequence of T tokens, and a division of the documents
+    into padded batches of similar length. `packed_attention` takes it.
 
-    Created once for each micro-batch and used by every layer.
+    Created once for each micro-batch with `Documents.of` and used by every layer.
     """
 
     starts: torch.Tensor
@@ -75,8 +77,10 @@ class Documents:
 
     @staticmethod
     def of(starts: torch.Tensor) -> Documents:
-        """Create it from `starts` [D + 1] int32: the first token of each document, then the length
-        T.
+        """Make the boundaries and batches of the D documents of a packed sequence from `starts`
+        [D + 1] int32: the first token of each of the D documents, then the length T of the packed
+        sequence. Tensors of the result are on the device of `starts`. Call it once for each
+        micro-batch; all layers use the result.
         """
         edges = starts.tolist()
         spans = sorted(
@@ -117,14 +121,17 @@ def packed_attention(
     scale: float,
     backend: PackedBackend = "torch",
 ) -> torch.Tensor:
-    """Causal attention within each document: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
+    """Causal attention within each document of a packed sequence on one rank: q [T, Hq, D], k and v
+    [T, Hkv, D] -> [T, Hq, D]. Differentiable.
 
-    Hkv divides Hq. Scores are multiplied by `scale` before the softmax. Raises `ValueError` if
-    `backend` is not installed, and `RuntimeError` if a kernel of variable length differs from the
-    reference at its first use with these heads.
+    Hkv divides Hq. `documents` are the boundaries of the documents, made by `Documents.of`. Scores
+    are multiplied by `scale` before the softmax. `backend`: "torch", "flash_attn" (the package;
+    CUDA in 16 bit), "auto" (FlashAttention-4 if it works here, else torch) or "reference" (matrix
+    products). Raises `ValueError` if `backend` is not installed, and `RuntimeError` if a kernel of
+    variable length differs from the reference at its first use with these heads.
     """
     if backend == "reference":
-        return reference_attention(q, k, v, documents.starts, scale)
+        return packed_reference(q, k, v, documents.starts, scale)
     function = varlen_kernel(backend, q.dtype, q.device)
     if function is None:
         return _batched(q, k, v, documents, scale)
@@ -135,11 +142,14 @@ def packed_attention(
 def varlen_kernel(
     backend: PackedBackend, dtype: torch.dtype, device: torch.device
 ) -> Varlen | None:
-    """The kernel of variable length that `packed_attention` calls for tensors of this dtype and
-    device; None where it calls none. Raises `ValueError` if `backend` is not installed.
+    """The variable-length attention kernel that `packed_attention` with this `backend` calls for
+    tensors of this dtype and device: a function (q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1]
+    int32, tokens of the longest document, scale) -> output [T, Hq, D]. None where
+    `packed_attention` calls none (`reference`, CPU or float32). Raises `ValueError` if `backend` is
+    not installed.
     """
     if backend == "auto":
-        backend = automatic(dtype, device)[0]
+        backend = automatic_attention(dtype, device)[0]
     if backend == "flash_attn":
         return varlen_function(_capability(device))
     is_short = dtype in (torch.float16, torch.bfloat16)
@@ -149,8 +159,11 @@ def varlen_kernel(
 
 
 @functools.cache
-def automatic(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """(implementation that the backend `auto` uses for tensors of this dtype and device, why)."""
+def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
+    """Which attention is used for tensors of this dtype and device where the recipe has
+    `training.attention: auto`: (the backend, "flash_attn" or "torch"; the reason in words for the
+    log). If FlashAttention-4 could be used, it is tried on the device first.
+    """
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":
@@ -167,8 +180,10 @@ def automatic(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, 
 
 
 def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """What is wrong with the package that `flash_attn` stands for on this GPU, found by computing
-    with usual heads; "" if nothing is. torch's own kernel is put back where something is wrong.
+    """What is wrong with the installed package flash-attn on this GPU, as one line of text; "" if
+    nothing is. A small attention problem (8 query heads, 2 KV heads, width 128) is computed with it
+    and compared with the reference. Where something is wrong, torch's own kernel is made the active
+    one again.
     """
     from torch.nn.attention import restore_flash_attention_impl
 
@@ -180,10 +195,16 @@ def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def reference_attention(
+def packed_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """As `packed_attention`, by matrix products; computes in float32, or float64 for float64."""
+    """Causal attention within each document of a packed sequence by matrix products, for
+    comparison: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], in q's dtype; differentiable.
+
+    `starts` [D + 1] int: first token of each document, then T. `scale` multiplies the scores.
+    Computes in float32, or float64 for float64 inputs; memory grows with the square of the longest
+    document.
+    """
     kind, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     outs = []
     edges = starts.tolist()
@@ -207,8 +228,11 @@ def prove_varlen(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compare `function`, which is called as `torch_varlen`, with the reference in float64: output
-    and gradients of three documents. Raises `RuntimeError` if they differ by more than rounding.
+    """Compare an attention kernel with the reference in float64: output and gradients of three
+    random documents with `query_heads` and `kv_heads` heads of `width` columns. `function` takes (q
+    [T, Hq, D], k and v [T, Hkv, D], starts [D + 1] int32, tokens of the longest document, scale)
+    and returns the output [T, Hq, D]. Raises `RuntimeError` if they differ by more than rounding. A
+    comparison that passed is not repeated in this process.
 
     The gradients are computed at once, so the first call for given heads must not be inside
     gradient checkpointing, where autograd would begin to recompute the layer that is not finished.
@@ -224,7 +248,7 @@ def prove_varlen(
         q, k, v = (x.to(kind).requires_grad_() for x in given)
         with torch.enable_grad():
             if kind == torch.float64:
-                out = reference_attention(q, k, v, starts, scale)
+                out = packed_reference(q, k, v, starts, scale)
             else:
                 out = function(q, k, v, starts, max(TRIED_LENGTHS), scale)
         return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(kind))]

@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # `megarl doctor` asks what is installed before torch can be 
     import torch
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities on which torch gives its calls to FlashAttention-4."""
+"""Major compute capabilities of the GPUs on which torch hands its calls to FlashAttention-4."""
 
 Varlen = Callable[..., "torch.Tensor"]
 
 
 def causal(scale: float) -> dict[str, Any]:
-    """Keyword arguments for torch's `varlen_attn`: causal attention, with scores multiplied by
-    `scale`, of query heads that share key and value heads.
+    """Keyword arguments of torch's `varlen_attn` for causal attention with scores multiplied by
+    `scale`, where several query heads share a key and value head.
     """
     return {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
 
@@ -46,10 +46,12 @@ def torch_varlen(
     longest: int,
     scale: float,
 ) -> torch.Tensor:
-    """As `packed_attention`, by torch's kernel: CUDA, 16 bit. `starts` [D + 1] int32 as in
-    `Documents`, `longest`: tokens of the longest document.
+    """Causal attention within each of D packed documents by torch's variable-length kernel: q
+    [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], on CUDA in 16 bit; differentiable.
 
-    A torch whose kernel is not told of shared KV heads is given each as often as it is used.
+    `starts` [D + 1] int32 on the GPU: first token of each document, then T. `longest`: number of
+    tokens of the longest document. `scale` multiplies the scores. If this torch's kernel has no
+    shared KV heads (2.11), KV heads are repeated first.
     """
     from torch.nn.attention import varlen
 
@@ -68,7 +70,9 @@ def _takes_shared_heads(function: Varlen) -> bool:
 
 
 def has_module(name: str) -> bool:
-    """Whether a module is installed; for "a.b", whether package a has it."""
+    """Whether the module `name` ("a" or "a.b") is installed, without importing it; for "a.b" only
+    package a is imported, to look for b.
+    """
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -76,8 +80,9 @@ def has_module(name: str) -> bool:
 
 
 def provider(capability: tuple[int, int]) -> str:
-    """Which package computes on a GPU of this compute capability: "FA4" or "FA2"; "" if neither is
-    installed that can.
+    """Which installed package computes attention on a GPU of this (major, minor) compute capability
+    where the recipe has `training.attention: flash_attn`: "FA4" (FlashAttention-4), "FA2"
+    (FlashAttention-2), or "" if none is installed that can.
     """
     if capability[0] in CAPABILITIES and has_module("flash_attn.cute"):
         return "FA4"
@@ -86,8 +91,13 @@ def provider(capability: tuple[int, int]) -> str:
 
 @functools.cache
 def varlen_function(capability: tuple[int, int]) -> Varlen:
-    """A function (q, k, v, starts, longest, scale) -> out of the installed package. Raises
-    `ValueError` if none is installed for this compute capability.
+    """The attention function of the installed package flash-attn for a GPU of this (major, minor)
+    compute capability: (q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1] int32 first tokens of the
+    documents and then T, tokens of the longest document, scale) -> output [T, Hq, D], causal within
+    each document.
+
+    For FlashAttention-4 it replaces torch's own flash attention kernel in the whole process. Raises
+    `ValueError` if no package is installed for this compute capability.
     """
     chosen = provider(capability)
     if chosen == "FA4":

@@ -1,4 +1,5 @@
-"""Block attention through a ready-made attention kernel, one call for each `megarl.kernels.pieces`.
+"""Block attention through a ready-made attention kernel, one call for each region of queries and
+keys that needs no mask or a small one (`pieces.py`).
 
 An `Operator` wraps the kernel: torch's flash attention for CPU (`block_cpu.py`), or its
 FlashAttention-2 (`block_flash.py`).
@@ -11,14 +12,16 @@ from typing import Protocol
 import torch
 
 from megarl.kernels.block import Positions
-from megarl.kernels.pieces import Work, pieces_of, spans_of
+from megarl.kernels.pieces import KernelCalls, mask_regions_of, pieces_of
 
 
 class Operator(Protocol):
-    """An attention kernel: q [B, Hq, n, D], k and v [B, Hkv, m, D], last dimension contiguous.
+    """Interface of a ready-made attention kernel, such as torch's flash attention, that
+    `PieceBlock` calls: `forward` and `backward` for q [B, Hq, n, D], k and v [B, Hkv, m, D], last
+    dimension contiguous.
 
     Hkv divides Hq. `causal` is only used with n = m, so the alignment of the kernel's mask does not
-    matter. `mask` is `Piece.mask`.
+    matter. `mask` [B, 1, n or 1, m] float32 is added to the scores (0 or -inf), or None.
     """
 
     upcasts: bool
@@ -38,10 +41,13 @@ class Operator(Protocol):
         scale: float,
         cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]).
+        """Returns (output [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]) of q
+        [B, Hq, n, D], k and v [B, Hkv, m, D].
 
-        The log-sum-exp has the dtype of the sums, float32 or float64. With `cap` a scaled score s
-        becomes cap tanh(s / cap); `ValueError` where the kernel has no such thing.
+        With `causal` query i sees keys 0 to i, and n = m. `mask` [B, 1, n or 1, m] is added to the
+        scores; None for none. `scale` multiplies the scores. The log-sum-exp has the dtype of the
+        sums, float32 or float64. With `cap` a scaled score s becomes cap tanh(s / cap);
+        `ValueError` where the kernel has no soft cap.
         """
         ...
 
@@ -58,9 +64,13 @@ class Operator(Protocol):
         scale: float,
         cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v, in their shapes.
+        """Gradients of q [B, Hq, n, D], k and v [B, Hkv, m, D], in their shapes, from the gradient
+        `grad_out` [B, Hq, n, D] of the output.
 
-        `out` and `lse` are those over all keys; `lse` may be a strided view.
+        `out` [B, Hq, n, D] and `lse` [B, Hq, n] are those over all keys of the queries, also keys
+        of other calls; `lse` may be a strided view. With `causal` query i sees keys 0 to i; `mask`
+        [B, 1, n or 1, m] is added to the scores (None for none); `scale` multiplies the scores;
+        `cap` is their soft cap or None.
         """
         ...
 
@@ -127,18 +137,23 @@ def _add(
 
 
 class PieceBlock:
-    """Block attention through a plain attention kernel (`operator`), one call for each region."""
+    """Attention of some queries to some keys through a ready-made attention kernel, `operator`, one
+    call for each region of queries and keys or batch of small regions. `prepare` makes the list of
+    calls from positions; `forward` and `backward` add to results over other keys in place.
+    """
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
 
-    def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> Work | None:
+    def prepare(
+        self, queries: Positions, keys: Positions, device: torch.device
+    ) -> KernelCalls | None:
         query_order, key_order = _order(queries), _order(keys)
         index, starts = queries.index, queries.first
         if query_order is not None:
             index, starts = index[query_order], starts[query_order]
         in_order = keys.index if key_order is None else keys.index[key_order]
-        spans, limits = spans_of(
+        spans, limits = mask_regions_of(
             index.contiguous(),
             starts.contiguous(),
             in_order.contiguous(),
@@ -149,7 +164,7 @@ class PieceBlock:
         query_order, key_order = (
             None if order is None else order.to(device) for order in (query_order, key_order)
         )
-        return Work(
+        return KernelCalls(
             query_order, key_order, [piece.to(device) for piece in pieces_of(spans, limits)]
         )
 
@@ -158,7 +173,7 @@ class PieceBlock:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Work,
+        work: KernelCalls,
         scale: float,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -210,7 +225,7 @@ class PieceBlock:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        work: Work,
+        work: KernelCalls,
         scale: float,
         grad_q: torch.Tensor,
         grad_k: torch.Tensor,

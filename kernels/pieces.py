@@ -6,8 +6,6 @@ need no mask; contiguous, zigzag and striped splits contain nothing else. Irregu
 become small tiles with an explicit mask. With a sliding window the range also loses keys at its
 beginning: a band, which splits into rectangles and the tiles at its two edges. Small pieces of
 similar shape, as from many short documents, are padded and computed as one batch.
-
-A `Piece` here is a range of queries and keys; `megarl.parallel.reshard.boxes.Piece` is unrelated.
 """
 
 from __future__ import annotations
@@ -26,13 +24,14 @@ causal triangle or rectangle, calls are larger and need no explicit mask."""
 TILE_KEYS = 512
 """Maximum number of keys in an attention call with an explicit mask."""
 SMALL_SCORES = 128 * 128
-"""Regions with at most this many scores (queries x keys) are batched: computing so many takes about
-as long as launching one kernel call."""
+"""Regions with at most this many scores (queries x keys) are put into batches: computing so many
+takes about as long as launching one kernel call."""
 BATCH_SCORES = 2**20
 """Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
 BAND_TILE = 512
-"""Maximum number of queries in a tile of a band; a quarter of the band's width where that is less.
-The tile's triangle at the lower edge of the band is computed as a square."""
+"""Maximum number of queries in a tile of a band (the keys within a sliding window); a quarter of
+the band's width where that is less. The tile's triangle at the lower edge of the band is computed
+as a square."""
 WIDE_TILE = 256
 """Maximum number of queries in a tile of a band, where masks are cheap and the band is at least
 four times as wide; elsewhere `TILE`. The keys that all queries of a wide tile attend to need no
@@ -42,28 +41,38 @@ SIDE_RATIO = 1.25
 
 
 @dataclass(frozen=True)
-class Span:
-    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), sorted by position."""
+class MaskRegion:
+    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), numbered in the order
+    of their positions, and which of the keys the queries attend to: `kind` "full" (all), "causal"
+    (lower triangle), "stairs" or "band start" (from each query's first to its last key, by an
+    explicit mask), or "edges" (like "stairs", without the keys [g0, g1) of `gap`, which belong to
+    another region).
+    """
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: str
-    """Which keys of the region the queries attend to: "full" (all), "causal" (a square region,
-    lower triangle), "stairs" or "band start" (given by `Limits`, through an explicit mask). A query
-    is in one region of each kind at most, so that regions of a kind may be one batch. "edges": as
-    "stairs", without the keys of `gap`, and never in a batch."""
+    """Which keys of the region the queries attend to. "full": all. "causal": the lower triangle of
+    a square region. "stairs" and "band start": those between the query's first and last key
+    (`RegionLimits`), through an explicit mask; two kinds, because a query is in one region of each
+    kind at most, so that regions of a kind may be one batch. "edges": like "stairs", without the
+    keys of `gap`, and never in a batch."""
     gap: tuple[int, int] = (0, 0)
     """Keys [g0, g1) of an "edges" region that are in another region; k0 <= g0 < g1 <= k1."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of queries, number of keys)."""
+        """(number of queries, number of keys) of the region. Keys of `gap`, a range in the middle
+        of an "edges" region that belongs to another region, are not counted.
+        """
         return self.q1 - self.q0, self.k1 - self.k0 - (self.gap[1] - self.gap[0])
 
     def keys(self) -> torch.Tensor:
-        """[m] int64 the keys."""
+        """The numbers [m] int64 of the region's keys in the order of positions, without the keys of
+        `gap`, a range in the middle of an "edges" region that belongs to another region.
+        """
         if self.kind != "edges":
             return torch.arange(self.k0, self.k1)
         g0, g1 = self.gap
@@ -71,27 +80,35 @@ class Span:
 
 
 MASKED = ("stairs", "band start", "edges")
-"""Kinds of `Span` that need an explicit mask."""
+"""Kinds of `MaskRegion` that need an explicit mask."""
 
 
-class Limits(NamedTuple):
-    """The range of keys, sorted by position, that each query attends to."""
+class RegionLimits(NamedTuple):
+    """The range of keys that each of Lq queries attends to: from key number `first` to key number
+    `upto` - 1, both [Lq] int64, where keys are numbered in the order of their positions.
+    """
 
     first: torch.Tensor
-    """[Lq] int64 first key."""
+    """[Lq] int64 number of the first key that the query attends to."""
     upto: torch.Tensor
-    """[Lq] int64 last key, plus 1."""
+    """[Lq] int64 number of the last key that the query attends to, plus 1."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One call of an attention kernel: one region, or a batch of padded regions."""
+class KernelCall:
+    """One call of a ready-made attention kernel, as `PieceBlock` makes it: which rows of q
+    (`queries`) and of k and v (`keys`) it takes, as slices or as indices [B, n] for a batch, and
+    its mask (`causal`, or `mask` [B, 1, n or 1, m] float32 added to the scores). It computes one
+    region of queries and keys, or a batch of regions that are padded to one shape; `real` are the
+    indices of the queries that are no padding.
+    """
 
     queries: slice | torch.Tensor
-    """Rows of q, or [B, n] int64 for a batch, whose short regions are padded by repeating a row."""
+    """Rows of the sorted q, or [B, n] int64 rows for a batch, whose short regions are padded by
+    repeating a row."""
     keys: slice | tuple[slice, ...] | torch.Tensor
-    """Rows of k and v, several slices one after the other, or [B, m] int64 for a batch, whose short
-    regions are padded by repeating a row."""
+    """Rows of the sorted k and v: a slice, several slices one after the other, or [B, m] int64 rows
+    for a batch, whose short regions are padded by repeating a row."""
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
@@ -101,7 +118,7 @@ class Piece:
     """Indices of the entries of the flattened `queries` [B * n] that are not padding; None if there
     is no padding."""
 
-    def to(self, device: torch.device) -> Piece:
+    def to(self, device: torch.device) -> KernelCall:
         """A copy of this kernel call's description with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
@@ -111,17 +128,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Work:
-    """The kernel calls (`Piece`) that compute attention of some queries to some keys.
+class KernelCalls:
+    """All calls of a ready-made attention kernel that together compute the attention of some
+    queries to some keys: the calls (`pieces`), and the permutations that sort queries and keys by
+    position (`query_order`, `key_order`; None where they are sorted). `PieceBlock.prepare` makes it
+    from positions, and `forward` and `backward` carry it out.
 
-    A query occurs at most once in a piece, but may occur in many pieces.
+    A query occurs at most once in a call, but may occur in many calls.
     """
 
     query_order: torch.Tensor | None
-    """[Lq] int64 order of the queries by position; None where they are sorted already."""
+    """[Lq] int64 permutation that sorts the queries by position; None where they are sorted
+    already."""
     key_order: torch.Tensor | None
-    """[Lk] int64 order of the keys by position; None where they are sorted already."""
-    pieces: list[Piece]
+    """[Lk] int64 permutation that sorts the keys by position; None where they are sorted
+    already."""
+    pieces: list[KernelCall]
 
 
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
@@ -170,16 +192,17 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 
 def _bands(
     rows: list[int], first: list[int], upto: list[int], masks_are_cheap: bool
-) -> Iterator[Span]:
-    """The regions of queries and keys for queries whose first key changes from query to query, as
-    within a sliding window. Queries are taken in tiles. Of the keys that a tile attends to, those
-    that all its queries attend to need no mask; the others lie at both edges of the window.
+) -> Iterator[MaskRegion]:
+    """Split sliding-window attention into the regions (ranges of queries and of keys) of kernel
+    calls. Queries are taken in tiles of neighbours. The keys that all queries of a tile attend to
+    need no mask; the other keys, at both edges of the window, do.
 
     Args:
         rows: indices of the queries, ascending.
-        first: for each query, the first key that it attends to.
-        upto: for each query, the last key that it attends to, plus 1.
-        masks_are_cheap: see `spans_of`.
+        first: for each query, the index of the first key that it attends to.
+        upto: for each query, the index of the last key that it attends to, plus 1.
+        masks_are_cheap: whether a kernel call with an explicit mask takes about as long as one
+            without; then tiles are wider, and their masked keys are in one region.
     """
     width = max(u - f for f, u in zip(first, upto, strict=True))
     if masks_are_cheap:
@@ -199,28 +222,32 @@ def _bands(
         if masks_are_cheap and (low, high) != (inner_low, inner_high):
             yield from _masked(rows, first, upto, a, b)
         elif inner_low >= inner_high:
-            yield Span(rows[a], rows[b - 1] + 1, low, high, "stairs")
+            yield MaskRegion(rows[a], rows[b - 1] + 1, low, high, "stairs")
         else:
-            yield Span(rows[a], rows[b - 1] + 1, inner_low, inner_high, "full")
+            yield MaskRegion(rows[a], rows[b - 1] + 1, inner_low, inner_high, "full")
             if low < inner_low:
                 at = [i for i in range(a, b) if first[i] < inner_low]
-                yield Span(rows[at[0]], rows[at[-1]] + 1, low, inner_low, "band start")
+                yield MaskRegion(rows[at[0]], rows[at[-1]] + 1, low, inner_low, "band start")
             if inner_high < high:
                 above = next(i for i in range(a, b) if upto[i] > inner_high)
                 is_triangle = upto[above:b] == list(range(inner_high + 1, high + 1))
                 kind = "causal" if is_triangle else "stairs"
-                yield Span(rows[above], rows[b - 1] + 1, inner_high, high, kind)
+                yield MaskRegion(rows[above], rows[b - 1] + 1, inner_high, high, kind)
         a = b
 
 
-def _masked(rows: list[int], first: list[int], upto: list[int], a: int, b: int) -> Iterator[Span]:
-    """The regions of the queries `rows[a:b]`, one tile of `_bands`, where masks are cheap.
+def _masked(
+    rows: list[int], first: list[int], upto: list[int], a: int, b: int
+) -> Iterator[MaskRegion]:
+    """Split the sliding-window attention of one tile of queries, `rows[a:b]`, into regions of
+    kernel calls, for a kernel to which an explicit mask costs nothing.
 
     The keys that all queries of the tile attend to are one region without a mask. For every `TILE`
-    queries, their other keys are one "edges" region with a mask. If the tile has `TILE` queries or
-    fewer, fewer common keys than queries, or queries in its middle without other keys, every `TILE`
-    queries and all their keys are one "stairs" region instead. `rows`, `first`, `upto`: as in
-    `_bands`.
+    queries, the other keys of these queries are one "edges" region with a mask. A tile for which
+    that does not pay (`TILE` queries or fewer, fewer common keys than queries) or where queries in
+    the middle have no other keys is split otherwise: every `TILE` queries and all their keys are
+    one masked region, "stairs". `rows`: indices of the queries; `first`, `upto`: for each query,
+    the index of the first key that it attends to, and of the last one, plus 1.
     """
     low, high = max(first[a:b]), upto[a]
     has_others = [first[i] < low or upto[i] > high for i in range(a, b)]
@@ -228,28 +255,32 @@ def _masked(rows: list[int], first: list[int], upto: list[int], a: int, b: int) 
     ends = sum(x != y for x, y in itertools.pairwise([False, *has_others, False]))
     is_split = b - a > TILE and high - low >= b - a and ends <= 2
     if is_split:
-        yield Span(rows[a], rows[b - 1] + 1, low, high, "full")
+        yield MaskRegion(rows[a], rows[b - 1] + 1, low, high, "full")
     for begin in range(a, b, TILE):
         some = range(begin, min(begin + TILE, b))
         if not is_split:
             span = (min(first[i] for i in some), upto[some[-1]], "stairs")
-            yield Span(rows[begin], rows[some[-1]] + 1, *span)
+            yield MaskRegion(rows[begin], rows[some[-1]] + 1, *span)
         elif some := [i for i in some if has_others[i - a]]:
             k0, k1 = min(low, *(first[i] for i in some)), max(high, upto[some[-1]])
-            yield Span(rows[some[0]], rows[some[-1]] + 1, k0, k1, "edges", (low, high))
+            yield MaskRegion(rows[some[0]], rows[some[-1]] + 1, k0, k1, "edges", (low, high))
 
 
-def spans_of(
+def mask_regions_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor, *, masks_are_cheap: bool
-) -> tuple[list[Span], Limits]:
-    """Split an attention problem into regions whose mask is full, causal, or neither (see
-    `Span.kind`). Pairs of query and key outside the regions are not attended to.
+) -> tuple[list[MaskRegion], RegionLimits]:
+    """Split an attention problem into regions that are seen completely, through a causal mask, or
+    through an explicit mask (`MaskRegion.kind`). Pairs of query and key outside the regions are not
+    attended to.
 
-    `queries` and `keys` are ascending positions. `starts` [Lq]: the first position that each query
-    attends to; the last one is its own. `masks_are_cheap`: see `Operator` in `piece_block`. Returns
-    the regions and the range of each query's keys.
+    `queries` [Lq] and `keys` [Lk] are ascending int64 positions, on CPU. Query i attends to the
+    keys at positions `starts[i]` to `queries[i]`. `masks_are_cheap`: whether a kernel call with an
+    explicit mask takes about as long as one without; then windows are split into fewer, masked
+    regions. Returns the regions and the range of each query's keys.
     """
-    limits = Limits(torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True))
+    limits = RegionLimits(
+        torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True)
+    )
     seen = (limits.upto > limits.first).nonzero()[:, 0]
     rows, first, upto = seen.tolist(), limits.first[seen].tolist(), limits.upto[seen].tolist()
     if any(f1 != f0 and f1 < u0 for f0, f1, u0 in zip(first, first[1:], upto, strict=False)):
@@ -259,22 +290,22 @@ def spans_of(
         # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
-            spans.append(Span(q0, q1, begin, low, "full"))
+            spans.append(MaskRegion(q0, q1, begin, low, "full"))
         elif high - low == b - a - 1 and all(upto[i + 1] - upto[i] == 1 for i in range(a, b - 1)):
-            spans.append(Span(q0, q1, low - 1, high, "causal"))
+            spans.append(MaskRegion(q0, q1, low - 1, high, "causal"))
             if low - 1 > begin:
-                spans.append(Span(q0, q1, begin, low - 1, "full"))
+                spans.append(MaskRegion(q0, q1, begin, low - 1, "full"))
         elif low - begin <= TILE:  # cheaper inside the masked tile than as a call of its own
-            spans.append(Span(q0, q1, begin, high, "stairs"))
+            spans.append(MaskRegion(q0, q1, begin, high, "stairs"))
         else:
-            spans.append(Span(q0, q1, begin, low, "full"))
+            spans.append(MaskRegion(q0, q1, begin, low, "full"))
             # Queries before `above` see no key of the tile.
             above = next(i for i in range(a, b) if upto[i] > low)
-            spans.append(Span(rows[above], q1, low, high, "stairs"))
+            spans.append(MaskRegion(rows[above], q1, low, high, "stairs"))
     return spans, limits
 
 
-def _mask(span: Span, limits: Limits) -> torch.Tensor:
+def _mask(span: MaskRegion, limits: RegionLimits) -> torch.Tensor:
     """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0."""
     keys, rows = span.keys()[None], slice(span.q0, span.q1)
     hidden = (keys >= limits.upto[rows, None]) | (keys < limits.first[rows, None])
@@ -282,10 +313,11 @@ def _mask(span: Span, limits: Limits) -> torch.Tensor:
 
 
 Masks = dict[tuple[int | bytes, ...], torch.Tensor]
-"""Masks [1, 1, n, m] of regions by what they depend on: the tiles of a band share one."""
+"""{what a region's mask depends on: mask [1, 1, n, m]}, so that equal regions, as the tiles of a
+band, share one mask."""
 
 
-def _single(span: Span, limits: Limits, masks: Masks) -> Piece:
+def _single(span: MaskRegion, limits: RegionLimits, masks: Masks) -> KernelCall:
     """The kernel call for one region of queries and keys. `masks`: those made before."""
     mask, rows = None, slice(span.q0, span.q1)
     if span.kind in MASKED:
@@ -299,10 +331,10 @@ def _single(span: Span, limits: Limits, masks: Masks) -> Piece:
         keys = (slice(span.k0, span.gap[0]), slice(span.gap[1], span.k1))
     else:
         keys = slice(span.k0, span.k1)
-    return Piece(rows, keys, span.kind == "causal", mask)
+    return KernelCall(rows, keys, span.kind == "causal", mask)
 
 
-def _batched(spans: list[Span], limits: Limits) -> Piece:
+def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
     """One kernel call for several regions of one kind, padded to the same shape.
 
     In causal regions the padding lies after every real query.
@@ -328,13 +360,17 @@ def _batched(spans: list[Span], limits: Limits) -> Piece:
     elif spans[0].kind == "full" and bool((k_wanted > k_last).any()):
         mask = torch.zeros(len(spans), m).masked_fill_(k_wanted > k_last, -torch.inf)[:, None, None]
     real = None if bool(is_real.all()) else is_real.flatten().nonzero()[:, 0]
-    return Piece(queries, keys, spans[0].kind == "causal", mask, real)
+    return KernelCall(queries, keys, spans[0].kind == "causal", mask, real)
 
 
-def pieces_of(spans: list[Span], limits: Limits) -> list[Piece]:
-    """Kernel calls for all regions `spans`; small ones of similar shape are batched."""
-    groups: dict[tuple[str, int, int], list[Span]] = {}
-    pieces, masks = list[Piece](), Masks()
+def pieces_of(spans: list[MaskRegion], limits: RegionLimits) -> list[KernelCall]:
+    """Kernel calls that compute all regions `spans`, each a block of queries and keys with its kind
+    of mask; small regions of the same kind and similar shape are padded and become one batch.
+    `limits` is the range of keys of each query. `mask_regions_of` returns both. Tensors of the
+    result are on the CPU.
+    """
+    groups: dict[tuple[str, int, int], list[MaskRegion]] = {}
+    pieces, masks = list[KernelCall](), Masks()
     for span in spans:
         n, m = span.shape
         if n * m > SMALL_SCORES or span.kind == "edges":

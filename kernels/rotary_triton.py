@@ -107,10 +107,12 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, H, T, D] (float32 or 16 bit) by cos and sin [B, T, R], R even and at most D, on
-    one GPU. Gradients reach x alone: cos and sin depend on positions, not on weights. A batch
-    dimension of 1 in cos and sin serves every b. Raises `ValueError` for float64, which the kernel
-    does not compute in.
+    """Rotary position embedding as one GPU kernel: rotate queries or keys x [B, H, T, D] (float32
+    or 16 bit) by `cos` and `sin` [B or 1, T, R], R even and at most D. Returns a new tensor
+    [B, H, T, D] in the dtype of x.
+
+    Columns j and j + R/2 of a head are a pair, as in transformers (`rotate_half`); columns from R
+    on are copied. Gradients reach x alone. Raises `ValueError` for float64.
     """
     if x.dtype == torch.float64:
         raise ValueError("the Triton kernel of rotary embeddings computes in float32, not float64")

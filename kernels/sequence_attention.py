@@ -12,7 +12,7 @@ block is merged by its log-sum-exp:
     Ulysses x ring   both above 1
 
 Every rank knows all ranks' positions, so positions are never sent, and ranks may have any tokens,
-in any number. A block kernel is chosen from `blocks.BLOCKS`.
+in any number. A block kernel is chosen from `attention_plan.BLOCKS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.attention_plan import AttentionPlan
-from megarl.kernels.kv_transports import TRANSPORTS, BackwardSums, Call, Exchange, ForwardSums
+from megarl.kernels.kv_transports import (
+    TRANSPORTS,
+    AttentionCall,
+    BackwardSums,
+    Exchange,
+    ForwardSums,
+)
 from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads, sum_dtype
 
 
@@ -37,7 +43,7 @@ class _OverTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, call: Call):
+    def forward(ctx, q, k, v, sinks, call: AttentionCall):
         dtype = sum_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
@@ -121,32 +127,37 @@ def sequence_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each document, whichever ranks have its tokens; [L, Hq, D].
+    """Causal attention of this rank's queries to all earlier tokens of their documents (and of the
+    documents that these continue), whose keys and values are spread over the sequence-parallel
+    ranks. Returns [L, Hq, D] in the dtype of q.
 
     Differentiable once. Every rank must call forward and backward equally often and in the same
     order. That includes ranks without tokens, whose loss must depend on the output.
 
     Args:
-        q, k, v: [L, Hq, D] and twice [L, Hkv, D]: this rank's tokens in the order of its positions.
-        plan: all ranks' tokens; this rank is number `outer.rank * inner.size + inner.rank` of it.
-        inner: the ranks of this Ulysses group.
-        outer: the ranks with the same number in each group.
+        q, k, v: [L, Hq, D] and twice [L, Hkv, D]: this rank's tokens in the order of its positions
+            in `plan`.
+        plan: which rank has which tokens, and the sliding window; this rank is number
+            `outer.rank * inner.size + inner.rank` of it.
+        inner: communication with the ranks of this Ulysses group (one rank without Ulysses).
+        outer: communication with the ranks of the same number in the other Ulysses groups.
         scale: factor of the scores before the softmax.
-        transport: a name in `TRANSPORTS`.
+        transport: how keys and values travel between groups: "ring", "ring_lean" (without overlap,
+            less memory) or "all_gather".
         cap: soft cap; a scaled score s becomes cap tanh(s / cap). None for no cap.
         sinks: [Hq] attention sinks: for each query head the score of one more key, with the value
             0, which all its queries see. It is not scaled or capped. None for no sinks.
 
     Raises:
-        ValueError: the block has no soft cap; or shapes, exchanges or numbers of heads do not match
-            the plan.
+        ValueError: the block kernel has no soft cap or lacks the dtype; there is no such transport;
+            or shapes, exchanges or numbers of heads do not match the plan.
     """
     if transport not in TRANSPORTS:
         raise ValueError(
             f"no attention transport is called {transport!r}; set one of {', '.join(TRANSPORTS)}"
         )
     _check(q, k, v, sinks, plan, inner, outer)
-    call = Call(plan, inner, outer, scale, TRANSPORTS[transport], cap)
+    call = AttentionCall(plan, inner, outer, scale, TRANSPORTS[transport], cap)
     if inner.size == 1:
         return _OverTokens.apply(q, k, v, sinks, call)
     if sinks is not None:

@@ -16,7 +16,8 @@ PADDING = 256
 """Position arrays are padded to a multiple of the largest tile, so that kernels load without
 masks."""
 FAR = 2**31 - 1
-"""A position after that of every token; it marks padding."""
+"""A position after that of every token; as a query's first visible position, or as a key's
+position, it marks padding."""
 L2_BYTES = 32 * 2**20
 """Bytes of L2 cache that the keys and values of concurrently running heads may fill (H200: 50
 MB)."""
@@ -24,17 +25,21 @@ MB)."""
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of one kernel: a program owns `rows` of one side and loops over the other side."""
+    """Tile sizes and launch options of one Triton attention kernel. A program owns `rows` tokens of
+    one side (queries or keys) and loops over the tokens of the other side, `columns` at a time;
+    `num_warps` and `num_stages` are Triton's.
+    """
 
     rows: int
     columns: int
-    """Rows of the other side that a program processes in one iteration."""
+    """Tokens of the other side that a program processes in one iteration."""
     num_warps: int
     num_stages: int
 
 
 Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
-"""{kernel: Tile} for forward, grad_keys (owns keys, loops over queries) and grad_queries."""
+"""{kernel: its tile sizes}. Kernels are "forward" and "grad_queries", whose programs own queries
+and loop over keys, and "grad_keys", whose programs own keys and loop over queries."""
 
 # By columns of a head's tiles. tools/compile_table.py compiles them: at widths 64 to 128 no inner
 # loop spills registers, on any GPU, and all fit into shared memory. With two stages a tile's load
@@ -113,13 +118,16 @@ _TWO_TILES = {False: (48, 80, 96, 192), True: (48, 80, 96)}
 
 
 def padded_width(width: int) -> int:
-    """Head width padded to a power of 2, at least 16."""
+    """`width` of an attention head (columns) rounded up to a power of 2, at least 16: the columns
+    of a Triton tile that holds the head.
+    """
     return max(16, 1 << (width - 1).bit_length())
 
 
 def head_tiles(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Columns of the two tiles that a head of this width is computed in, the second 0 where one is
-    better: (64, 16) for 80, (64, 32) for 96, (128, 0) for 100.
+    """Columns of the two Triton tiles that hold an attention head of `width` columns; the second is
+    0 where one tile is better: (64, 16) for 80, (64, 32) for 96, (128, 0) for 100. `dtype`: of
+    queries and keys.
     """
     whole = padded_width(width)
     first, rest = whole // 2, padded_width(width - whole // 2)
@@ -127,7 +135,10 @@ def head_tiles(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes for a GPU with `shared_memory` bytes a block, a dtype and a head width."""
+    """Tile sizes and launch options of the three attention kernels, {"forward", "grad_keys",
+    "grad_queries": `Tile`}, for a GPU with `shared_memory` bytes for a thread block, queries and
+    keys of `dtype`, and heads of `width` columns. Widths above 256 raise `ValueError`.
+    """
     columns = sum(head_tiles(width, dtype))
     bracket = min(known for known in _EXACT if known >= columns)
     if dtype == torch.float32:
@@ -136,7 +147,11 @@ def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes for this device, dtype and head width; without a GPU those of the largest GPUs."""
+    """Tile sizes and launch options of the three attention kernels, {"forward", "grad_keys",
+    "grad_queries": `Tile`}, for queries and keys of `dtype` on `device` with heads of `width`
+    columns. Widths above 256 raise `ValueError`. For a device that is no GPU they are those for 227
+    KB of shared memory (H100).
+    """
     shared_memory = 227 * 1024
     if device.type == "cuda":
         shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -144,9 +159,11 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` heads run at the same time without exceeding the L2 cache.
+    """How many of `num_heads` heads should run at the same time, so that their keys and values fit
+    into the L2 cache (32 MiB are counted with). `bytes_per_head`: bytes of keys and values that
+    each head reads.
 
-    The largest divisor of `num_heads` that fits, at least 1.
+    The result is the largest divisor of `num_heads` that fits, at least 1.
     """
     return max(
         d
@@ -178,13 +195,15 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visits(
     queries: Positions, keys: Positions, rows: int, columns: int, by_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each tile of `rows` queries, the tiles of `columns` keys that it attends to; with
-    `by_keys`, for each tile of keys the tiles of queries that attend to it.
+    """For each tile of `rows` queries, the tiles of `columns` keys that it attends to. With
+    `by_keys` the other way round: for each tile of `rows` keys, the tiles of `columns` queries that
+    attend to it. `queries` and `keys` say which key positions each query attends to.
 
-    Returns (work, runs). A row of work [R, 5] int32 is one tile: its number; first and last run of
-    the tiles it attends to completely; first and last run of those it attends to in part. The
-    heaviest tile comes first, and tiles without work are left out. A row of runs [N, 2] int32 is a
-    run of neighbouring tiles: first tile, last tile + 1.
+    Returns two CPU tensors (work [R, 5], runs [N, 2]), int32. A row of `work` is one tile: its
+    number; then two pairs (begin, end) of indices into `runs`: the tiles that the tile attends to
+    completely (no mask needed), and those that it attends to in part. A row of `runs` is a run of
+    neighbouring tiles: first tile, last tile + 1. The tile with the most work comes first, and
+    tiles without work are left out.
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (
@@ -210,18 +229,21 @@ def visits(
 
 
 @dataclass(frozen=True)
-class Work:
-    """Which tiles of queries and keys the Triton attention kernel computes, for one block of
-    queries and one block of keys.
+class TileWork:
+    """The work list of Triton attention for one set of queries and one set of keys: their positions
+    on the GPU, and by `visits` which tiles of queries and keys are computed. It is made once for a
+    micro-batch with `TileWork.of(queries, keys, device)`, and every layer uses it.
     """
 
     queries: Positions
     keys: Positions
     device: torch.device
     index_q: torch.Tensor
-    """[Lq padded] int32 positions of the queries; padding sees nothing."""
+    """[Lq padded] int32 last position that each query attends to, usually its own; padding (-1)
+    sees nothing."""
     start_q: torch.Tensor
-    """[Lq padded] int32 positions of the first tokens of the queries' documents."""
+    """[Lq padded] int32 first position that each query attends to: that of its document's first
+    token, or of the window's."""
     index_k: torch.Tensor
     """[Lk padded] int32 positions of the keys; padding is seen by nothing."""
     _visits: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(
@@ -230,20 +252,27 @@ class Work:
     """Cached tile visits, by tile sizes."""
 
     @staticmethod
-    def of(queries: Positions, keys: Positions, device: torch.device) -> Work | None:
-        """The work list on `device`, or None where no query attends to any key."""
+    def of(queries: Positions, keys: Positions, device: torch.device) -> TileWork | None:
+        """The work list for queries and keys at these positions, with tensors on `device`; None
+        where no query attends to any key. Query i attends to key j where queries.first[i] <=
+        keys.index[j] <= queries.index[i].
+        """
         in_order = keys.index.sort().values
         first = torch.searchsorted(in_order, queries.first)
         if not (first < torch.searchsorted(in_order, queries.index, right=True)).any():
             return None
         index_q = _padded(queries.index, -1, device)
         start_q = _padded(queries.first, FAR, device)
-        return Work(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
+        return TileWork(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tiles each tile has to visit, on the device; see the module's function `visits`.
+        """Which tiles each tile of a kernel with the sizes `tile` has to visit, as (work [R, 5],
+        runs [N, 2]) int32 on the device. `by_keys`: tiles of keys visit tiles of queries; otherwise
+        tiles of queries visit tiles of keys.
 
-        Computed when first asked for, since tile sizes depend on head width and dtype.
+        A row of `work`: number of the tile, (begin, end) in `runs` of the tiles visited completely,
+        (begin, end) in `runs` of those visited in part. A row of `runs`: first tile, last tile + 1.
+        Computed at the first call for these sizes, then kept.
         """
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from megarl.kernels.kv_transports import Call
+from megarl.kernels.kv_transports import AttentionCall
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which numbers of dtype `dtype` are summed: float64 for float64, else float32."""
+    """Dtype in which attention outputs and gradients of dtype `dtype` are summed: float64 for
+    float64, else float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _inner_lengths(call: Call) -> list[int]:
+def _inner_lengths(call: AttentionCall) -> list[int]:
     """Number of tokens of each rank of this Ulysses group."""
     first = call.outer.rank * call.inner.size
     return call.plan.lengths[first : first + call.inner.size]
 
 
-def _tokens_to_heads(x: list[torch.Tensor], call: Call) -> torch.Tensor:
+def _tokens_to_heads(x: list[torch.Tensor], call: AttentionCall) -> torch.Tensor:
     """All-to-all from own tokens to own heads.
 
     x: by inner rank, the heads it needs of this rank's tokens, [L, H', D] each. Returns the group's
@@ -32,7 +34,7 @@ def _tokens_to_heads(x: list[torch.Tensor], call: Call) -> torch.Tensor:
     return torch.cat(call.inner.all_to_all([part.contiguous() for part in x], shapes))
 
 
-def _heads_to_tokens(x: torch.Tensor, call: Call) -> list[torch.Tensor]:
+def _heads_to_tokens(x: torch.Tensor, call: AttentionCall) -> list[torch.Tensor]:
     """All-to-all from own heads to own tokens: the inverse of `_tokens_to_heads`."""
     lengths = _inner_lengths(call)
     shape = (lengths[call.inner.rank], *x.shape[1:])
@@ -40,7 +42,8 @@ def _heads_to_tokens(x: torch.Tensor, call: Call) -> list[torch.Tensor]:
 
 
 def needed_heads(num_heads: int, size: int, rank: int) -> slice:
-    """The heads that rank number `rank` of a Ulysses group of `size` ranks computes.
+    """The attention heads, of `num_heads` in all, that rank number `rank` of a Ulysses group of
+    `size` ranks computes.
 
     Heads are divided evenly over the ranks. With fewer heads than ranks, several ranks compute the
     same head.
@@ -50,13 +53,17 @@ def needed_heads(num_heads: int, size: int, rank: int) -> slice:
 
 
 class TokensToHeads(torch.autograd.Function):
-    """q, k and v of this rank's tokens with all heads -> the group's tokens with this rank's heads.
+    """All-to-all before Ulysses attention: `apply(q, k, v, call)` with this rank's tokens and all
+    heads, [L, H, D] each, returns q, k and v of all tokens of the Ulysses group with the heads that
+    this rank computes, [sum of L, H / ranks (at least 1), D]. Backward does the inverse.
 
-    One message to each rank of the group.
+    `call` (`AttentionCall`) holds the plan of who has which tokens, and in `call.inner` the
+    communication within the group. All ranks of the group call it together; each sends one message
+    to each other rank.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, call: Call):
+    def forward(ctx, q, k, v, call: AttentionCall):
         size = call.inner.size
         parts = [
             torch.cat([x[:, needed_heads(x.shape[1], size, rank)] for x in (q, k, v)], 1)
@@ -85,12 +92,15 @@ class TokensToHeads(torch.autograd.Function):
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """Attention output: (all tokens of the group, this rank's heads) -> (this rank's tokens, all
-    heads).
+    """All-to-all after Ulysses attention: `apply(out, call)` with the attention output of all
+    tokens of the Ulysses group for this rank's heads, [sum of L, H / ranks, D], returns the output
+    of this rank's tokens for all heads, [L, H, D]. Backward does the inverse. `call`
+    (`AttentionCall`) holds the plan of who has which tokens, and in `call.inner` the communication
+    within the group, whose ranks all call this together.
     """
 
     @staticmethod
-    def forward(ctx, out, call: Call):
+    def forward(ctx, out, call: AttentionCall):
         ctx.call = call
         return torch.cat(_heads_to_tokens(out, call), 1)
 

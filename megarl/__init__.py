@@ -1,3 +1,4 @@
+# ruff: noqa: F405
 """megarl: reinforcement learning of language models on long chains of thought, under any parallel
 layout.
 
@@ -8,25 +9,7 @@ are imported at first use, so that `import megarl` imports nothing else.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.api import (
-        Result,
-        distill,
-        evaluate,
-        load_recipe,
-        open_run,
-        preference,
-        reward_model,
-        sample,
-        sft,
-        train,
-    )
-    from megarl.config import (
-        DistillConfig,
-        PreferenceConfig,
-        RewardModelConfig,
-        RunConfig,
-        SftConfig,
-    )
+    from megarl.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
 """A tokenizer's chat template: the text that it makes of a chat, what it leaves out, and the token
-with which a turn of the model ends.
+that ends a turn of the model.
 
-chat [{role, content, ...}] --ChatTemplate.text--> text with special tokens
+    chat [{role, content, ...}] --ChatTemplate.text--> text with special tokens
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Turn = dict[str, Any]
-"""A message of a chat: its role, its content, and what else the row has (tool_calls, ...)."""
+"""A message of a chat: a dict with role, content, and what else the row has (tool_calls, ...)."""
 Variables = Mapping[str, Any]
-"""{name: value} of what a template reads beside a chat; see `prompts.template_variables`."""
+"""{name: value} of further variables that a template reads, such as {enable_thinking: False}."""
 Tools = Sequence[dict[str, Any]]
 """Tools that a model may call, in OpenAI's format."""
 
@@ -42,12 +42,13 @@ SAID = "MEGARLWROTETHIS"
 def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
 ) -> int:
-    """The token that ends what the model writes, in data of every kind and in rollouts: the first
-    special token that the tokenizer's chat template writes behind a turn of the assistant. It is
-    the tokenizer's end-of-sequence token without a chat template (also with `template` 'none',
-    for texts that no template wraps), or if the template writes no such token.
+    """Id of the token that ends what the model writes, in data of every kind and in rollouts: the
+    first special token that the tokenizer's chat template writes behind a turn of the assistant.
+    Without a chat template, with `template` 'none' (texts that no template wraps), or if the
+    template writes no such token, it is the tokenizer's end-of-sequence token. `variables`: {name:
+    value} that the chat template reads.
 
-    Raises `ValueError` if there is neither.
+    Raises `ValueError` if there is no such token and no end-of-sequence token.
     """
     found: int | None = None
     if template != "none" and tokenizer.chat_template:
@@ -68,8 +69,9 @@ def end_of_turn(
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
-    """Responses without the tokens that they end with: `end` and the end-of-sequence token, as
-    often as they stand there, with the white space behind them.
+    """The responses `texts` without the tokens, written as text, that they end with: the token id
+    `end`, which ends a turn, and the end-of-sequence token, as often as they stand there, with the
+    white space behind them.
     """
     known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
     ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
@@ -77,13 +79,19 @@ def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: i
 
 
 def tags_of(chat_template: object) -> tuple[str, str]:
-    """The tags around the thoughts of a model that a chat template names; `TAGS` without one."""
+    """(opening, closing) tag around a model's thinking, such as ("<think>", "</think>"), read from
+    the text of a chat template; these two if the template names none or is no text.
+    """
     found = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
     return (f"{found[1]}{found[2]}{found[3]}", found[0]) if found else TAGS
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with values for the variables that it reads."""
+    """The chat template of `tokenizer` with fixed `variables`, {name: value} that it reads: renders
+    chats (`text`), splits them into what is given and what is answered (`reply`, `answered`), and
+    checks that nothing is left out (`check_whole`). `setting`: the section of the recipe, such as
+    "prompts", for messages.
+    """
 
     def __init__(
         self,
@@ -91,7 +99,9 @@ class ChatTemplate:
         variables: Variables | None = None,
         setting: str = "prompts",
     ) -> None:
-        """`setting`: the section of the recipe whose `template_variables` these are."""
+        """`variables`: {name: value} that the template reads. `setting`: the section of the recipe
+        whose `template_variables` these are, for messages.
+        """
         self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
@@ -121,7 +131,9 @@ class ChatTemplate:
         return str(self.tokenizer.convert_ids_to_tokens(end))
 
     def check_variables(self) -> None:
-        """Raise `ValueError` if the template does not read one of the variables."""
+        """Raise `ValueError` if the template does not read one of the variables that were given to
+        this object.
+        """
         unread = sorted(set(self.variables) - set(self._reads)) if self.variables else []
         named = f"{self.setting}.template_variables"
         require(
@@ -150,9 +162,11 @@ class ChatTemplate:
         return sorted(names - GIVEN - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
-        """A chat as the template writes it; with `asks`, up to where a reply begins; with `tools`,
-        which the model may call. Raises `ValueError`, which begins with `place`, if the template
-        refuses the chat.
+        """Render a chat, a list of turns {role, content, ...}, as the model reads it, special
+        tokens included. `asks`: end where the assistant's reply begins. `tools`: shown to the
+        model, in OpenAI's format. A token that ends a turn is not doubled where a turn's content
+        ends with it already. Raises `ValueError`, which begins with `place` (the row), if the
+        template refuses the chat.
         """
         try:
             return str(
@@ -171,11 +185,13 @@ class ChatTemplate:
             ) from error
 
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
-        """(what is given, what is answered): the last turn of a chat, of the assistant, up to its
-        end-of-turn token, and all that stands before; their texts joined are what the template
-        writes. Where it opens the thoughts of a reply itself and then writes them otherwise, the
-        answer is as `continued` returns it. It is None if the template writes the chat in another
-        way once it is answered. Raises `ValueError` as `text` and `continued` do.
+        """Render a chat whose last turn is the assistant's as (text that is given, text that is
+        answered): the answer goes up to the token that ends the turn, and both joined are what the
+        template writes. If the template itself opens the thoughts of a reply and later renders the
+        reply in another way, the answer is what the model has to write after the opened tag. The
+        answer is None if the template renders the earlier turns in another way once they are
+        answered. Raises `ValueError`, which begins with `place` (the row), if the template refuses
+        the chat, or a reply has no thoughts where the template opens them.
         """
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
@@ -198,8 +214,10 @@ class ChatTemplate:
         return before, self.continued(said, before, place) + self._until_end(rest)
 
     def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
-        """`reply` of a chat of which nothing may be lost. Raises `ValueError` as `reply` and
-        `check_whole` do, and if the template writes the chat in another way once it is answered.
+        """Render a chat whose last turn is the assistant's as (text that is given, text that is
+        answered up to the token that ends the turn). Raises `ValueError`, which begins with `place`
+        (the row), if the template refuses the chat, leaves something of it out, or renders the
+        earlier turns in another way once they are answered.
         """
         before, answer = self.reply(chat, place, tools)
         self.check_whole(chat, place, tools)
@@ -223,9 +241,10 @@ class ChatTemplate:
         return (before, "", "") if gap.strip() else (stem, tag, gap)
 
     def continued(self, said: str, before: str, place: str) -> str:
-        """A reply as it goes on from `before`, the text up to where it begins: where the template
-        has opened the thoughts there, without an opening tag of its own. Raises `ValueError`, which
-        begins with `place`, for a reply that then has no thoughts.
+        """The assistant's reply `said` as it continues `before`, the rendered text up to where the
+        reply begins. If `before` ends with an opening tag of thoughts, the reply loses its own;
+        otherwise it is returned unchanged. Raises `ValueError`, which begins with `place` (the
+        row), for a reply without thoughts behind such a tag.
         """
         _, tag, gap = self._opened(before)
         if not tag:
@@ -246,8 +265,9 @@ class ChatTemplate:
         return begun.removeprefix(tag).removeprefix(gap) if begun.startswith(tag) else said
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
-        """Raise `ValueError`, which begins with `place`, if the template leaves out a key of a turn
-        or the tools: if its text is the same with another value.
+        """Raise `ValueError`, which begins with `place` (the row), if the template leaves out the
+        tools or a value in a turn of the chat: if the rendered text stays the same when the value
+        is changed.
 
         A tool's result may lose its `name` and `tool_call_id`, provided that the results stand in
         the order of the calls.
@@ -289,7 +309,9 @@ class ChatTemplate:
         )
 
     def text_or_none(self, chat: Sequence[Turn], tools: Tools = ()) -> str | None:
-        """A whole chat as the template writes it; None if the template refuses it."""
+        """Render a whole chat, a list of turns {role, content, ...}, with its tools; None if the
+        template refuses it.
+        """
         try:
             return self.text(chat, "", asks=False, tools=tools)
         except ValueError:

@@ -4,8 +4,8 @@
     megarl train --help rollout
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
 
-Exit codes: 0 success, 2 a mistake in recipe or data (one error message), 129 / 130 / 143
-ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
+Exit codes: 0 success, 2 a mistake in recipe or data (one error message on standard error), 129 /
+130 / 143 ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +33,10 @@ LONGEST_MESSAGE = 2000
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line; always ends the process."""
+    """Run the command line `arguments`, the words after `megarl` (None: those of this process), and
+    end the process with the command's exit code: 0, 1, 2, or 128 + the number of a signal. Never
+    returns.
+    """
     if arguments is None:
         use_utf8()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -69,9 +72,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def use_utf8() -> None:
-    """Under a locale that is not UTF-8, start this command again, as the same process, in Python's
-    UTF-8 mode. File names, and text files that libraries and verifiers open without naming an
-    encoding, are then UTF-8, in this process and, by its environment, in all that it starts.
+    """If the locale is not UTF-8, replace this process by the same command in Python's UTF-8 mode
+    (exec). File names, and text files that libraries and verifiers open without naming an encoding,
+    are then UTF-8, in this process and, by the variable PYTHONUTF8, in all that it starts.
     """
     is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower().replace("-", "") == "utf8"
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # it is ignored under python -E
@@ -80,8 +83,9 @@ def use_utf8() -> None:
 
 
 def told(arguments: list[str]) -> str | None:
-    """What words ask for that start nothing: pages of help, versions, completion; None for a
-    command to run. Raises `UserError` for a command that is not known.
+    """The text to print for a command line that starts nothing: pages of help, versions,
+    completion. None for a command to run. `arguments`: the words after `megarl`. Raises `UserError`
+    for a command that is not known.
     """
     from megarl.command_line import pages  # here: signals are heard by now
 
@@ -104,7 +108,8 @@ def told(arguments: list[str]) -> str | None:
 
 
 def dispatch(name: str, rest: list[str]) -> int:
-    """Run command `name` with the arguments `rest`; returns the exit code.
+    """Run the command `name` ("train", ...) with the words `rest` that follow it on the command
+    line: read the recipe, check everything, and run until the end. Returns the exit code.
 
     Raises `UserError` for what the user can correct in recipe, data or machine.
     """
@@ -119,8 +124,7 @@ def dispatch(name: str, rest: list[str]) -> int:
     if not command.config:
         return load(command.run)(rest)
     flags = {flag for flag in ("--print-config", "--check") if flag in rest}
-    rest = [word for word in rest if word not in flags]
-    rest = [_long(word, command.flags) for word in rest]
+    rest = [_long(word, command.flags) for word in rest if word not in flags]
     ranks = _take_ranks(rest)
     if ranks is not None and "--check" not in flags:
         raise UserError(
@@ -179,8 +183,10 @@ def dispatch(name: str, rest: list[str]) -> int:
 
 
 def refuse_no_run(words: list[str]) -> None:
-    """Raise `UserError` where the first word that is neither an option nor the value of `--out` is
-    no folder, or where files in that folder are none; see `refuse_unfit`.
+    """Raise `UserError` if the run folder on the command line, the first word that is neither an
+    option nor the value of `--out`, is no folder, or holds something that is neither a file nor a
+    folder, such as a FIFO, or a file where a run keeps a folder. Without such a word nothing is
+    checked.
     """
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
@@ -203,7 +209,9 @@ def _long(word: str, flags: tuple[tuple[str, str], ...]) -> str:
 
 
 def mistake(error: ValueError | PermissionError) -> UserError:
-    """The error as one line, whatever text of the user's the message repeats."""
+    """A `UserError` with the message of `error`, on one line of at most 2000 characters. For a
+    `PermissionError` it says what to set.
+    """
     said = str(error)
     if isinstance(error, PermissionError) and error.filename is not None:
         said = (
@@ -227,29 +235,29 @@ def _take_ranks(words: list[str]) -> int | None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one error line and exit with code 2.
+    """Print the line "megarl: error: MESSAGE" on standard error and end the process with exit code
+    2.
 
-    Rank 0 prints first, since most mistakes concern every rank.
+    Ranks other than 0 wait 3 seconds before they print: most mistakes concern every rank, and the
+    launcher ends the others once rank 0 has printed its line.
     """
     rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        console.say(f"megarl: error: {message}")
-    else:
-        # Rank 0 prints mistakes that all ranks share, and the launcher then kills the others; a
-        # mistake of this rank alone is printed after the wait.
-        try:
-            time.sleep(3)
-        except KeyboardInterrupt:  # the launcher, after rank 0 has printed it
-            leave(2)
-        console.say(f"megarl: error on rank {rank}: {message}")
+    who = "" if rank == "0" else f" on rank {rank}"
+    # Rank 0 prints mistakes that all ranks share, and the launcher then kills the others; a mistake
+    # of another rank alone is printed after the wait.
+    try:
+        time.sleep(3 if who else 0)
+    except KeyboardInterrupt:  # the launcher, after rank 0 has printed it
+        leave(2)
+    console.say(f"megarl: error{who}: {message}")
     sys.exit(2)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without running destructors of libraries, which may hang after a signal."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it
-            stream.flush()
+    """Write out the standard streams and end the process at once with exit code `code`, without
+    exit handlers and destructors of libraries, which may hang after a signal.
+    """
+    console.flush_streams()
     os._exit(code)
 
 

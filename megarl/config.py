@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML and command-line overrides become one frozen configuration, or one error.
+"""Reads a recipe: YAML and command-line overrides become one frozen configuration, or one error.
 
     recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
 
@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from megarl import presets, recipe_paths
+from megarl import presets, recipe_file, recipe_paths
 from megarl.config_checks import check_run_settings, check_warmup
-from megarl.data.config import PromptsConfig
+from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.limits import MOST_STEPS
 from megarl.objectives.config import (
@@ -28,11 +28,14 @@ from megarl.objectives.config import (
     ZERO_IF_EQUAL,
     AlgorithmConfig,
     DistillationConfig,
+    PreferenceLossConfig,
+    RewardLossConfig,
 )
 from megarl.observe.config import EarlyStopConfig, ObserveConfig
-from megarl.recipe_paths import PathText
+from megarl.recipe_paths import OutputText, PathText
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.schema import (
+    FILE,
     Config,
     Excludes,
     Needs,
@@ -49,16 +52,12 @@ from megarl.schema import (
     shortened,
 )
 from megarl.serve_config import ServeRewardConfig
-from megarl.supervised_config import (
-    PreferenceConfig,
-    RewardModelConfig,
-    SftConfig,
-    SupervisedConfig,
-)
 from megarl.trainer.config import (
+    WITH_PATH,
     AnyRunConfig,
     CriticConfig,
     ModelConfig,
+    ReferenceLora,
     ReferenceRoleConfig,
     RewardModelRoleConfig,
     RoleConfig,
@@ -72,7 +71,9 @@ C = TypeVar("C", bound=Config)
 
 
 class EvaluationConfig(Config):
-    """Held-out problems, scored by the run's own verifier before, during and after training."""
+    """Evaluation on held-out problems before, during and after training: which problems, how often,
+    and with which sampling. The run's own verifier scores the responses.
+    """
 
     prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
     """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
@@ -92,7 +93,9 @@ class EvaluationConfig(Config):
 
 
 class SampleConfig(Config):
-    """Of `megarl sample`: how many responses to each prompt, and which of them are written."""
+    """Settings of `megarl sample`, which generates responses and writes a data file: how many
+    responses to each prompt, and which of them are written.
+    """
 
     samples: Annotated[int, Range(1, 10_000)] = 8
     """Responses to each of `prompts`, at `rollout.temperature`."""
@@ -107,10 +110,12 @@ class SampleConfig(Config):
 
 
 class ReplayConfig(Config):
-    """Of `megarl replay`: the run whose batches are trained on again."""
+    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
+    batches that the run has recorded: which run, and how many steps.
+    """
 
     run: PathText = ""
-    """Its run folder; `megarl replay RUN` sets it."""
+    """The run folder with the batches; `megarl replay RUN` sets it."""
     steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps to train again, from the first one; 0 for all that the run has finished."""
 
@@ -120,17 +125,24 @@ OF_KL = Of("algorithm.kl.coefficient")
 
 
 class RunConfig(AnyRunConfig):
-    """A reinforcement-learning run: `megarl train`."""
+    """All settings of a reinforcement-learning run, which samples responses to prompts, scores them
+    and trains the policy on the rewards: the recipe of `megarl train`, also read by `eval` and
+    `sample`.
+    """
 
     epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
-    `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Groups that dynamic sampling
-    rejects are not counted, so with it the run passes over the prompts more often."""
+    `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Rollouts of a prompt that
+    dynamic sampling rejects are not counted, so with it the run passes over the prompts more
+    often."""
     model: TrainedModel = section(ModelConfig)
     reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
     """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
     critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
     """The value model of PPO; used where `algorithm.advantage` is gae."""
+    critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
+    """{name: value model} for an advantage of your own, which gets the values of each: two critics
+    whose smaller value counts, for example."""
     reward_models: dict[str, RewardModelRoleConfig] = {}
     """{name: reward model}. The reward of a response is the environment's reward plus weight x
     score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
@@ -152,16 +164,18 @@ class RunConfig(AnyRunConfig):
 
     @property
     def group_filter(self) -> str:
-        """Which groups dynamic sampling keeps: `rollout.filter`, or its usual value. A group of
-        equal rewards teaches nothing where an advantage compares the samples of a group.
+        """Which groups (all rollouts of one prompt) are trained on: "differing", those with
+        different rewards, or "all". It is `rollout.filter` if that is set; otherwise "differing"
+        for an advantage that compares the rollouts of a group, where equal rewards teach nothing.
         """
         usual = "differing" if self.algorithm.advantage in COMPARING else "all"
         return self.rollout.filter or usual
 
     @property
     def skips_equal_groups(self) -> bool:
-        """Whether groups of equal rewards are not computed in training: their advantages are 0, and
-        the loss has no term but the policy's, so that the gradient is the same without them.
+        """Whether training leaves out groups (all rollouts of one prompt) with equal rewards
+        without computing them: their advantages are 0, and the loss has no other term, so that the
+        gradient is the same without them.
         """
         algorithm = self.algorithm
         return (
@@ -176,22 +190,37 @@ class RunConfig(AnyRunConfig):
 
     @property
     def greedy_baseline(self) -> Literal["", "reward", "tokens"]:
-        """What the trainer gets of a greedy response to each prompt: nothing, its reward, or its
-        tokens too, so that reward models score it.
+        """What the trainer needs of a greedy response to each prompt, as a baseline (ReMax): "" for
+        nothing, "reward" for its reward, "tokens" for its tokens too, so that reward models can
+        score it.
         """
         if self.algorithm.advantage not in WITH_GREEDY_BASELINE:
             return ""
         return "tokens" if self.reward_models else "reward"
 
     @property
+    def all_critics(self) -> dict[str, CriticConfig]:
+        """{dotted section of the recipe, "critic" or "critics.NAME": its settings} of the critics
+        that the run uses; empty if the algorithm has none.
+        """
+        found = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
+        return found | {f"critics.{name}": one for name, one in self.critics.items()}
+
+    @property
     def other_roles(self) -> dict[str, RoleConfig]:
-        """{section: settings} of the models beside the policy that the algorithm uses."""
+        """{dotted section of the recipe, such as "reference" or "critic": its settings} of the
+        models beside the policy that the run uses: reference, critics and reward models.
+        """
         found: dict[str, RoleConfig] = {}
         if self.algorithm.kl.coefficient > 0:
             found["reference"] = self.reference
-        if self.algorithm.advantage == "gae":
-            found["critic"] = self.critic
+        found |= self.all_critics
         return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps at the start of the run in which only the critics learn."""
+        return max((one.warmup_steps for one in self.all_critics.values()), default=0)
 
 
 TEACHER_ALONE = Without(
@@ -200,12 +229,15 @@ TEACHER_ALONE = Without(
 
 
 class DistillConfig(RunConfig):
-    """A run of on-policy distillation: `megarl distill`. It has the settings of `megarl train` but
-    those of rewards: `algorithm`, `reference`, `critic` and `reward_models` stay as they are.
+    """All settings of a run of on-policy distillation, in which the policy learns from a teacher's
+    distributions on responses that the policy samples: the recipe of `megarl distill`. It has the
+    settings of `megarl train` but those of rewards: `algorithm`, `reference`, `critic`, `critics`
+    and `reward_models` must be left out.
     """
 
     reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = section(ReferenceRoleConfig)
     critic: Annotated[CriticConfig, TEACHER_ALONE] = section(CriticConfig)
+    critics: Annotated[dict[str, CriticConfig], TEACHER_ALONE] = {}
     reward_models: Annotated[dict[str, RewardModelRoleConfig], TEACHER_ALONE] = {}
     algorithm: Annotated[AlgorithmConfig, TEACHER_ALONE] = section(AlgorithmConfig)
     training: Annotated[
@@ -220,30 +252,166 @@ class DistillConfig(RunConfig):
 
     @property
     def group_filter(self) -> str:
-        """`rollout.filter`, or `all`: the loss of a response does not depend on other ones."""
+        """Which groups (all rollouts of one prompt) are trained on: `rollout.filter` if that is
+        set, otherwise "all", since the loss of a response does not depend on other responses.
+        """
         return self.rollout.filter or "all"
 
     @property
     def skips_equal_groups(self) -> bool:
-        """False: the loss of a response does not depend on its reward."""
+        """False: groups (all rollouts of one prompt) with equal rewards are trained on too, since
+        the loss of a response does not depend on its reward.
+        """
         return False
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
-        """{section: settings} of the models beside the policy."""
+        """{"teacher": its settings}: the only model beside the policy that the run uses."""
         return {"teacher": self.teacher}
 
 
-AnyConfig = RunConfig | SupervisedConfig
-"""The configuration of a command that trains."""
+NEEDS_SOURCE = Needs("set it to a data file or hub name", "source")
 
-__all__ = ["PreferenceConfig", "RewardModelConfig", "ServeRewardConfig", "SftConfig"]
-"""The configurations of other modules that commands name as `megarl.config`'s."""
+
+class HeldOutConfig(Config):
+    """How often a run on a fixed data set (`megarl sft`, `preference`, `reward-model`) is evaluated
+    on held-out rows.
+    """
+
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+
+
+class SupervisedConfig(AnyRunConfig):
+    """Settings that all runs on a fixed data set have: `megarl sft`, `preference` and
+    `reward-model`.
+    """
+
+    samples_per_step: Annotated[int, Range(1, 2**20)] = 64
+    """Rows of one optimizer step, over all ranks: demonstrations, or preferences (each of two
+    responses)."""
+    model: TrainedModel = section(ModelConfig)
+    training: Annotated[
+        TrainingConfig,
+        Without("num_mini_batches", "epochs_per_step", why="which has no meaning on a data set"),
+        Without("lora.publish", why="but training on a data set has no engines to publish to"),
+    ] = section(TrainingConfig)
+    evaluation: HeldOutConfig = section(HeldOutConfig)
+    observe: ObserveConfig = section(ObserveConfig)
+
+
+class SftEvaluationConfig(HeldOutConfig):
+    """Evaluation of a fine-tuning run: the loss on demonstrations that are not trained on, and how
+    often it is measured.
+    """
+
+    demonstrations: DemonstrationsConfig = section(DemonstrationsConfig, shuffle=False)
+    """Source of the demonstrations; empty for no evaluation. All of them are used."""
+
+
+class SftConfig(SupervisedConfig):
+    """All settings of a supervised fine-tuning run, which trains a model on (prompt, response)
+    demonstrations: the recipe of `megarl sft`.
+    """
+
+    demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = section(DemonstrationsConfig)
+    evaluation: SftEvaluationConfig = section(SftEvaluationConfig)
+
+
+class PreferenceEvaluationConfig(HeldOutConfig):
+    """Evaluation of a run on preferences: loss and accuracy on preferences that are not trained on,
+    and how often they are measured.
+    """
+
+    preferences: PreferencesConfig = section(PreferencesConfig, shuffle=False)
+    """Source of the preferences; empty for no evaluation. All of them are used."""
+
+    def check(self) -> None:
+        empty = PreferencesConfig(), PreferencesConfig(shuffle=False)
+        require(
+            bool(self.preferences.source) or self.preferences in empty,
+            "PreferenceEvaluationConfig.preferences has settings, but no source; leave it out, or"
+            " set PreferenceEvaluationConfig.preferences.source",
+        )
+
+
+class ReferenceConfig(Config):
+    """The frozen model that a preference method compares with. It scores every response once,
+    before the first step, and is then released.
+    """
+
+    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
+    """The model; with an empty path `model`, as it is before training."""
+    lora: ReferenceLora = "start"
+    """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
+    with the adapter that the run starts from (start), or the model without adapters (base)."""
+    cache: OutputText = ""
+    """Folder in which its log-probs are kept, in a file whose name is the digest of the data and of
+    the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
+    share one."""
+
+
+NO_MARGINS = "which only megarl reward-model uses"
+
+
+class PreferenceConfig(SupervisedConfig):
+    """All settings of a run that trains a policy on preferences without a reward model (DPO, KTO
+    and others): the recipe of `megarl preference`.
+    """
+
+    loss: PreferenceLossConfig = section(PreferenceLossConfig)
+    reference: Annotated[
+        ReferenceConfig, Of("loss.has_reference", why="but loss.method uses no reference", fix="")
+    ] = section(ReferenceConfig)
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("margin_column", why=NO_MARGINS)
+    ] = section(PreferencesConfig)
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.margin_column", why=NO_MARGINS)
+    ] = section(PreferenceEvaluationConfig)
+
+    def check(self) -> None:
+        used = self.preferences.response_column or self.evaluation.preferences.response_column
+        require(
+            not used or self.loss.method == "kto",
+            f"response_column of preferences or evaluation.preferences is '{used}', but loss.method"
+            f" '{self.loss.method}' needs pairs; set loss.method to 'kto', or name the columns of"
+            " the two responses",
+        )
+
+
+PAIRS_ONLY = (
+    "but a reward model learns from pairs; name the columns of the two responses, or train with"
+    " megarl preference and KTO"
+)
+
+
+class RewardModelConfig(SupervisedConfig):
+    """All settings of a run that trains a reward model, which gives a text a score, on pairs of a
+    better and a worse response: the recipe of `megarl reward-model`.
+    """
+
+    loss: RewardLossConfig = section(RewardLossConfig)
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("response_column", why=PAIRS_ONLY)
+    ] = section(PreferencesConfig)
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.response_column", why=PAIRS_ONLY)
+    ] = section(PreferenceEvaluationConfig)
+
+
+AnyConfig = RunConfig | SupervisedConfig
+"""The configuration of any command that trains."""
+
+__all__ = ["ServeRewardConfig"]
+"""A configuration class of another module; commands name it as one of `megarl.config`."""
 
 
 def with_steps(config: C, num_rows: int) -> C:
-    """A configuration whose `steps` follow from `epochs`, if those are set, for a data set of
-    `num_rows` rows. Raises `ValueError` for more steps than a run may have.
+    """A copy of the configuration whose number of training steps, `steps`, follows from its
+    `epochs`, for a data set of `num_rows` rows (prompts, demonstrations or preferences): epochs x
+    rows / rows of a step, rounded up. Without `epochs` the configuration itself. Raises
+    `ValueError` for more steps than a run may have, or as many as a critic's warm-up.
     """
     assert isinstance(config, AnyConfig)
     if config.epochs is None:
@@ -264,7 +432,9 @@ def with_steps(config: C, num_rows: int) -> C:
 
 
 def longest_request(config: RunConfig) -> int:
-    """Tokens of the longest prompt, held-out ones included, and the longest response together."""
+    """Largest number of tokens that an engine may need for one sequence: the longest prompt,
+    held-out ones included, and the longest response together.
+    """
     held_out = config.evaluation.prompts
     prompt = max(
         config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
@@ -273,8 +443,9 @@ def longest_request(config: RunConfig) -> int:
 
 
 def made_with(config: RunConfig) -> str:
-    """Fingerprint of the settings that finished rollouts, and how old they may be, depend on beside
-    model, data and seed.
+    """Digest, as 32 hexadecimal digits, of the settings that determine finished rollouts and how
+    old they may be: of `rollout`, `environment`, `prompts` and the greedy baseline. A resumed run
+    keeps the finished rollouts of its checkpoint only if the digest is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
     kinds = config.group_filter, config.greedy_baseline
@@ -283,26 +454,23 @@ def made_with(config: RunConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-NO_MATTER = {
-    *("engine", "num_engines", "placement", "request_timeout_s"),
-    "max_open_groups",
-}
-"""Settings of `rollout` that a finished rollout does not depend on."""
+NO_MATTER = {*("engine", "num_engines", "placement", "request_timeout_s"), "max_open_groups"}
+"""Settings of `rollout` that do not change a finished rollout."""
 
 
 def patience_s(config: RunConfig, num_requests: int) -> float:
-    """Deadline in seconds for `num_requests` requests, each of which may take its own deadline.
-
-    Accounts for the number of requests that the engines process at the same time.
+    """Seconds that `num_requests` generation requests together may take:
+    `rollout.request_timeout_s` for each, with as many at a time as the engines' `max_num_sequences`
+    allow, and two such periods more.
     """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
 def silence_s(config: RunConfig) -> float:
-    """Seconds in which neither an engine makes a step nor a response is judged, after which
-    something must be wrong: an engine hangs and is found out, its replacement is started as often
-    as it may be, and the slowest verdict comes after that.
+    """Seconds without any step of an engine and any verdict on a response after which something
+    must be wrong. Long enough for a hung engine to be found, its replacement to be started as often
+    as is tried, and the slowest verdict after that.
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
@@ -327,18 +495,18 @@ def read(
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read a YAML recipe, and settings `--section.key value` of a command line, as configuration
-    class `kind`. `say`: see `from_tree`.
+    """Read the YAML recipe `file` as configuration class `kind`, with settings `--section.key
+    value` of a command line, `overrides`, in place of its own. `say` is called with a line of text
+    for each relative path that was found in the recipe's folder and not in the working folder; by
+    default nothing is said.
 
     Raises `ValueError` with file, line, dotted key and problem for mistakes in either.
     """
-    from megarl.recipe_file import override
-
     path, lines = Path(recipe_paths.expanded(str(file))), {}
     tree = written_tree(path, lines)
     where = f"recipe {path}"
     if overrides:
-        changed = override(tree, kind, [presets.long_word(word) for word in overrides])
+        changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
         leaves = [one for one in changed if not any(two.startswith(f"{one}.") for two in changed)]
         inside = tuple(leaf + mark for leaf in leaves for mark in ".[")
         lines = {
@@ -351,12 +519,11 @@ def read(
 
 
 def written_tree(file: str | Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """The settings that a recipe file spells out, as nested dicts, without defaults. To `lines` the
-    line of each dotted key is added.
+    """The settings that a recipe file spells out, as nested dicts, without defaults. If `lines` is
+    given, {dotted key: its line in the file, from 1} is added to it. Raises `ValueError` with file
+    and line for a file that is no recipe.
     """
-    from megarl.recipe_file import read_tree
-
-    return presets.spelled_out(read_tree(Path(recipe_paths.expanded(str(file))), lines))
+    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file))), lines))
 
 
 def from_tree(
@@ -368,18 +535,18 @@ def from_tree(
     say: Callable[[str], object] = str,
     lines: dict[str, int] | None = None,
 ) -> C:
-    """Convert nested dicts to configuration class `kind`, with all of its checks.
+    """Convert nested dicts, as a recipe has them, to configuration class `kind`, with all of its
+    checks; presets are filled in.
 
-    Raises `ValueError`; `where` names the dicts' origin in the message, `lines` of each dotted key
-    its line there. `beside`: folder of the recipe, in which relative paths are looked for that are
-    not in the working folder; `say` is told of those that are there.
+    Raises `ValueError` with all mistakes. For its message: `where` says where the dicts come from,
+    and `lines` is {dotted key: line in the file}. `beside`: folder of the recipe, in which relative
+    paths are looked for that are not in the working folder; `say` is called with a line of text for
+    each path that is found there.
     """
     folder = recipe_paths.Beside(beside)
     try:
         found = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        from megarl.recipe_file import hint
-
         unknown = unknown_keys(kind, tree) if kind in COMMANDS else []
         for other, name in COMMANDS.items() if unknown else ():
             require(
@@ -387,7 +554,9 @@ def from_tree(
                 f"{where} is for megarl {name}; megarl {COMMANDS[kind]} has no key"
                 f" {', '.join(unknown[:5])}",
             )
-        said = [in_line(one, lines or {}) for one in problems(error, partial(hint, kind))]
+        said = [
+            in_line(one, lines or {}) for one in problems(error, partial(recipe_file.hint, kind))
+        ]
         raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
     settings = list(leaves(found.model_dump()))
     for name, path, said in folder.found:
@@ -399,14 +568,19 @@ def from_tree(
 
 
 def in_line(said: str, lines: dict[str, int]) -> str:
-    """A mistake with the recipe's line of the first setting that it names before its advice."""
+    """The message `said` of a mistake with "line N: " before it, if `lines`, {dotted key: line in
+    the recipe}, has the first setting that the message names before its advice; otherwise
+    unchanged.
+    """
     words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
     keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
     return f"line {lines[keys[0]]}: {said}" if keys else said
 
 
 def unknown_keys(kind: type[Config], tree: Any) -> list[str]:
-    """The dotted keys of nested dicts that configuration class `kind` has not."""
+    """The dotted keys in the nested dicts `tree` that configuration class `kind` does not have;
+    empty if there are none.
+    """
     try:
         kind.model_validate(tree)
     except ValidationError as error:
@@ -415,7 +589,7 @@ def unknown_keys(kind: type[Config], tree: Any) -> list[str]:
 
 
 def dump(value: Config) -> str:
-    """A configuration as YAML, with all defaults; `read` gives the same configuration back."""
-    from megarl import recipe_file
-
+    """A configuration as YAML text, with all defaults; `read` of a file with this text gives an
+    equal configuration.
+    """
     return recipe_file.dump_yaml(value.model_dump())

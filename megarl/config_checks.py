@@ -1,4 +1,6 @@
-"""Settings of `megarl train` that are right by themselves but do not fit each other."""
+"""Checks of settings of `megarl train` and `megarl distill` that are right by themselves but do not
+fit each other.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ run, with an error that does not name the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` for settings of a run on rollouts that do not fit each other. `longest`:
-    tokens of the longest request.
+    """Check that the settings of a run that generates rollouts (`megarl train`, `distill`) fit each
+    other: rewards, verifiers, models, engines and their time limits. Raises `ValueError`, with what
+    to set, where they do not. `longest`: most tokens of one prompt and its response together.
     """
     require(config.prompts.names_data, "prompts.source is empty; set it to a data file or hub name")
     check_engines(config, longest)
@@ -62,8 +65,9 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` unless the ranks wait as long as the engines may take, and an engine's
-    step has a token for each of its sequences. `longest`: tokens of the longest request.
+    """Raise `ValueError` if a time limit of the ranks is shorter than the engines may take to
+    start, to receive weights or to be replaced, or if `rollout.engine.max_batched_tokens` is below
+    `max_num_sequences`. `longest`: most tokens of one prompt and its response together.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
     require(
@@ -72,7 +76,9 @@ def check_engines(config: RunConfig, longest: int) -> None:
         f" take rollout.engine.start_timeout_s = {start_s:g}, and for rank 0 to say so; set the"
         f" one to {start_s + TELL_S:g} or more, or lower the other",
     )
-    needed_s = 2 * config.weight_sync.timeout_s + 30  # connecting, receiving, settling
+    # Connecting, receiving, settling; or for rank 0 alone: loading adapters, probing with and
+    # without them, admission.
+    needed_s = 3 * config.weight_sync.timeout_s + 120
     require(
         wait_s >= needed_s,
         f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for publishes that"
@@ -96,7 +102,10 @@ def check_engines(config: RunConfig, longest: int) -> None:
 
 
 def check_truncation(config: RunConfig) -> None:
-    """Raise `ValueError` where the engines sample from another law than the trainer computes."""
+    """Raise `ValueError` if the engines sample from a truncated distribution (top-p, top-k or
+    min-p), whose log-probs the trainer does not compute, unless `algorithm.old_logprobs` is
+    'engine'.
+    """
     for name, value in config.rollout.sampling.truncation.items():
         require(
             config.algorithm.old_logprobs == "engine",
@@ -107,13 +116,12 @@ def check_truncation(config: RunConfig) -> None:
 
 
 def check_tool_variables(config: RunConfig) -> None:
-    """Raise `ValueError` where tools are shown with several variables of the chat template: the
-    results of their calls are written with one set.
+    """Raise `ValueError` if training and held-out prompts have different variables of the chat
+    template while tools are set: the results of tool calls are written with one set of variables.
     """
     if not config.environment.tools.are_used:
         return
-    data = [one for one in (config.prompts, config.evaluation.prompts) if one.names_data]
-    found = [part.template_variables for one in data for part in one.parts]
+    found = [part.template_variables for _, part in sources(config) if part.names_data]
     require(
         all(one == found[0] for one in found),
         f"template_variables of prompts and evaluation.prompts are {found[0]} and"
@@ -123,7 +131,9 @@ def check_tool_variables(config: RunConfig) -> None:
 
 
 def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
-    """(place in the recipe, settings) of each source of prompts, for training and held out."""
+    """Iterate over (dotted section of the recipe, settings) of each source of prompts, training and
+    held out: "prompts" or "prompts.sources[0]", "evaluation.prompts" and so on.
+    """
     held_out = config.evaluation.prompts
     for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
         for number, part in enumerate(prompts.parts):
@@ -131,8 +141,8 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
 
 
 def check_answers(config: RunConfig) -> None:
-    """Raise `ValueError` where a built-in verifier gets no answers to compare with, or a setting
-    for another one.
+    """Raise `ValueError` if a built-in verifier compares with reference answers that the data do
+    not have, or if `answer_after` is set for a verifier that does not read it.
     """
     for name, environment in (config.environment.named_parts or {"": config.environment}).items():
         where = f"environment.mixture.{name}" if name else "environment"
@@ -154,8 +164,9 @@ def check_answers(config: RunConfig) -> None:
 
 
 def check_mixture(config: RunConfig) -> None:
-    """Raise `ValueError` where prompts name a verifier that is not in `environment.mixture`, name
-    none though there is a mixture, or where an entry of the mixture is never named.
+    """Raise `ValueError` if prompts name a verifier that is not in `environment.mixture`, the
+    recipe's table of verifiers for a mixture of data, if they name none although there is a
+    mixture, or if no prompts name an entry of the mixture.
     """
     known = config.environment.mixture
     named: set[str] = set()
@@ -190,10 +201,18 @@ def check_mixture(config: RunConfig) -> None:
 
 
 def check_early_stop(config: RunConfig) -> None:
-    """Raise `ValueError` where the run could not stop early."""
+    """Raise `ValueError` if `early_stop.metric`, the metric at whose value the run is to end early,
+    is one that the run does not have.
+    """
     metric, algorithm, evaluation = config.early_stop.metric, config.algorithm, config.evaluation
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
     known += [kind + name for kind in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
+    known += [
+        name.replace("critic/", f"{section}/")
+        for section in config.all_critics
+        for name in STEP_METRICS
+        if name.startswith("critic/")
+    ]
     is_own = re.match("(eval/|eval_sampled/)?(environment|reward_model|source)/", metric)
     close = difflib.get_close_matches(metric, known, n=1)
     advice = f"did you mean {close[0]!r}" if close else f"set one of {', '.join(known)}"
@@ -223,7 +242,10 @@ def check_early_stop(config: RunConfig) -> None:
 
 
 def check_roles(config: RunConfig) -> None:
-    """Raise `ValueError` where two models beside the policy have a rank in common."""
+    """Raise `ValueError` if two models beside the policy (reference, critics, reward models, ...)
+    are placed on ranks of their own (`ranks`) that overlap, or if only the critics would learn in
+    all steps.
+    """
     if config.epochs is None:  # else steps are known once the data are
         check_warmup(config)
     roles = {"reference": config.reference, "critic": config.critic} | config.other_roles
@@ -236,14 +258,16 @@ def check_roles(config: RunConfig) -> None:
 
 
 def check_reward_settings(config: RunConfig) -> None:
-    """Raise `ValueError` where nothing can be learned from the rewards, or reward models do not fit
-    the other settings.
+    """Raise `ValueError` if all rewards would be equal, so that nothing can be learned, or if a
+    reward model or critic has a name that is no identifier.
     """
     environment, models = config.environment, config.reward_models
-    wrong = [name for name in models if not name.isidentifier()]
-    require(
-        not wrong, f"reward_models has a model named {wrong}; set a name of letters, digits and _"
-    )
+    for section, named in (("reward_models", models), ("critics", config.critics)):
+        wrong = [name for name in named if not name.isidentifier() or len(name) > 64]
+        require(
+            not wrong,
+            f"{section} has a model named {wrong}; set a name of at most 64 letters, digits and _",
+        )
     if models:
         require(
             any(model.weight for model in models.values()),
@@ -265,16 +289,21 @@ def check_reward_settings(config: RunConfig) -> None:
 
 
 def check_warmup(config: RunConfig) -> None:
-    """Raise `ValueError` if the critic would learn alone in all of the run's steps."""
-    require(
-        config.critic.warmup_steps == 0 or config.critic.warmup_steps < config.steps,
-        f"critic.warmup_steps is {config.critic.warmup_steps} and steps {config.steps}, so that the"
-        " policy would never learn; raise steps or lower critic.warmup_steps",
-    )
+    """Raise `ValueError` if the steps in which only the critics learn (`warmup_steps`) are all
+    steps of the run.
+    """
+    for name, critic in config.all_critics.items():
+        require(
+            critic.warmup_steps == 0 or critic.warmup_steps < config.steps,
+            f"{name}.warmup_steps is {critic.warmup_steps} and steps {config.steps}, so that the"
+            f" policy would never learn; raise steps or lower {name}.warmup_steps",
+        )
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raise `ValueError` where the algorithm does not fit the rollouts."""
+    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one,
+    or if rollouts of older weights would be trained on without a correction.
+    """
     require(
         config.algorithm.advantage not in COMPARING or config.rollout.group_size > 1,
         f"algorithm.advantage '{config.algorithm.advantage}' compares the samples of a group, but"

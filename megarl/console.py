@@ -12,17 +12,17 @@ write to the descriptors. Imports nothing heavy.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import fcntl
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from megarl.errors import UserError
 
@@ -37,35 +37,57 @@ SHOWN_CHARACTERS = 1500
 """Longest message of an unexpected error on the console; the log has all of it."""
 
 
+class Arguments(argparse.ArgumentParser):
+    """An argparse parser for the words of a command without recipe. A mistake raises `UserError`,
+    whose one line ends with `usage` or, without it, with "COMMAND --help". `command`: its words,
+    such as "megarl chat".
+    """
+
+    def __init__(self, command: str, usage: str = "") -> None:
+        super().__init__(add_help=False)
+        self.command, self.said = command, usage or f"see {command} --help"
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.command}: {message}; {self.said}")
+
+
 class Reported(Exception):
-    """Raised in place of an error that the console has shown. `code`: the command's exit code."""
+    """Raised in place of an error that has been shown to the user already: who catches it prints
+    nothing and ends the process with the exit code `code`.
+    """
 
     def __init__(self, code: int = 1) -> None:
         self.code = code
 
 
 class Console:
-    """Where the lines of this process go. `diverted` opens and closes it."""
+    """Keeps what libraries and child processes write to file descriptors 1 and 2 of this process
+    away from the user: from `open` to `close` these descriptors go to a file in memory, or to a log
+    file after `open_log`. There is one object per process; `diverted` calls `open` and `close`.
+    """
 
-    def __init__(self) -> None:
-        self.saved: tuple[int, int] | None = None
-        """Copies of the descriptors 1 and 2 while these are diverted."""
-        self.log: Path | None = None
-        """The log file, once there is one."""
-        self._buffer = -1
+    saved: tuple[int, int] | None = None
+    """Copies of the descriptors 1 and 2 while these are diverted; None otherwise."""
+    log: Path | None = None
+    """The log file, once there is one."""
+    _buffer = -1
 
     def open(self) -> None:
-        """Divert the descriptors 1 and 2 to a temporary file."""
+        """Make the file descriptors 1 and 2 of this process, which libraries and child processes
+        write to, go to an anonymous file in memory.
+        """
         self.saved = os.dup(1), os.dup(2)
-        with tempfile.TemporaryFile() as file:
-            self._buffer = os.dup(file.fileno())
+        self._buffer = os.memfd_create("megarl")
         self._divert(self._buffer)
         # Lines of one process come in their order, and none is lost where the process is killed.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def open_log(self, path: Path) -> None:
-        """Divert the descriptors to the end of the file `path`, which gets what was kept so far."""
+        """From now on, write what libraries and child processes print to the end of the file
+        `path`, which is made if it is missing, after what they printed since `open`. Called between
+        `open` and `close`.
+        """
         log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
         self._divert(log)
         os.close(log)
@@ -73,21 +95,25 @@ class Console:
         _log(self.kept())
 
     def kept(self) -> bytes:
-        """What was written before there was a log file."""
+        """The bytes that libraries and child processes have written to the file descriptors 1 and 2
+        since `open`, before there was a log file.
+        """
         return os.pread(self._buffer, os.fstat(self._buffer).st_size, 0)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Give the file descriptors 1 and 2 back to the terminal or file that they had before
+        `open`.
+        """
         assert self.saved is not None
         for number, saved in zip((1, 2), self.saved, strict=True):
-            _flush()
+            flush_streams()
             os.dup2(saved, number)
             os.close(saved)
         os.close(self._buffer)
         self.saved, self.log = None, None
 
     def _divert(self, descriptor: int) -> None:
-        _flush()
+        flush_streams()
         for number in (1, 2):
             os.dup2(descriptor, number)
 
@@ -96,7 +122,10 @@ _console = Console()
 """The console of this process: a process has one standard output."""
 
 
-def _flush() -> None:
+def flush_streams() -> None:
+    """Flush Python's buffers of standard output and standard error; errors of writing are
+    ignored.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):  # see `_log`
@@ -115,9 +144,9 @@ def _log(text: bytes) -> bool:
 
 
 def prepare() -> None:
-    """Make the process's standard streams such that everything can be printed: descriptors that are
-    closed go nowhere, as files that are opened would take their numbers, and text is UTF-8 whatever
-    the locale is, since a recipe that is printed is read again as UTF-8.
+    """Called once, when a command starts. Closed file descriptors 0 to 2 are opened on /dev/null,
+    because files that are opened later would get their numbers. `sys.stdout` and `sys.stderr`
+    become UTF-8 whatever the locale is, since a recipe that is printed is read again as UTF-8.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -156,8 +185,9 @@ def _is_descriptor(stream: TextIO | None, number: int) -> bool:
 
 
 def result(text: str) -> None:
-    """Print a command's result on standard output. Raises `UserError` where it cannot be written;
-    that nobody reads it is no error.
+    """Print a command's result, `text` and a newline, on the standard output that the command
+    started with. Raises `UserError` if it cannot be written, as on a full disk; a closed pipe is no
+    error.
     """
     try:
         _write(1, text)
@@ -169,20 +199,24 @@ def result(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line on standard error and in the log."""
+    """Print `text` and a newline on the standard error that the command started with and, within
+    `diverted`, also to run.log. Errors of writing are ignored. May be called in a signal handler.
+    """
     _write(2, text)
     if _console.saved is not None:
         _log((text + "\n").encode(errors="backslashreplace"))
 
 
 def elapsed_s() -> float:
-    """Seconds since the command started."""
+    """Seconds since this process started the command."""
     return time.time() - STARTED_AT
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """On rank 0, print how many seconds a phase of the start-up took, once it is over."""
+    """A context manager for a phase of the start-up: at the end of the block, on rank 0, a line on
+    standard error says how many seconds the phase `name` took. Nothing is printed after an error.
+    """
     started_at = time.monotonic()
     yield
     if os.environ.get("RANK", "0") == "0":
@@ -190,7 +224,9 @@ def phase(name: str) -> Iterator[None]:
 
 
 def terminal() -> TextIO | None:
-    """Standard error as a stream, for a progress bar, if it is a terminal; otherwise None."""
+    """The standard error that the command started with, as a stream for a progress bar, if it is a
+    terminal; otherwise None.
+    """
     if _console.saved is None:
         return sys.stderr if sys.stderr.isatty() else None
     terminal = _console.saved[1]
@@ -198,7 +234,7 @@ def terminal() -> TextIO | None:
 
 
 def in_terminal() -> bool:
-    """Whether standard output is a terminal, which shows colours."""
+    """Whether the standard output that the command started with is a terminal."""
     return os.isatty(1 if _console.saved is None else _console.saved[0])
 
 
@@ -212,8 +248,10 @@ def open_log(folder: Path) -> None:
 
 
 def hold(folder: Path) -> Callable[[], None]:
-    """Take the run folder for this process, until the function that is returned is called or the
-    process ends. Raises `UserError` if another process has it.
+    """Lock the run folder `folder` for this process (flock), so that no other run uses it, until
+    the function that is returned is called or the process ends. Raises `UserError` if another
+    process has it, `OSError` if there is no such folder. On a file system without locks, a line on
+    standard error says so.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -231,12 +269,14 @@ def hold(folder: Path) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def diverted() -> Iterator[None]:
-    """Keep what libraries and child processes print away from standard output and standard error,
-    until the end of the block. Without `open_log` it is dropped.
+    """A context manager for a whole command: until the end of the block, what libraries and child
+    processes print to file descriptors 1 and 2 is kept away from the user; `open_log` names the
+    file that gets it, otherwise it is dropped. `say` and `result` still reach the user.
 
-    An unexpected error becomes one line on the console, and its traceback goes to the log; without
-    a log, traceback and what was kept go to standard error. Raises `Reported` then. A `UserError`
-    goes to the log, and is raised as it is.
+    An unexpected error of the block is printed on standard error as one line, and its traceback
+    goes to the log; without a log, the traceback and what was kept go to standard error.
+    `Reported`, which tells the caller to exit without a message, is then raised in its place. A
+    `UserError` is written to the log and raised again.
     """
     _console.open()
     try:
@@ -255,8 +295,8 @@ def diverted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_word() -> Iterator[None]:
-    """Within `diverted`: show an error of the block as soon as it leaves the block, before what
-    surrounds the block is closed, and raise `Reported`.
+    """A context manager for a block within `diverted`: an error is shown to the user as soon as it
+    leaves the block, before the surrounding blocks clean up, and `Reported` is raised in its place.
 
     Rank 0 of a run closes the engines and the rollout service after an error. The other ranks then
     fail too, and the launcher ends rank 0. Without this block, rank 0 would often be ended before
@@ -278,7 +318,9 @@ def first_word() -> Iterator[None]:
 
 
 def _report(error: Exception) -> None:
-    """Show an unexpected error; see `diverted`."""
+    """Print one line about an exception that nobody has expected, and write its traceback to the
+    run's log; without a log, print the traceback too.
+    """
     trace = "".join(traceback.format_exception(error))
     rank = os.environ.get("RANK", "0")
     who = f"error on rank {rank}" if rank != "0" else "error"

@@ -1,4 +1,5 @@
-"""Files in a folder that others may change: what stands there may be none, and JSON may be damaged.
+"""Files in a folder that others may change: an entry may be no regular file, and JSON may be
+damaged. And new files that are complete or absent, and work in threads.
 
 A FIFO or a device hangs whoever opens it, and a folder where a file belongs, or the reverse, fails
 late. `refuse_unfit` looks at a run folder before anything in it is opened.
@@ -11,8 +12,14 @@ import errno
 import json
 import os
 import stat
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 LOOKED_AT = ("", "activity", "activity/stacks", "batches", "reference")
 """The folders within a run folder whose entries are looked at, as megarl opens them by name."""
@@ -24,9 +31,10 @@ FILES = {".html", ".json", ".jsonl", ".log", ".npy", ".safetensors", ".txt", ".y
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Raise `ValueError` for an entry of the run folder `folder` that is neither a regular file nor
-    a folder, links followed, or is one of the two where a run keeps the other. What cannot be
-    looked at, and entries that disappear meanwhile, are passed over.
+    """Raise `ValueError` if an entry of the run folder `folder` is neither a regular file nor a
+    folder (a FIFO, a broken link), or is a file where a run keeps a folder, or the reverse.
+    Symbolic links are followed. Entries that cannot be looked at are passed over; a missing folder
+    is no error.
     """
     for place in (folder / name for name in LOOKED_AT):
         entries: list[os.DirEntry[str]] = []
@@ -63,8 +71,8 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` for any text that is not JSON, also for one
-    nested too deeply to be read.
+    """The value of a JSON text. Raises `ValueError` if the text is not JSON, or is nested too
+    deeply to be read.
     """
     try:
         return json.loads(text)
@@ -79,3 +87,56 @@ def read_json(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))
     return parse_json(path.read_bytes())
+
+
+def sync(path: Path) -> None:
+    """Sync the file or folder `path` to disk (fsync); blocks until that is done. Raises
+    `OSError`.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+UNFINISHED = ".writing"
+"""End of the name of a file that `new_file` has not finished."""
+
+
+@contextlib.contextmanager
+def new_file(path: Path, before_rename: Callable[[], object] = lambda: None) -> Iterator[BinaryIO]:
+    """A context manager that yields a binary file to write; at the end of the block the file is
+    synced to disk and renamed to `path`, in place of an earlier file there. So the file at `path`
+    is complete or absent at any time. `before_rename` is called just before the renaming. After an
+    error in the block or in `before_rename` nothing is changed. Raises `OSError`.
+    """
+    # A name of its own: a run that was suspended may write beside the one that took its folder.
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
+    try:
+        with aside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        before_rename()
+        aside.rename(path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a new daemon thread of this name; returns at once the future of what it
+    returns or raises. As the thread is a daemon, a disk that does not answer does not keep the
+    process from ending.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

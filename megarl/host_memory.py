@@ -1,4 +1,4 @@
-"""Memory of this machine: how much is free, and what malloc does with memory that is freed."""
+"""Memory of this machine: how much is free, and whether malloc keeps memory that is freed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ KEEPS_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "MALLOC_MMAP_THRESHOLD_": str(OWN_MAPPING_BYTES),
 }
-"""Environment variables with which a new process does what `keep_freed_memory` does."""
+"""Environment variables {name: value} that do in a new process what `keep_freed_memory` does."""
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep the memory that this process frees, as a GPU's allocator does.
+    """Make malloc (glibc) keep the memory that this process frees for its next allocations, as a
+    GPU's caching allocator does; for the rest of the process.
 
-    By default it gives back to the system what a step's activations took and asks for it again in
-    the next step, where the system clears every page. After seven seconds of waiting that made a
-    training step of 3.5 s on two cores an eighth slower. Without glibc it does nothing.
+    By default malloc gives the memory of a step's activations back to the system and asks for it
+    again in the next step, where the system clears every page. That made a training step of 3.5 s
+    on two cores an eighth slower if the process had waited for seven seconds before. Without glibc
+    nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -48,8 +50,8 @@ def keep_freed_memory() -> None:
 
 
 def free_memory() -> tuple[int, int]:
-    """(free bytes, all bytes) of the host's memory, within the container's limit. Memory in which
-    files are cached counts as free.
+    """(free, total) bytes of the host's memory, within the limits of the container or control
+    group. Memory in which files are cached counts as free.
     """
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
@@ -66,9 +68,9 @@ def free_memory() -> tuple[int, int]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each control group of `controller`, "memory" or "cpu", that this process
-    is in: its own, and all above it. In a container the path of its own is often that of the host,
-    and is not there.
+    """Iterate over (version 1 or 2, folder below /sys/fs/cgroup) of each control group that this
+    process is in for `controller`, "memory" or "cpu": its own and all above it. A folder need not
+    exist: in a container the path is often that of the host.
     """
     yield 2, ROOT
     yield 1, ROOT / controller

@@ -1,4 +1,4 @@
-"""Upper bounds of the settings of recipes."""
+"""Upper limits of the numbers in recipes."""
 
 MOST_STEPS = 10**7
 """Upper bound of settings that count training steps."""

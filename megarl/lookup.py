@@ -16,8 +16,8 @@ from megarl.errors import UserError
 OF_APPS = {
     "write_report": "megarl.apps.runs.report:write_report",
     "ToolKit": "megarl.apps.tools.tool_kit:ToolKit",
-    "say_protection": "megarl.apps.verifiers.code.code_checks:say_protection",
-    "check_rows": "megarl.apps.verifiers.code.code_checks:check_rows",
+    "say_protection": "megarl.apps.verifiers.code.code_verifier:say_protection",
+    "check_rows": "megarl.apps.verifiers.code.code_verifier:check_rows",
     "final_expression": "megarl.apps.verifiers.mathematics:final_expression",
     "plain_number": "megarl.apps.verifiers.notation:plain_number",
 }
@@ -25,8 +25,9 @@ OF_APPS = {
 
 
 def load(place: str) -> Callable[..., Any]:
-    """The function or class that "module:function" names. Raises `UserError` if the app that has
-    the module is not installed.
+    """Import the function or class that `place`, a text "module:function", names, and return it.
+    Raises `UserError` if the module belongs to an app, an optional part of megarl in `megarl.apps`
+    such as the tools or the report, that is not installed.
     """
     module, _, function = place.partition(":")
     try:
@@ -41,5 +42,8 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def of_app(name: str) -> Callable[..., Any]:
-    """The entry `name` of `OF_APPS`."""
+    """Import a function or class of an app, an optional part of megarl in `megarl.apps`, and return
+    it. `name`: its key in the table `OF_APPS`, such as "write_report". Raises `UserError` if the
+    app is not installed.
+    """
     return load(OF_APPS[name])

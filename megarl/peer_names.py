@@ -68,4 +68,5 @@ NAMES = {
     for theirs, _, ours in (line.partition(" = ") for line in TABLE.splitlines())
     for name in theirs.split()
 }
-"""{name of theirs: our dotted keys}; a hint names those that the command has."""
+"""{name of a setting in another library, in lower case: our dotted keys}; a hint names those keys
+that the command has."""

@@ -49,20 +49,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def spelled_out(tree: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's tree with `algorithm: NAME` written as `algorithm: {preset: NAME}`."""
+    """The recipe `tree` (nested dicts) with `algorithm: NAME`, short for a preset such as "grpo",
+    written as `algorithm: {preset: NAME}`: a new dict then, otherwise the same one.
+    """
     name = tree.get("algorithm")
     return tree | {"algorithm": {"preset": name}} if isinstance(name, str) else tree
 
 
 def long_word(word: str) -> str:
-    """A word of a command line with `--algorithm NAME` written as `--algorithm.preset NAME`."""
+    """A word of a command line: `--algorithm` or `--algorithm=NAME`, short for a preset such as
+    "grpo", becomes `--algorithm.preset` or `--algorithm.preset=NAME`; other words are returned
+    unchanged.
+    """
     name, equals, value = word.partition("=")
     return f"--algorithm.preset{equals}{value}" if name == "--algorithm" else word
 
 
 def filled_in(tree: Any) -> Any:
-    """A recipe's tree with the settings that its `algorithm.preset` means and that it leaves out.
-    Trees without a known preset come back unchanged.
+    """The recipe `tree` (nested dicts) with the settings that its `algorithm.preset`, the name of
+    an algorithm such as "dapo", stands for and that the recipe leaves out: a new dict then. A tree
+    without a known preset is returned unchanged.
     """
     tree = spelled_out(tree) if isinstance(tree, dict) else tree
     algorithm = tree.get("algorithm") if isinstance(tree, dict) else None

@@ -34,9 +34,9 @@ PLACE = Path("/tmp")
 NAME = re.compile(r"megarl-\d+-[0-9a-f]{8}")
 """Names of the folders."""
 MARK = "MEGARL_FOLDER"
-"""Name of the environment variable, in every process of a run, with the path of the run's folder: a
-process of the run is known by it, whoever its parent is. What a verifier starts has a further part
-behind the path, by which it is known as that verifier's."""
+"""Name of the environment variable, in every process of a run, with the path of the run's temporary
+folder: a process is known by it as the run's, whoever its parent is. What a verifier starts has a
+further part behind the path, by which it is known as that verifier's."""
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.02
 KILLED_WITHIN_S = 2.0
@@ -44,8 +44,9 @@ KILLED_WITHIN_S = 2.0
 
 
 class PrivateFolder:
-    """A temporary folder of this process, which holds it locked as long as it lives. What killed
-    processes of this user have left is removed when the next folder is made.
+    """A temporary folder of this process, /tmp/megarl-PID-RANDOM with mode 700, locked as long as
+    the process lives; `remove` deletes it. Making one also removes such folders of the same user
+    whose process was killed, and what is left of these runs.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -73,18 +74,22 @@ class PrivateFolder:
                 return
 
     def remove(self) -> None:
-        """Remove the folder with its files, and the shared memory of the run on this machine."""
+        """Remove this temporary folder with its files, and the run's shared memory (/dev/shm) on
+        this machine, which is known by names that begin with the folder's.
+        """
         _remove_files(self.path)
         os.close(self._lock)
 
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """The folder of the run that this process belongs to. Until the end of the block, temporary
-    files of this process, and of those that it starts, are made in its part `tmp`.
+    """A context manager that yields the path of the temporary folder of the run, which all its
+    processes on this machine share. Until the end of the block, temporary files of this process,
+    and of those that it starts, are made in the folder's `tmp` (TMPDIR is set).
 
-    If no process above has made the folder, this one does. It removes the folder at the end of the
-    block, and kills all processes of the run but itself.
+    If no process above this one has made the folder, this one does. At the end of the block it then
+    kills all processes of the run on this machine but itself, and removes the folder. Raises
+    `UserError` if the folder cannot be made or other users could look into it.
     """
     made, path = None, Path(os.environ.get(MARK) or "/none")
     if path.is_dir():
@@ -108,7 +113,9 @@ def run_folder() -> Iterator[Path]:
 
 
 def use(path: Path) -> None:
-    """Have this process, and those that it starts, belong to the run of the folder `path`."""
+    """Make this process, and those that it starts, belong to the run whose temporary folder is
+    `path`: sets MEGARL_FOLDER and TMPDIR in the environment, and makes the folder `tmp` in it.
+    """
     place = path / "tmp"
     place.mkdir(mode=0o700, exist_ok=True)
     os.environ |= {MARK: str(path), "TMPDIR": str(place)}
@@ -116,20 +123,18 @@ def use(path: Path) -> None:
 
 
 def shared_name() -> str:
-    """A new name for shared memory, by which `PrivateFolder.remove` knows it as the run's."""
+    """A new name for a piece of shared memory (/dev/shm) of the run. It begins with the name of the
+    run's temporary folder, by which the piece is found and removed at the end of the run.
+    """
     return f"{Path(os.environ.get(MARK) or 'megarl').name}-{secrets.token_hex(8)}"
 
 
 def refuse_open(path: Path) -> None:
-    """Raise `UserError` if another user may look into the folder `path`, `OSError` if it is gone
-    or a link.
+    """Raise `UserError` if `path` is no folder, is a link, or belongs or is open to another user;
+    `OSError` if it does not exist.
     """
-    descriptor = _open(path)
-    try:
-        found = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    if not _is_private(found):
+    found = path.lstat()
+    if not (stat.S_ISDIR(found.st_mode) and _is_private(found)):
         raise UserError(
             f"{path} must be of user {os.geteuid()} with mode 700, and is of user {found.st_uid}"
             f" with mode {stat.S_IMODE(found.st_mode):o}: other users could read or replace what"
@@ -138,8 +143,11 @@ def refuse_open(path: Path) -> None:
 
 
 def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
-    """Kill every process of a run that runs on this node; see `marked_processes`. Returns those
-    that still run `KILLED_WITHIN_S` seconds later.
+    """Kill (SIGKILL) every process of a run on this node, until none is left or 2 seconds have
+    passed: processes whose environment variable MEGARL_FOLDER is `mark`, the path of the run's
+    temporary folder, or below it, those in the session of a process whose id is in `leaders`, and
+    their descendants; not this process and those above it. Returns the ids of those that still run
+    then.
     """
     deadline = time.monotonic() + KILLED_WITHIN_S
     while left := marked_processes(mark, leaders):
@@ -153,9 +161,10 @@ def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
 
 
 def marked_processes(mark: str, leaders: Collection[int] = ()) -> list[int]:
-    """Ids of the running processes of a run on this node, with all their descendants: those whose
-    mark is `mark` or below it, and those in the session of a process in `leaders`. Without this
-    process and those above it.
+    """Ids, sorted, of the running processes of a run on this node, with all their descendants:
+    processes whose environment variable MEGARL_FOLDER is `mark`, the path of the run's temporary
+    folder, or begins with it and a slash; and processes in the session of a process whose id is in
+    `leaders`. This process and those above it are left out.
     """
     import psutil
 
@@ -172,8 +181,9 @@ def marked_processes(mark: str, leaders: Collection[int] = ()) -> list[int]:
 
 
 def is_of_this_run(process: psutil.Process) -> bool:
-    """Whether a process belongs to the run that this process is of: by the run's mark, or by that
-    of the torchrun that started its ranks. False for a process whose environment cannot be read.
+    """Whether `process` belongs to the same run as this process: its environment variable
+    MEGARL_FOLDER, the run's temporary folder, is the same, or the same torchrun has started it.
+    False for a process whose environment cannot be read.
     """
     import psutil
 

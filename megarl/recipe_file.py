@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from megarl.errors import shortened
+from megarl.errors import require, shortened
 from megarl.peer_names import NAMES
 from megarl.schema import Config, dotted
 
@@ -35,7 +35,8 @@ RENAMED = {
     "publish": "weight_sync",
     "rollout.engines_per_relay": "needless, as no run has relays; leave it out",
 }
-"""{key of older recipes: its present name}; old keys are refused with the new name."""
+"""{key of older recipes: its present name}; old keys are refused with the new name in the
+message."""
 TAG = "tag:yaml.org,2002:"
 
 
@@ -49,7 +50,11 @@ class _Loader(yaml.SafeLoader):
     num_values = 0
 
     def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
-        """The value of a node at the dotted `key`; the lines of settings are added to `lines`."""
+        """The value of a YAML node as text, number, truth value, None, list or dict. `key`: dotted
+        path of the node in the recipe. {dotted key: line, from 1} of the settings in it is added to
+        `lines`. Raises `yaml.YAMLError` for what a recipe must not have: deep nesting, too many
+        values, keys that occur twice or are no texts.
+        """
         self.num_values += 1
         if depth > DEEPEST:  # also a list that contains itself
             raise _mistake(node, f"nested deeper than {DEEPEST} levels; write it flatter")
@@ -85,7 +90,9 @@ class _Loader(yaml.SafeLoader):
         return found
 
     def scalar(self, node: yaml.Node) -> Any:
-        """A text, number, truth value or null."""
+        """The value of a scalar YAML node: a text, number, truth value or None. Raises
+        `yaml.YAMLError` if it cannot be read.
+        """
         try:
             return readable(self.construct_object(node))
         except yaml.YAMLError:
@@ -95,7 +102,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def readable(value: Any) -> Any:
-    """The value of a setting. Raises `ValueError` for a text that UTF-8 or the system has not."""
+    """The value of a setting, unchanged. Raises `ValueError` for a text with the character NUL or
+    with half of a surrogate pair, which no file name or UTF-8 text can have.
+    """
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f" {shortened(repr(value))} holds the character NUL; remove it")
     if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
@@ -141,14 +150,16 @@ for _kind, _pattern in NUMBERS.items():
 
 
 def dump_yaml(tree: Any) -> str:
-    """The YAML text of a tree, which `parse_yaml` reads back."""
+    """The YAML text of nested dicts, lists, texts and numbers, which `parse_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
-    """The value of a YAML text; the line of each setting is added to `lines`, by its dotted key.
+    """The value of a YAML text, None for an empty one; YAML 1.2 numbers, so that `1e-4` is a
+    number. If `lines` is given, {dotted key: its line, from 1} of each setting is added to it.
 
-    Raises `ValueError`, whose message begins with the line.
+    Raises `ValueError` whose message is the rest of a sentence about the text and begins with ",
+    line N" where the line is known.
     """
     try:
         loader = _Loader(text)
@@ -167,47 +178,45 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
 
 
 def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """Read a YAML recipe; `lines`: see `parse_yaml`. Raises `ValueError` with file and line."""
-    where = f"recipe {path}"
+    """Read a YAML recipe file as nested dicts; {} for an empty file. If `lines` is given, {dotted
+    key: its line, from 1} of each setting is added to it. Raises `ValueError` with file and line
+    for a file that is missing, too large, no YAML or no mapping.
+    """
+    inside = path / "recipe.yaml"
     try:
-        if path.is_dir():
-            inside = "/recipe.yaml --resume true" if (path / "recipe.yaml").is_file() else ""
-            raise ValueError(
-                f"{where} is a folder; pass a .yaml file{inside and f', {path}{inside}'}"
-            )
-        if not path.is_file():
-            raise ValueError(
-                f"{where} does not exist; pass the path of a .yaml file (see launch/recipes/)"
-            )
+        more = f", {inside} --resume true" if inside.is_file() else ""
+        require(not path.is_dir(), f" is a folder; pass a .yaml file{more}")
+        example = "pass the path of a .yaml file (see launch/recipes/)"
+        require(path.is_file(), f" does not exist; {example}")
         size = path.stat().st_size
-        data = path.read_bytes() if size <= LARGEST_BYTES else b""
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}; pass another path") from None
-    if size > LARGEST_BYTES:
-        raise ValueError(f"{where} has {size:,} bytes, too many for a recipe; pass a .yaml file")
-    try:
-        tree = parse_yaml(data.decode("utf-8-sig"), lines)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
-    if tree is not None and not isinstance(tree, dict):
-        raise ValueError(
-            f"{where} is not a mapping of settings, as in `folder: runs/mine`; see launch/recipes/"
+        require(size <= LARGEST_BYTES, f" has {size:,} bytes, too many for a recipe; {example}")
+        tree = parse_yaml(path.read_bytes().decode("utf-8-sig"), lines)
+        require(
+            tree is None or isinstance(tree, dict),
+            " is not a mapping of settings, as in `folder: runs/mine`; see launch/recipes/",
         )
-    return tree or {}
+        return tree or {}
+    except OSError as error:
+        said = f" cannot be read: {error.strerror}; pass another path"
+    except UnicodeDecodeError as error:
+        said = f" is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
+    except ValueError as error:
+        said = str(error)
+    raise ValueError(f"recipe {path}{said}")
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
-    """Whether a type is a configuration class."""
+    """Whether a type is a configuration class, so that a setting of the type is a section of
+    settings.
+    """
     return isinstance(kind, type) and issubclass(kind, Config)
 
 
 def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
-    """(type of the setting, number of keys) at a path of keys in configuration class `kind`, as far
-    as there are such settings.
+    """Follow a path of keys, such as ["training", "optimizer"], through the settings of
+    configuration class `kind`, as far as the keys are known. Returns (type of the setting reached,
+    number of keys that were followed). Keys of lists are numbers; keys of tables are names of the
+    user's.
     """
     for depth, key in enumerate(keys):
         inner = typing.get_args(kind)
@@ -221,13 +230,16 @@ def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
 
 
 def has_key(kind: Any, key: str) -> bool:
-    """Whether configuration class `kind` has a setting or section with the dotted name `key`."""
+    """Whether configuration class `kind` has a setting or section with the dotted name `key`, such
+    as "training.optimizer.learning_rate".
+    """
     return walk(kind, key.split("."))[1] == key.count(".") + 1
 
 
 def hint(kind: Any, keys: Sequence[int | str]) -> str:
-    """What to say of an unknown key at a path of keys in configuration class `kind`: its new name,
-    what other trainers mean by it, the closest known key, or all known keys.
+    """Advice for the message about an unknown key at the path `keys` in configuration class `kind`,
+    beginning with "; ": the key's new name, what it is called here if it is another library's name,
+    the most similar known key, or all known keys.
     """
     at, depth = walk(kind, keys)
     if new := RENAMED.get(dotted(keys[: depth + 1])):
@@ -243,7 +255,9 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set the value at a path of keys in nested dicts, of which those that lack are made."""
+    """Set `value` at a path of keys in the nested dicts `tree`, in place; dicts that are missing on
+    the way are made.
+    """
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
@@ -252,10 +266,11 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
-    """Change `tree` by the settings of a command line: `--section.key value`, or
-    `--section.key=value`; several values make a list. Returns the dotted keys,
-    with those of the sections. Raises `ValueError` for a word that is no setting; keys that
-    configuration class `kind` has not are set too.
+    """Change the nested dicts `tree` in place by settings of a command line, `words`:
+    `--section.key value` or `--section.key=value`; several values make a list. Values are read as
+    YAML, by the type that the setting has in configuration class `kind`; keys that the class does
+    not have are set too. Returns the dotted keys that were set, with those of their sections.
+    Raises `ValueError` for a word that is no setting.
     """
     changed, left = [], list(words)
     while left:

@@ -1,5 +1,5 @@
-"""Paths of a recipe: `~` and `$VARIABLE` are expanded, and a relative path that is not where the
-command runs is looked for beside the recipe.
+"""Paths in a recipe: `~` and `$VARIABLE` are expanded, and a relative path that does not exist in
+the working folder is looked for in the recipe's folder.
 
     source: PathText = ""      reads "$DATA/a.jsonl" of a recipe as "/d/a.jsonl"
 """
@@ -23,31 +23,42 @@ LONGEST_PATH, LONGEST_NAME = 4095, 255
 
 @dataclass
 class Beside:
-    """The folder of the recipe that is read; the context of pydantic's validation."""
+    """The folder of the recipe that is being read, in which relative paths are looked for. Given to
+    pydantic as the validation context; each path that is found there is then added to the list
+    `found`.
+    """
 
     folder: Path | None
-    """None: relative paths are only those of the working folder."""
+    """The recipe's folder; None: relative paths are looked for in the working folder only."""
     found: list[tuple[str | None, str, str]] = field(default_factory=list)
-    """(setting without its sections, path as it is used, what to tell the user) of each path that
-    was found in it."""
+    """(name of the setting without its sections, path as it is used, what to tell the user) of each
+    path that was found in the recipe's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsPath:
-    """Marks a text setting that names a file or folder; of a recipe (`Beside`) it is expanded."""
+    """Marks, in `Annotated[str, IsPath(...)]`, a setting of a configuration class that names a
+    file, a folder or code. When a recipe is read, the text is expanded and checked.
+    """
 
     use: Literal["read", "write", "code"] = "read"
-    """`read`: looked for beside the recipe too. `write`: always in the working folder. `code`: may
-    be another name than a file's; as `read` where it ends in .py."""
+    """`read`: looked for in the recipe's folder too. `write`: always in the working folder. `code`:
+    may be another name than a file's; like `read` where it ends in .py."""
     names: tuple[str, ...] = ()
-    """Of `code`: the names of the house, beside which only a file's function is allowed. Empty: any
-    other name is."""
+    """Of `code`: the built-in names, beside which only `path/to/file.py:function` is allowed.
+    Empty: any other name is."""
+    what: Literal["function", "Class"] = "function"
+    """Of `code`: what the user's file must have."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.with_info_after_validator_function(self.read, handler(source))
 
     def read(self, text: str, info: ValidationInfo) -> str:
-        """The path as it is used. Raises an error with what to set for one that cannot be."""
+        """Called by pydantic with the setting's text, a path or a name of code. Returns the path
+        that is used: `~` and variables replaced and, if it is found only in the recipe's folder,
+        joined with that. Raises pydantic's error, with what to set, for a text that is too long for
+        a path, or names nothing that is allowed.
+        """
         if "\0" in text:
             raise refused(f"is {text!r}, which holds the character NUL; remove it")
         longest = max(len(part.encode()) for part in text.split("/"))
@@ -63,7 +74,10 @@ class IsPath:
             if text in self.names:
                 return text
             known = ", ".join(filter(None, self.names))
-            raise refused(f"is '{shortened(text)}'; set it to one of {known}, or to {FILE}")
+            raise refused(
+                f"is '{shortened(text)}'; set it to one of {known}, or to"
+                f" {FILE.replace('function', self.what)}"
+            )
         beside = info.context
         if not isinstance(beside, Beside):
             return text
@@ -86,12 +100,13 @@ PathText = Annotated[str, IsPath()]
 OutputText = Annotated[str, IsPath("write")]
 """Type of a setting that names a folder that is written."""
 CodeText = Annotated[str, IsPath("code")]
-"""Type of a setting that names code: `file.py:function`, an address, or a name of the house."""
+"""Type of a setting that names code: `file.py:function`, an address, or a built-in name."""
 
 
 def expanded(path: str) -> str:
     """`path` with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` replaced; addresses (`http://...`)
-    stay. Raises `ValueError` for a variable that is not set or empty, and for an unknown user.
+    stay. Raises an error that pydantic shows with the setting's key, a `ValueError`, for a variable
+    that is not set or empty, and for an unknown user.
     """
     if "://" in path:
         return path
@@ -109,8 +124,8 @@ def expanded(path: str) -> str:
 
 
 def typed(word: str) -> str:
-    """A word of a command line with the home folder in place of `~/` at its beginning or behind
-    `--option=`, where shells leave it.
+    """A word of a command line with the home folder in place of `~` or `~/` at its beginning or
+    behind `--option=`, where a shell does not expand it. Other words unchanged.
     """
     name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     is_home = value == "~" or value.startswith("~/")

@@ -28,7 +28,9 @@ C = TypeVar("C", bound="Config")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """The values of a numeric setting, or of each number in a list or dict: `low` to `high`."""
+    """Marks a numeric setting, in `Annotated[int, Range(1, 10)]`: the number, or each number in its
+    list or dict, must be from `low` to `high`, both included; None is allowed too.
+    """
 
     low: float
     high: float
@@ -41,7 +43,10 @@ class Range:
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def checked(self, value: Any) -> Any:
-        """`value`, whose numbers are in range. Raises an error with what to set otherwise."""
+        """Called by pydantic with the setting's value, a number or a list or dict of numbers:
+        returns it unchanged if all its numbers are in the range. Raises pydantic's error, with what
+        to set, otherwise.
+        """
         numbers = value if isinstance(value, tuple) else (value,)
         for one in value.values() if isinstance(value, dict) else numbers:
             if not (one is None or (self.or_zero and one == 0) or self.low <= one <= self.high):
@@ -52,28 +57,35 @@ class Range:
 
 
 FILE = "path/to/file.py:function"
-"""Among the values of `Of`, any name of the user's own code, which may use the setting."""
+"""Among the values of `Of`: stands for every name of the user's own code,
+`path/to/file.py:function`."""
 
 
 def is_own(name: object) -> bool:
-    """Whether the value of a setting names code of the user's own, as `FILE` does."""
+    """Whether the value of a setting names code of the user's own: a text such as
+    `path/to/file.py:function`.
+    """
     return isinstance(name, str) and ".py:" in name
 
 
 class Of:
-    """Marks a setting that has an effect only where another one has one of `values`, or without
-    values where it is set. Elsewhere the setting must have its default.
+    """Marks a setting of a configuration class, as in `Annotated[float, Of("loss", "sapo")]`, that
+    has an effect only where another setting of the class, `key`, has one of `values`, or, without
+    values, where it is set. Elsewhere the marked setting must have its default, or making an object
+    of the class raises `ValueError`.
 
-    `key`: the other setting of the class, dotted for one of a section. `why`: the reason that the
-    error gives, by default the value of `key`. `fix`: what else to do than to leave the setting
-    out, by default to set `key`; empty for nothing.
+    `key` is dotted for a setting in a section of the class. `why`: the reason that the error gives,
+    by default the value of `key`. `fix`: what the error advises besides leaving the setting out, by
+    default to set `key`; "" for nothing.
     """
 
     def __init__(self, key: str, *values: object, why: str = "", fix: str | None = None) -> None:
         self.key, self.values, self.why, self.fix = key, values, why, fix
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if setting `name` of `owner` is set and does nothing."""
+        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, is set
+        although the setting `key` has a value with which it has no effect.
+        """
         found = operator.attrgetter(self.key)(owner)
         if owner.is_default(name) or (found in self.values if self.values else found):
             return
@@ -87,39 +99,51 @@ class Of:
 
 
 class Excludes:
-    """Marks a setting that is not set beside the setting `key` of its class; errors say `why`."""
+    """Marks a setting, in `Annotated[str, Excludes("sources")]`, that must not be set together with
+    the setting `key` of its class. `why`: reason for the error message.
+    """
 
     def __init__(self, key: str, why: str = "") -> None:
         self.key, self.why = key, why
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if both are set."""
+        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, and the
+        setting `key`, which it excludes, are both set.
+        """
         other = f"beside {type(owner).__name__}.{self.key}{self.why and f', {self.why}'}"
         is_alone = owner.is_default(name) or owner.is_default(self.key)
         require(is_alone, f"{owner.told(name)} {other}; set one of the two")
 
 
 class Needs:
-    """Marks a text that must not be empty, or a section of which the setting `key` must not be."""
+    """Marks a text setting, in `Annotated[str, Needs("set it to a file")]`, that must not be empty;
+    or a section whose setting `key` must not be. `fix`: what the error message advises.
+    """
 
     def __init__(self, fix: str, key: str = "") -> None:
         self.fix, self.key = fix, key
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the text is empty."""
+        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, is empty or,
+        if it is a section, its setting `key` is.
+        """
         place = f"{name}.{self.key}" if self.key else name
         full = f"{type(owner).__name__}.{place}"
         require(operator.attrgetter(place)(owner), f"{full} is empty; {self.fix}")
 
 
 class Without:
-    """Marks a setting that must have its default, or a section whose settings `keys` must."""
+    """Marks a setting, in `Annotated[..., Without(why="...")]`, that must keep its default; or a
+    section whose settings `keys` must keep theirs. `why`: reason for the error message.
+    """
 
     def __init__(self, *keys: str, why: str) -> None:
         self.keys, self.why = keys, why
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` that says `why` if one is set."""
+        """Raise `ValueError`, with the reason, if the setting `name` of `owner`, a configuration
+        object, or one of the named settings in it, has another value than its default.
+        """
         for place in [f"{name}.{key}" for key in self.keys] or [name]:
             require(owner.is_default(place), f"{owner.told(place)}, {self.why}; leave it out")
 
@@ -128,7 +152,10 @@ Mark = Of | Excludes | Needs | Without
 
 
 class Config(BaseModel):
-    """Settings that belong together. Unknown keys and wrong types are refused."""
+    """Base class of all configuration classes: a frozen pydantic model whose fields are settings.
+    Objects are made by keyword arguments; unknown keys, wrong types and values that do not fit
+    raise `ValueError`. Subclasses may define `check`.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
@@ -158,13 +185,14 @@ class Config(BaseModel):
         return self
 
     def check(self) -> None:
-        """Raise `ValueError` if settings do not fit each other. A message may write a setting as
-        `ThisConfig.name`, in the place of which the user reads its dotted key.
+        """Raise `ValueError` if settings do not fit each other; called after every construction.
+        Subclasses override it. A message may write a setting as `ThisConfig.name`, in the place of
+        which the user reads its dotted key.
         """
 
     def is_default(self, key: str) -> bool:
-        """Whether a setting, dotted for one of a section, has the value that it has by default; of
-        a property, whether that is false.
+        """Whether the setting `key`, dotted for one in a section, has its default value. For a
+        property: whether its value is false.
         """
         *parents, last = key.split(".")
         section = functools.reduce(getattr, parents, self)
@@ -172,14 +200,18 @@ class Config(BaseModel):
         return value == usual[last] if last in usual else not value
 
     def told(self, key: str) -> str:
-        """A setting, dotted for one of a section, with its value, for messages of `check`."""
+        """Text that names the setting `key`, dotted for one in a section, with its value, such as
+        "RunConfig.steps is 5", for the messages of `check`.
+        """
         value = operator.attrgetter(key)(self)
         what = "has settings" if isinstance(value, Config | dict) else f"is {_shown(value)}"
         return f"{type(self).__name__}.{key} {what}"
 
 
 def section(kind: type[C], **values: Any) -> C:
-    """The default of a setting that is a section; it is made, as its class is, at its first use."""
+    """The default of a field that is a section of settings: an object of configuration class
+    `kind`, with `values` in place of its defaults. It is made at its first use.
+    """
     return Field(default_factory=functools.partial(kind, **values))
 
 
@@ -198,15 +230,18 @@ def _marks(kind: type[Config]) -> list[tuple[str, Mark]]:
 
 
 def replace(value: T, **changes: Any) -> T:
-    """A copy of a configuration, with all of its checks, or of another dataclass, with changes."""
+    """A copy of `value`, a configuration or any dataclass object, with the fields in `changes`
+    replaced. All checks of a configuration are made again, which may raise `ValueError`.
+    """
     if isinstance(value, Config):
         return type(value)(**(dict(value) | changes))
     return dataclasses.replace(value, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted key, value) of each setting in nested dicts. Each item of a tuple is one, as in
-    `prompts.sources[0].weight`; a list is the value of one.
+    """Iterate over (dotted key, value) of each setting in nested dicts. Each item of a tuple has a
+    key of its own, as in `prompts.sources[0].weight`; a list is one value. `prefix`: dotted key of
+    `tree` itself.
     """
     if isinstance(tree, dict | tuple) and tree:
         inner = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -232,10 +267,11 @@ def problems(
     hint: Callable[[tuple[int | str, ...]], str] = lambda keys: "",
     root: str = "",
 ) -> list[str]:
-    """The mistakes of a configuration: of each the dotted key, what was found and what to set.
+    """The mistakes in pydantic's error, each as one text with the dotted key, what was found and
+    what to set.
 
-    `hint` is asked for what to say of the unknown key at a path of keys. `root`: what stands before
-    the keys.
+    `hint`: called with the path of an unknown key; returns what to say about it, "" for nothing.
+    `root`: what stands before the keys.
     """
     found = []
     for issue in error.errors(include_url=False):
@@ -263,11 +299,15 @@ def _shown(value: object) -> str:
 
 
 def dotted(keys: Sequence[int | str]) -> str:
-    """A path of keys as users write it: `prompts.sources[0].weight`."""
+    """A path of keys as users write it: ["prompts", "sources", 0, "weight"] gives
+    "prompts.sources[0].weight".
+    """
     named = [key for key in keys if key not in ("", "[key]")]
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in named)[1:]
 
 
 def refused(said: str) -> PydanticCustomError:
-    """The error of a single setting, whose dotted key the user reads before `said`."""
+    """Pydantic's error for the value of a single setting, to be raised by the caller. The user
+    reads the setting's dotted key and then `said`, such as "is 5; set it to ...".
+    """
     return PydanticCustomError("refused", "{said}", {"said": said})

@@ -1,4 +1,6 @@
-"""The recipe of `megarl serve-reward`: what is served, and where."""
+"""The recipe of `megarl serve-reward`: what is served, a verifier, a reward model or a judge, and
+where.
+"""
 
 from typing import Annotated, Literal
 
@@ -15,7 +17,9 @@ TORCH, VLLM = Of("backend", "torch"), Of("backend", "vllm")
 
 
 class ServedModelConfig(Config):
-    """A reward model that is served, by torch in this process or by a vLLM engine."""
+    """A reward model (a sequence classifier) that a reward server scores responses with, run by
+    torch in the server's process or by a vLLM engine.
+    """
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
     """A sequence classifier with one label, such as `megarl reward-model` trains, and its
@@ -60,7 +64,8 @@ class JudgeConfig(Config):
     chat: bool = True
     """Wrap the text, as a message of the user, in the tokenizer's chat template."""
     template_variables: Annotated[TemplateVariables, Of("chat")] = {}
-    """With `chat`, variables that the chat template reads; see `prompts.template_variables`."""
+    """{name: value}: with `chat`, variables that the chat template reads, such as
+    `{enable_thinking: false}`."""
     system: Annotated[str, Of("chat", fix="write it into the template")] = ""
     """The chat's system message; empty for none."""
     verdict: str = ""
@@ -134,7 +139,9 @@ NO_MODEL = "but no model.path, so that they would do nothing"
 
 
 class ServeRewardConfig(Config):
-    """A reward server: `megarl serve-reward`."""
+    """All settings of a reward server, which scores (prompt, response) pairs that training runs
+    send by HTTP, with a verifier, a reward model or a judge: the recipe of `megarl serve-reward`.
+    """
 
     folder: Annotated[OutputText, Needs("set it to where the log may be: runs/serve")] = ""
     """Folder of the log (`run.log`): what verifiers and libraries print."""

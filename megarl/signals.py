@@ -1,10 +1,9 @@
-"""SIGTERM, Ctrl-C and SIGHUP (the terminal was closed): the first ends a run in order, a second one
-at once, and nothing outlives the process.
+"""SIGTERM, Ctrl-C and SIGHUP (the terminal was closed): the first signal lets a run save a
+checkpoint and end, a second one ends it at once, and no process that the run has started is left.
 
-* While a run starts, the first signal raises `EndedBySignal`.
-* Inside of `graceful`, the first signal sets a flag, on which the loop saves a checkpoint and ends;
-  another one raises `EndedBySignal`.
-* `guard` ends the process by force where neither does so in time.
+While a run starts, the first signal raises `EndedBySignal`. Inside of `graceful`, the first signal
+sets a flag, on which the training loop saves a checkpoint and ends; another one raises
+`EndedBySignal`. `guard` ends the process by force where neither does so in time.
 """
 
 from __future__ import annotations
@@ -56,17 +55,21 @@ _save_within_s = SAVE_WITHIN_S
 
 
 def save_within(seconds: float) -> None:
-    """From now on, allow so many seconds after a signal for the step and its checkpoint."""
+    """From now on, allow `seconds` seconds after a signal for the training step under way and its
+    checkpoint, in place of the default of 6 (`SAVE_WITHIN_S`).
+    """
     global _save_within_s
     _save_within_s = seconds
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """A signal of `SIGNALS`: raised like an error, so that everything that was started is stopped.
+    """Raised in the main thread by SIGTERM, Ctrl-C or SIGHUP, like an error, so that everything
+    that was started is stopped. `number`: the signal. `is_said`: the user has been told how the run
+    has ended.
 
-    A call of Ray ends on no other exception of a signal handler than `KeyboardInterrupt`, and then
-    raises one of its own. Catch `KeyboardInterrupt`; `ending` tells what `EndedBySignal` would have
-    told.
+    It is a `KeyboardInterrupt`, because a call of Ray ends on no other exception of a signal
+    handler; Ray then raises a `KeyboardInterrupt` of its own. Catch `KeyboardInterrupt`; `ending`
+    returns the `EndedBySignal` behind it.
     """
 
     def __init__(self, number: int, *, is_said: bool = False) -> None:
@@ -80,7 +83,9 @@ _ended: EndedBySignal | None = None
 
 
 def ending(caught: KeyboardInterrupt) -> EndedBySignal:
-    """The `EndedBySignal` for which `caught` stands."""
+    """The `EndedBySignal` that was raised in this process where `caught`, a `KeyboardInterrupt`
+    perhaps of a library, arrived. Without one, an `EndedBySignal` for Ctrl-C.
+    """
     return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
 
@@ -95,9 +100,10 @@ class _Signal(BaseException):
 
 @contextlib.contextmanager
 def past_interrupts() -> Iterator[None]:
-    """For a block in which a library swallows `KeyboardInterrupt`, as vLLM does while it waits for
-    its core: a signal of `SIGNALS` leaves the block as another exception, and is raised as
-    `EndedBySignal` behind it. Only where Ray is not called.
+    """A context manager for a block in which a library swallows `KeyboardInterrupt`, as vLLM does
+    while it waits for its core: SIGTERM, Ctrl-C and SIGHUP leave the block as another exception,
+    and `EndedBySignal` is raised behind it. Only in the main thread, and only where Ray is not
+    called.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -116,20 +122,26 @@ def past_interrupts() -> Iterator[None]:
 
 
 class Stop:
-    """Whether a signal has asked the run to stop."""
+    """A flag that says whether a signal has asked the run to stop; true in conditions (`if stop:`)
+    once that is so. The context manager `graceful` yields it, and the training loop reads it
+    between two steps, saves a checkpoint and calls `end`.
+    """
 
     def __init__(self) -> None:
         self.number = 0
         """The signal; 0 before there is one."""
         self.at = 0.0
         self.done = threading.Event()
-        """Set once what was to be saved is saved, or cannot be."""
+        """When the signal came, by `time.monotonic`."""
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def end(self, done: int, *, is_main: bool) -> NoReturn:
-        """End a run of which `done` steps are done and saved; raises `EndedBySignal`."""
+        """End a run of which `done` steps are done and saved, by raising `EndedBySignal`, after
+        which the process exits. With `is_main`, on rank 0, a line on standard error says which
+        checkpoint was saved.
+        """
         self.done.set()
         if is_main:
             kept = f"the checkpoint of step {done} is saved" if done else "no step was finished"
@@ -138,7 +150,10 @@ class Stop:
 
 
 def handle() -> None:
-    """Have every signal of `SIGNALS` raise `EndedBySignal`, once."""
+    """Install signal handlers, so that the first SIGTERM, Ctrl-C or SIGHUP raises `EndedBySignal`
+    in the main thread, and later ones are ignored. Called once, in the main thread, when the
+    command starts.
+    """
     for number in SIGNALS:
         signal.signal(number, _end)
 
@@ -152,9 +167,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_while_closing() -> None:
-    """Have signals of `SIGNALS` no longer interrupt this process, which has failed and ends what it
-    has started. The deadline of `guard`, which sees signals by itself, goes on to hold. Does
-    nothing outside of the main thread.
+    """From now on, SIGTERM, Ctrl-C and SIGHUP no longer interrupt this process, which has failed
+    and ends what it has started. The thread of `guard` still ends the process by force in time.
+    Does nothing outside of the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -162,8 +177,9 @@ def ignore_while_closing() -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """On Linux, have the kernel send this process the signal `number` when the thread that started
-    it ends for any reason; exit if that has happened already. `parent`: process id of the parent.
+    """On Linux, make the kernel send this process the signal `number` when the thread that started
+    it ends for any reason. `parent`: process id of the parent; if it has ended already, this
+    process exits with code 1.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -173,7 +189,9 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def become(parent: int, command: list[str], number: int = signal.SIGKILL) -> None:
-    """Become `command`, which gets the signal `number` when the process `parent` ends."""
+    """Replace this process by the program `command` (exec), which gets the signal `number` when its
+    parent, the process with the id `parent`, ends. Never returns.
+    """
     die_with_parent(parent, number)
     os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
 
@@ -183,7 +201,7 @@ AGENT = "MEGARL_AGENT"
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, have the kernel kill this rank when torchrun's agent ends, even if the agent
+    """Under torchrun, make the kernel kill this rank when torchrun's agent ends, even if the agent
     is killed: a rank of a dead run would go on writing to the run folder. Without torchrun, as
     under a shell or srun, nothing is done.
     """
@@ -199,9 +217,10 @@ def die_with_launcher() -> None:
 
 
 def keep_blocked_signals() -> None:
-    """Have signals that are blocked in this process, such as SIGTERM in Ray's processes under
-    `megarl launch`, stay blocked in the processes it will start: multiprocessing unblocks SIGTERM
-    and SIGINT in the thread that first starts a process with it, so that is done in another thread.
+    """Called once before this process starts others by multiprocessing, so that signals that are
+    blocked in this process, such as SIGTERM in Ray's processes under `megarl launch`, stay blocked.
+    Multiprocessing unblocks SIGTERM and SIGINT in the thread that first starts a process; that is
+    done in another thread here.
     """
     from multiprocessing import resource_tracker
 
@@ -211,7 +230,7 @@ def keep_blocked_signals() -> None:
 
 
 def name_of(number: int) -> str:
-    """What a user calls a signal."""
+    """The name of a signal for users: "Ctrl-C" for SIGINT, otherwise such as "SIGTERM"."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
     return names.get(signal.Signals(number), signal.Signals(number).name)
 
@@ -221,8 +240,9 @@ _is_under_way = False
 
 
 def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
-    """On rank 0, print that a signal has ended `megarl COMMAND`, unless that was said. `trains`:
-    the command takes steps, inside of `graceful`.
+    """On rank 0, print a line on standard error that a signal has ended `megarl COMMAND`, unless
+    `ended` tells that the user knows. `trains`: the command is one that trains, so that the line
+    says whether the run was still starting.
     """
     if not ended.is_said and os.environ.get("RANK", "0") == "0":
         stage = "while it was starting" if trains and not _is_under_way else "before it was done"
@@ -231,8 +251,10 @@ def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
 
 @contextlib.contextmanager
 def graceful() -> Iterator[Stop]:
-    """Until the end of the block, the first signal only sets the flag that is returned; the loop
-    looks at it between two steps. A second signal raises `EndedBySignal`.
+    """A context manager for the training loop, in the main thread: until the end of the block, the
+    first SIGTERM, Ctrl-C or SIGHUP only sets the yielded `Stop`, at which the loop looks between
+    two steps. A second signal, more than a second later, raises `EndedBySignal`. Rank 0 says on
+    standard error what happens.
     """
     global _is_under_way
     _is_under_way, stop = True, Stop()
@@ -273,9 +295,9 @@ def graceful() -> Iterator[Stop]:
 
 
 def guard(within_s: float) -> None:
-    """Start the thread that ends this process at most `within_s` seconds after a signal, or as much
-    later as `save_within` allows more than `SAVE_WITHIN_S`, and `SECOND_WITHIN_S` after a second
-    signal.
+    """Start a daemon thread that ends this process and its children by force, at most `within_s`
+    seconds after a SIGTERM, Ctrl-C or SIGHUP (longer if `save_within` allows more than 6 seconds),
+    and 1.5 seconds after a second signal. Returns at once; called once, in the main thread.
 
     Python runs signal handlers only between its own instructions, so a process inside a library's C
     code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
@@ -301,7 +323,10 @@ def guard(within_s: float) -> None:
 
 
 def end_now(number: int, after_s: float) -> NoReturn:
-    """Kill all child processes and exit: the regular way out hangs, for example in a collective."""
+    """Kill all child processes and exit with code 128 + `number`, the signal that asked for the end
+    `after_s` seconds ago, because the regular way out hangs, for example in a collective. A line on
+    standard error says so.
+    """
     import psutil
 
     say(f"megarl: still running {after_s:.1f} s after {name_of(number)}: killing child processes")

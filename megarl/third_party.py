@@ -23,8 +23,9 @@ TALKATIVE = ("transformers", "huggingface_hub", "datasets", "tokenizers", "accel
 
 @contextlib.contextmanager
 def opening(what: str, *, fix: str) -> Iterator[None]:
-    """A context in which any exception becomes a `ValueError` of one line: `what` (setting and
-    file), what was raised, and `fix` (what to set). Warnings of libraries are not shown.
+    """A context manager in which any exception becomes a `ValueError` of one line: `what` (setting
+    and file), what was raised, and `fix` (what to set). Warnings of Hugging Face's libraries are
+    not shown. Ctrl-C passes through.
     """
     with quiet():
         try:
@@ -38,7 +39,7 @@ def opening(what: str, *, fix: str) -> Iterator[None]:
 
 
 def refuse_broken_links(folder: Path) -> None:
-    """Raise `ValueError` if a file of `folder` is a symbolic link to nothing, as after a download
+    """Raise `ValueError` if an entry of `folder` is a symbolic link to nothing, as after a download
     that was moved. Libraries go on without the file, as if it had never been there.
     """
     for path in sorted(folder.iterdir()):
@@ -58,8 +59,8 @@ def said(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which the libraries in `TALKATIVE` log neither warnings nor errors, only
-    messages of level CRITICAL.
+    """A context manager in which the loggers of Hugging Face's libraries (transformers, datasets,
+    ...) pass on neither warnings nor errors, only messages of level CRITICAL.
     """
     loggers = [logging.getLogger(name) for name in TALKATIVE]
     levels = [logger.level for logger in loggers]

@@ -5,7 +5,7 @@ Every rank computes the same result, so that nothing is communicated:
     lengths of samples -> split over ranks -> packed sequences of at most a token budget, equally
         many on every rank
 
-Samples with a prefix in common cost less together (`megarl.parallel.prefix_balance`).
+Where samples have a prefix in common, which is computed once, `prefix_balance.py` does the same.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ ATTENTION_TOKENS = 4096.0
 """Sequence length at which attention costs about as much per token as the linear layers."""
 
 MOST_BOUNDED = 16
-"""Largest number of samples a packed sequence by which the number of packed sequences is bounded
-from below before one is tried."""
+"""`rows` first computes how many packed sequences are needed at least, from the samples of which at
+most 1, 2, ... up to this number fit into one."""
 
 Work = Callable[[int], float]
-"""Relative cost of the first tokens of a sample, by their number: a function such as `work`."""
+"""Function from the number of tokens of a sample to its relative cost, such as `attention_work`."""
 
 
-def work(length: int) -> float:
-    """Relative cost of a sample of `length` tokens: linear layers plus causal attention."""
+def attention_work(length: int) -> float:
+    """Relative cost of a sample of `length` tokens with full causal attention: linear layers plus
+    attention. The unit is the cost of the linear layers for one token.
+    """
     return length + length * length / (2 * ATTENTION_TOKENS)
 
 
 def work_within(windows: Sequence[int | None]) -> Work:
-    """The function that gives the relative cost of a sample, by its number of tokens, for a model
-    with sliding windows. `windows`: for each layer its window in tokens, or None for full attention
-    over the sample. Returns `work` if no layer has a window.
+    """A function from the number of tokens of a sample to its relative cost (in the unit of
+    `attention_work`: the linear layers for one token), for a model with sliding windows. `windows`:
+    for each layer its window in tokens, or None for full attention over the sample. Returns
+    `attention_work` if no layer has a window.
 
     In a layer with a window W, the first W tokens of a sample attend to all tokens before them and
     each later one to W tokens. A sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query
@@ -41,7 +44,7 @@ def work_within(windows: Sequence[int | None]) -> Work:
     """
     layers = Counter(windows)
     if set(layers) <= {None}:
-        return work
+        return attention_work
 
     def pairs(length: int, window: int | None) -> float:
         within = length if window is None else min(length, window)
@@ -54,12 +57,12 @@ def work_within(windows: Sequence[int | None]) -> Work:
     return cost
 
 
-def split(works: Sequence[float], parts: int) -> list[list[int]]:
+def split_by_work(works: Sequence[float], parts: int) -> list[list[int]]:
     """Assign samples to `parts` ranks: sample counts differ by at most 1, and work is about even.
-    `works`: the work of each sample.
+    `works`: the relative cost of each sample.
 
     Returns for each rank the ascending indices into `works`. The algorithm is greedy: the sample of
-    most work first, each to the rank with the least among those that may take one more.
+    most work first, each to the rank with the least work among those that may take one more.
     """
     base, extra = divmod(len(works), parts)
     # (load, rank, count); `extra` ranks may take one sample more than `base`.
@@ -82,11 +85,11 @@ def split(works: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Pack samples into packed sequences ("rows") of at most `budget` tokens, evenly filled. A
-    sample of more than `budget` tokens gets a row of its own.
+    """Pack samples into packed sequences of at most `budget` tokens, evenly filled. `lengths`:
+    tokens of each sample. A sample of more than `budget` tokens gets a packed sequence of its own.
 
-    Returns for each row the ascending indices into `lengths`. There are at least `at_least` rows,
-    of which some are empty if there are too few samples.
+    Returns for each packed sequence the ascending indices into `lengths`. There are at least
+    `at_least` packed sequences, of which some are empty if there are too few samples.
     """
     if not lengths:
         return [[] for _ in range(at_least)]
@@ -113,10 +116,12 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """Pack each rank's samples into packed sequences, equally many on every rank.
+    """Pack each rank's samples into packed sequences of at most `budget` tokens, equally many on
+    every rank, so that ranks take their micro-batches in step. Some may be empty; a sample of more
+    than `budget` tokens is alone.
 
-    Some may be empty. `lengths_per_rank`: tokens of each sample, by rank; `budget`: tokens of a
-    packed sequence. Returns by rank and packed sequence the positions in the rank's lengths.
+    `lengths_per_rank`: by rank, the tokens of each of its samples. Returns by rank and packed
+    sequence the indices into that rank's lengths.
     """
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:

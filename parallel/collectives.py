@@ -1,4 +1,5 @@
-"""Collective operations over an `Axis`. On an axis of size 1 each returns its input.
+"""Collective operations over the ranks of an `Axis`. All ranks of the axis call them together, and
+they block. On an axis of size 1 each returns its input.
 
 Plain operations work in place and have no gradients. Differentiable ones come in three kinds, by
 what ranks have in common:
@@ -24,18 +25,21 @@ from megarl.parallel.mesh import Axis
 T = TypeVar("T")
 
 ASK_S = 0.2
-"""Seconds between two reads of the store by a rank in `wait_for_first`."""
+"""Seconds between two reads of torch.distributed's store by a rank that waits in
+`wait_for_first`."""
 _waited = itertools.count()
 """Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
 EARLIER_S = 2.0
-"""Seconds before a collective's deadline, but at most a tenth of it, at which the wait is reported:
-at the deadline torch ends the process on GPUs."""
+"""Seconds before a collective's deadline, but at most a tenth of the deadline, at which a rank that
+still waits is reported: at the deadline torch ends the process on GPUs."""
 
 
 def waits(doing: str, axis: Axis) -> Span:
-    """A context manager that records a collective as a wait for the other ranks of the axis, if it
-    lasts long.
+    """A context manager to put around a collective operation of this rank. If the operation lasts
+    long, its name (`doing`, such as "all-reduce") and the ranks of `axis` (a group of ranks that
+    communicate) are written to the run's activity trace; shortly before the deadline of the axis
+    they are reported.
     """
     deadline_s = max(axis.timeout_s - EARLIER_S, 0.9 * axis.timeout_s)
     what = f"{doing} over {axis.name}"
@@ -45,8 +49,9 @@ def waits(doing: str, axis: Axis) -> Span:
 def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Reduce `tensor` over the ranks of the axis, in place; returns `tensor`. Raises `ValueError`
-    if `tensor` is not contiguous.
+    """Reduce `tensor` over the ranks of `axis` (a group of ranks that communicate, such as
+    `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together; blocks.
+    Raises `ValueError` if `tensor` is not contiguous.
     """
     if axis.size > 1:
         if not tensor.is_contiguous():
@@ -59,12 +64,18 @@ def all_reduce(
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Elementwise maximum over the axis, in place; returns `tensor`."""
+    """Elementwise maximum of `tensor` over the ranks of `axis` (a group of ranks that communicate,
+    such as `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together;
+    blocks. Raises `ValueError` if `tensor` is not contiguous.
+    """
     return all_reduce(tensor, axis, dist.ReduceOp.MAX)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` from the axis's rank `source` to the other ranks, in place; returns it."""
+    """Copy `tensor` from rank number `source` of `axis` (a group of ranks that communicate,
+    numbered from 0) to the other ranks, whose `tensor` has the same shape and dtype and is
+    overwritten. Returns `tensor`. All ranks of the axis call it together; blocks.
+    """
     if axis.size > 1:
         with waits("broadcast", axis):
             dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
@@ -72,7 +83,10 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
 
 
 def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
-    """The small picklable `value` of the axis's rank `source`, on all ranks."""
+    """The small picklable `value` of rank number `source` of `axis` (a group of ranks that
+    communicate, numbered from 0), returned on all ranks; what the other ranks pass is ignored. All
+    ranks of the axis call it together; blocks.
+    """
     if axis.size == 1:
         return value
     box = [value]
@@ -82,7 +96,9 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """The small picklable `value` of every rank of the axis, by rank, on all ranks."""
+    """The small picklable `value` of every rank of `axis` (a group of ranks that communicate), as a
+    list by rank, returned on all ranks. All ranks of the axis call it together; blocks.
+    """
     if axis.size == 1:
         return [value]
     found: list[Any] = [None] * axis.size
@@ -92,9 +108,12 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def on_first(work: Callable[[], object], axis: Axis) -> str:
-    """Run `work` on the axis's rank 0. Returns its error message on every rank, "" on success.
+    """Run `work` on rank 0 of `axis` (a group of ranks that communicate) alone, while the others
+    wait. Returns on every rank the message of the exception that `work` raised, "" on success; the
+    exception itself is not raised.
 
-    An exception on rank 0 therefore does not leave the other ranks waiting.
+    An exception on rank 0 therefore does not leave the other ranks waiting. All ranks of the axis
+    call it together.
     """
     failure = ""
     if axis.rank == 0:
@@ -106,18 +125,21 @@ def on_first(work: Callable[[], object], axis: Axis) -> str:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here; the process group's timeout is the deadline."""
+    """Block until every rank of `axis` (a group of ranks that communicate) has called this. The
+    deadline is the timeout of the axis's process group.
+    """
     if axis.size > 1:
         with waits("barrier", axis):
             dist.barrier(group=axis.group)
 
 
 def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: float) -> T | None:
-    """Call `work` on the axis's first rank and return its result; the other ranks wait until it has
-    returned, and get None. All ranks of the axis call it together.
+    """Call `work` on the first rank of `axis` (a group of ranks that communicate) and return its
+    result there; the other ranks wait until it has returned, and get None. All ranks of the axis
+    call it together.
 
-    The others read the store of torch.distributed every `ASK_S` seconds: in a collective of NCCL
-    they would keep their GPUs busy. `what`: the work, for the error. Raises `RuntimeError` on the
+    The others read the store of torch.distributed every 0.2 s: in a collective of NCCL they would
+    keep their GPUs busy. `what`: the work in words, for the error. Raises `RuntimeError` on the
     others after `timeout_s` seconds; an error of `work` is raised on the first rank alone.
     """
     key = f"megarl/{next(_waited)}/{axis.ranks[0] if axis.ranks else 0}"
@@ -140,23 +162,27 @@ def _store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
-    """Send a contiguous tensor to the axis's rank `to`, which calls `receive`; waits until the
-    tensor can be overwritten.
+    """Send a contiguous tensor to rank number `to` of `axis` (a group of ranks that communicate,
+    numbered from 0), which calls `receive`. Blocks until the tensor may be overwritten.
     """
     with waits("send", axis):
         dist.send(tensor, dst=axis.ranks[to], group=axis.group)
 
 
 def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
-    """Fill a contiguous `tensor` with what the axis's rank `source` sends, and return it."""
+    """Fill a contiguous `tensor`, in place, with what rank number `source` of `axis` (a group of
+    ranks that communicate, numbered from 0) passes to `send`, and return it. Blocks. The sender's
+    tensor has the same shape and dtype.
+    """
     with waits("receive", axis):
         dist.recv(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Gather the tensors of all ranks on every rank, as a list by rank. `lengths`: size of each
-    rank's tensor in dimension 0.
+    """Gather the tensors of all ranks of `axis` (a group of ranks that communicate) on every rank,
+    as a list by rank. They may differ in the size of dimension 0 only. `lengths`: by rank, that
+    size. All ranks of the axis call it together; blocks.
     """
     if axis.size == 1:
         return [tensor]
@@ -174,8 +200,9 @@ def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> li
 def all_gather_parts(
     tensor: torch.Tensor, axis: Axis, dim: int, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenate the tensors of all ranks along `dim`, on every rank. `lengths`: size of each
-    rank's tensor in `dim`.
+    """Concatenate the tensors of all ranks of `axis` (a group of ranks that communicate) along
+    `dim`, on every rank. They may differ in the size of `dim` only. `lengths`: by rank, that size.
+    All ranks of the axis call it together; blocks; without gradients.
     """
     if axis.size == 1:
         return tensor
@@ -208,21 +235,24 @@ class _SumValues(torch.autograd.Function):
 
 
 def sum_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return `x`, which is equal on all ranks; in the backward pass its gradient is summed over the
-    ranks.
+    """Return `x`, which is equal on all ranks of `axis` (a group of ranks that communicate); in the
+    backward pass its gradient is summed over the ranks, which all run it together. For the input of
+    column-parallel layers (Megatron's "f").
     """
     return x if axis.size == 1 else _SumGradient.apply(x, axis)
 
 
 def sum_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum `x` over the ranks, for a result that all ranks use in the same way: the gradient passes
-    unchanged.
+    """Sum `x` over the ranks of `axis` (a group of ranks that communicate, which all call this),
+    into a new tensor, for a result that all ranks use in the same way: the gradient passes
+    unchanged. For the output of row-parallel layers (Megatron's "g").
     """
     return x if axis.size == 1 else _SumValues.apply(x, axis)
 
 
 def sum_both(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum `x` over the ranks, for a result that each rank uses differently: the gradient is summed
-    too.
+    """Sum `x` over the ranks of `axis` (a group of ranks that communicate, which all call this),
+    into a new tensor, for a result that each rank uses differently: in the backward pass the
+    gradient is summed over the ranks too.
     """
     return sum_gradient(sum_values(x, axis), axis)

@@ -15,8 +15,9 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class ConfinedBackend:
-    """DeepSpeed's communication backend, restricted to the ranks of a mesh. Calls without a group
-    use these ranks, and rank and world size are those within the mesh.
+    """DeepSpeed's communication backend, restricted to the ranks of a mesh: calls without a process
+    group use these ranks instead of all ranks of the job, and rank and world size are those within
+    the mesh. Made by `confine`.
     """
 
     def __init__(self, backend: Any, mesh: ProcessMesh) -> None:
@@ -44,8 +45,8 @@ class ConfinedBackend:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Broadcast `tensor` from `src`: a rank of the job if `group` is given, otherwise an index
-        into the ranks of the mesh.
+        """Broadcast `tensor` in place from `src`: a rank of the job if `group` is given, otherwise
+        an index into the ranks of the mesh.
         """
         if group is None:
             group, src = self._group, self._mesh.ranks[src]
@@ -63,7 +64,8 @@ class ConfinedBackend:
 
 def confine(mesh: ProcessMesh) -> None:
     """Restrict DeepSpeed in this process to the ranks of `mesh`; by default DeepSpeed uses all
-    ranks of the job. The most recent call applies. All roles of a process must use the same ranks.
+    ranks of the job. Call it on the ranks of `mesh`, before an engine is made. The most recent call
+    applies, so all models of a process must use the same ranks.
     """
     import deepspeed
     import deepspeed.comm.comm as communication

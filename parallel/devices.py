@@ -18,25 +18,28 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """{major version of CUDA: first driver, by its major version, that runs programs built for it}."""
 
 DRIVER_WITHIN_S = 20.0
-"""Seconds that nvidia-smi may take; it loads the driver where no process has."""
+"""Seconds that nvidia-smi may take; it has to load the driver if no process has loaded it."""
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 """Pattern of the files that the driver's kernel module makes, one for each GPU."""
 
 
 @dataclass(frozen=True)
 class DriverGpu:
-    """A GPU in the list of nvidia-smi."""
+    """A GPU that nvidia-smi lists, whether torch sees it or not: its `name`, the version of the
+    driver (`driver`, such as "580.65.06"), and whether MIG has cut it into slices (`is_cut`).
+    """
 
     name: str
     driver: str
     """Version of the driver, such as 580.65.06."""
     is_cut: bool
-    """Whether MIG has cut it into slices."""
+    """Whether MIG has cut the GPU into slices."""
 
 
 def driver_gpus() -> list[DriverGpu]:
-    """The GPUs that nvidia-smi lists, visible or not; none where there is no nvidia-smi or it
-    fails.
+    """The GPUs that nvidia-smi lists, each with its name, the driver's version and whether MIG has
+    cut it into slices, whether CUDA_VISIBLE_DEVICES shows them or not; an empty list where there is
+    no nvidia-smi or it fails.
     """
     if shutil.which("nvidia-smi") is None:
         return []
@@ -62,7 +65,8 @@ def driver_gpus() -> list[DriverGpu]:
 
 def failure() -> str:
     """What nvidia-smi says where it fails on a machine with an NVIDIA GPU, as after an update of
-    the driver without a reboot; "" where it works, or there is no GPU or no nvidia-smi.
+    the driver without a reboot: a sentence for an error message; "" where nvidia-smi works, or
+    there is no GPU or no nvidia-smi.
     """
     files = sorted(glob.glob(DEVICE_FILES))
     if not files or shutil.which("nvidia-smi") is None:
@@ -86,8 +90,8 @@ def failure() -> str:
 
 
 def are_hidden() -> bool:
-    """Whether the user has asked for the CPU: with an empty CUDA_VISIBLE_DEVICES, or with
-    MEGARL_DEVICE=cpu, which launch/env.sh reads too.
+    """Whether the user has asked for the CPU although there may be GPUs: CUDA_VISIBLE_DEVICES is
+    set to nothing, "-1" or "NoDevFiles", or MEGARL_DEVICE is "cpu" (which launch/env.sh reads too).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return os.environ.get("MEGARL_DEVICE") == "cpu" or (
@@ -97,10 +101,12 @@ def are_hidden() -> bool:
 
 @functools.cache
 def why_unseen(cuda: str | None) -> str:
-    """Why torch sees none of the GPUs of this machine, with what to do; "" if there are none, or
-    none are wanted. Call it where torch sees no GPU. Asks the driver once in a process.
+    """Why torch sees none of the GPUs of this machine, and what to do: a text for an error message;
+    "" if there are no GPUs, or the user has hidden them. Call it where torch sees no GPU. Asks the
+    driver once in a process.
 
-    `cuda`: torch's version of CUDA, None if it is built for CPUs.
+    `cuda`: torch's version of CUDA (`torch.version.cuda`, such as "12.8"), None if torch is built
+    for CPUs.
     """
     if are_hidden():
         return ""
@@ -132,7 +138,9 @@ def why_unseen(cuda: str | None) -> str:
 
 
 def driver_problem(driver: str, cuda: str) -> str:
-    """Why a driver cannot run torch built for a version of CUDA, with what to do; "" if it can."""
+    """Why the driver of version `driver` ("580.65.06") cannot run a torch that is built for CUDA
+    `cuda` ("12.8"), and what to do: a text for an error message; "" if it can.
+    """
     major, needed = driver.split(".")[0], OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if needed is None or not major.isdecimal() or int(major) >= needed:
         return ""
@@ -143,7 +151,9 @@ def driver_problem(driver: str, cuda: str) -> str:
 
 
 def beyond(index: int, names: list[str]) -> str:
-    """Why a rank cannot have GPU number `index` of those that torch sees, by name; "" if it can."""
+    """Why the rank with local number `index` (LOCAL_RANK) cannot have GPU number `index`: a text
+    for an error message; "" if it can. `names`: by number, the names of the GPUs that torch sees.
+    """
     if index < len(names):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

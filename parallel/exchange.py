@@ -16,8 +16,10 @@ from megarl.parallel.mesh import Axis
 
 
 @dataclass
-class InFlight:
-    """A message that is being received, with the buffers that must live until it has arrived."""
+class ExchangeInFlight:
+    """A tensor that is being received from another rank, and the tensors that must live until it
+    has arrived. Made by `RingExchange.shift`; call `wait` for the tensor.
+    """
 
     received: torch.Tensor
     sent: torch.Tensor | None
@@ -25,7 +27,9 @@ class InFlight:
     axis: Axis
 
     def wait(self) -> torch.Tensor:
-        """The received tensor. Raises `RuntimeError` after the process group's timeout."""
+        """Block until the tensor has arrived, and return it. Raises `RuntimeError` after the
+        process group's timeout. A second call returns the tensor at once.
+        """
         if self.works:
             with waits("ring", self.axis):
                 for work in self.works:
@@ -35,11 +39,17 @@ class InFlight:
 
 
 class RingExchange:
-    """The ranks of `axes[0]` in a ring, with one independent channel for each axis given."""
+    """Communication that attention over split sequences needs: `shift` around a ring of ranks, and
+    the collectives `all_gather`, `reduce_scatter` and `all_to_all`. Made as `RingExchange(*axes)`
+    of one or more `Axis` objects with the same ranks but process groups of their own: one for each
+    channel of messages, which do not wait for each other. All ranks call its methods in the same
+    order.
+    """
 
     def __init__(self, *axes: Axis) -> None:
-        """`axes`: one process group for each channel, all of the same ranks. Raises `ValueError` if
-        the ranks differ.
+        """`axes`: one axis for each channel of messages, with the same ranks but different process
+        groups, so that messages on different channels do not wait for each other. Raises
+        `ValueError` if the ranks differ.
         """
         if any(axis.ranks != axes[0].ranks for axis in axes):
             raise ValueError(
@@ -50,14 +60,16 @@ class RingExchange:
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
-    ) -> InFlight:
-        """Send `tensor` to rank + `offset` and receive from rank - `offset`, modulo the size.
+    ) -> ExchangeInFlight:
+        """Send `tensor` to rank + `offset` and start to receive a tensor from rank - `offset`,
+        modulo the size. Returns at once; `wait` of the result blocks and returns the tensor.
 
         The received tensor has `shape` and the dtype of `tensor`. Do not change `tensor` before
-        `wait` has returned. Channels are independent of each other.
+        `wait` has returned. `channel`: index of the axis that carries the message, modulo their
+        number.
         """
         if offset % self.size == 0:
-            return InFlight(tensor, tensor, [], self.axes[0])
+            return ExchangeInFlight(tensor, tensor, [], self.axes[0])
         axis = self.axes[channel % len(self.axes)]
         sent, received = tensor.contiguous(), tensor.new_empty(tuple(shape))
         target, source = (
@@ -68,17 +80,18 @@ class RingExchange:
         asked = [dist.P2POp(dist.isend, sent, target, axis.group)] if sent.numel() else []
         asked += [dist.P2POp(dist.irecv, received, source, axis.group)] if received.numel() else []
         works = dist.batch_isend_irecv(asked) if asked else []
-        return InFlight(received, sent, list(works), axis)
+        return ExchangeInFlight(received, sent, list(works), axis)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors of all ranks, as a list by rank. `lengths`: sizes in dimension 0; the other
-        dimensions are equal.
+        """The tensors of all ranks, as a list by rank; blocks. `lengths`: by rank, its tensor's
+        size in dimension 0; the other dimensions and the dtype are equal.
         """
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over all ranks of their tensors `pieces[self.rank]`. The pieces of a rank may differ
-        in the size of dimension 0 only.
+        """This rank's sum: over all ranks, the tensors that they hold at index `self.rank` of their
+        `pieces`. `pieces` has one tensor for each rank; they may differ in the size of dimension 0
+        only. Blocks.
         """
         if self.size == 1:
             return pieces[0]
@@ -95,8 +108,8 @@ class RingExchange:
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
-        `shapes` are their shapes.
+        """Send `pieces[r]` to each rank r; all have one dtype. Returns the tensors received, as a
+        list by rank; `shapes` are their shapes, by rank. Blocks.
         """
         if self.size == 1:
             return [pieces[0]]

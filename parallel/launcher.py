@@ -12,9 +12,10 @@ LARGEST = 2**20
 
 
 def number(name: str, default: int, *, low: int = 0, high: int = LARGEST) -> int:
-    """The environment variable `name` as a number from `low` to `high`; `default` if it is not set.
+    """The environment variable `name` as an int from `low` to `high` (both allowed); `default` if
+    it is not set.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` for any other value, an empty one too.
     """
     text = os.environ.get(name)
     if text is None:
@@ -29,27 +30,38 @@ def number(name: str, default: int, *, low: int = 0, high: int = LARGEST) -> int
 
 
 def num_ranks() -> int:
-    """Number of ranks of this run, from WORLD_SIZE; 1 without a launcher."""
+    """Number of ranks of this run, from the environment variable WORLD_SIZE; 1 if it is not set.
+    Raises `ValueError` if it is no number.
+    """
     return number("WORLD_SIZE", 1, low=1)
 
 
 def rank() -> int:
-    """This process's rank, from RANK; 0 without a launcher."""
+    """This process's rank in the run, from the environment variable RANK; 0 if it is not set.
+    Raises `ValueError` if it is no number.
+    """
     return number("RANK", 0)
 
 
 def local_rank() -> int:
-    """This process's number on its host, from LOCAL_RANK; 0 without a launcher."""
+    """This process's number on its host, from the environment variable LOCAL_RANK; 0 if it is not
+    set. Raises `ValueError` if it is no number.
+    """
     return number("LOCAL_RANK", 0)
 
 
 def ranks_per_host() -> int:
-    """Number of ranks on this host, from LOCAL_WORLD_SIZE; all of them without a launcher."""
+    """Number of ranks on this host, from the environment variable LOCAL_WORLD_SIZE; the number of
+    all ranks if it is not set. Raises `ValueError` if it is no number.
+    """
     return number("LOCAL_WORLD_SIZE", num_ranks(), low=1)
 
 
 def refuse_wrong() -> None:
-    """Raise `ValueError` unless the launcher's environment variables fit each other."""
+    """Check the environment variables that a launcher sets (RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises `ValueError`, with what to do, unless they
+    fit each other; without a launcher they do.
+    """
     size, here = num_ranks(), ranks_per_host()
     number("RANK", 0, high=size - 1)
     if here > size or size % here:
@@ -68,17 +80,18 @@ def refuse_wrong() -> None:
 
 
 FIRST = 20_000
-"""Ray's workers use 10,002 to 19,999 unless told otherwise."""
+"""First port that `free_port` chooses from. Ray's workers use 10,002 to 19,999 unless told
+otherwise."""
 KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 50
 
 
 def free_port() -> int:
-    """A TCP port of this host on which no process listens.
+    """A TCP port of this host on which no process listens. The port is not reserved.
 
-    The server often starts seconds later. The kernel gives ports of its own range (32,768 and up
-    by default) to connections and to servers that name no port; one of those could be taken by
-    then. So the port is drawn at random from below that range.
+    The server often starts seconds later. The kernel gives ports of its own range (32,768 and up by
+    default) to connections and to servers that name no port; one of those could be taken by then.
+    So the port is drawn at random from 20,000 to the beginning of that range.
     """
     try:
         below = int(KERNELS.read_text().split()[0])

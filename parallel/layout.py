@@ -16,7 +16,8 @@ from typing import ClassVar
 @dataclass(frozen=True)
 class Layout:
     """Degrees of data, sequence (context) and tensor parallelism; their product is the number of
-    ranks.
+    ranks. Rank = (data * sequence degree + sequence) * tensor degree + tensor, with coordinates
+    from 0. Raises `ValueError` for a degree below 1.
     """
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
@@ -36,25 +37,33 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks, the product of all degrees."""
+        """Number of ranks that the layout takes: the product of the data, sequence and tensor
+        degrees.
+        """
         return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """{axis: coordinate} of a rank."""
+        """The coordinates of `rank` in the layout, each from 0, as {"data": d, "sequence": s,
+        "tensor": t}.
+        """
         found = {}
         for name in reversed(self.AXES):
             rank, found[name] = divmod(rank, getattr(self, name))
         return found
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; an axis that is not given is at 0."""
+        """The rank at these coordinates (keyword arguments data, sequence and tensor); one that is
+        not given is 0.
+        """
         rank = 0
         for name in self.AXES:
             rank = rank * getattr(self, name) + coordinates.get(name, 0)
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only along `axes`, in the same order on every rank."""
+        """All groups of ranks that differ only along `axes` (names in `AXES`), a partition of all
+        ranks; each is a tuple of ranks, ascending. The order is the same on every rank.
+        """
         others = [name for name in self.AXES if name not in axes]
         made = []
         for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
@@ -75,8 +84,9 @@ class Layout:
 
 
 def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
-    """Raise `ValueError` if the ranks of role `name` are not valid ranks of a job of `num_ranks`
-    ranks, or its layout needs another number of ranks.
+    """Check that `ranks`, on which the model of the recipe's section `name` is placed, are
+    different ranks of a job of `num_ranks` ranks, ascending and as many as `layout` needs. Raises
+    `ValueError`, with what to set, if not.
     """
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
         raise ValueError(
@@ -95,7 +105,8 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
-    """The layout for `num_ranks` ranks; `data = 0` uses all ranks that the other axes leave.
+    """The layout of a job of `num_ranks` ranks with these degrees of parallelism; `data` 0 takes
+    all ranks that the other two leave.
 
     Raises `ValueError`, with what to set, where the degrees do not match the number of ranks.
     """

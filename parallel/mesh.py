@@ -17,13 +17,17 @@ from megarl.parallel import devices, launcher
 from megarl.parallel.layout import Layout
 
 STORE = "MEGARL_STORE"
-"""Name of the environment variable with which `megarl torchrun` names a file for ranks of one host
-to meet at; a restart adds its number."""
+"""Name of an environment variable with the path of a file at which the ranks of one host meet,
+instead of a TCP port. `megarl torchrun` sets it; at a restart the restart's number is appended."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks that communicate, seen from one of them."""
+    """A group of ranks that communicate, seen from one of them: its torch process group (`group`;
+    None if `size` is 1), the number of ranks (`size`), this process's number among them (`rank`,
+    from 0), and their numbers in the whole job (`ranks`). Functions of `parallel.collectives` take
+    it; `ProcessMesh` makes it.
+    """
 
     name: str
     """Name of the axis, for error messages."""
@@ -32,18 +36,18 @@ class Axis:
     rank: int
     """This process's number on the axis, from 0."""
     ranks: tuple[int, ...]
-    """The members, as ranks of the job."""
+    """The group's ranks, numbered in the whole job; `ranks[rank]` is this process."""
     group: dist.ProcessGroup | None
     """The process group; None if and only if `size` is 1, because torch takes None for all
     ranks."""
     timeout_s: float = 0.0
-    """Deadline of its collectives in seconds; 0 where it has none or is not known."""
+    """Deadline of the group's collectives in seconds; 0 where they have none or it is not known."""
 
 
 class ProcessMesh:
-    """The axes of a layout for this process.
-
-    As a context manager it destroys its groups at the end.
+    """The process groups of a layout (degrees of data, sequence and tensor parallelism) as `Axis`
+    objects of this process, one attribute for each use. As a context manager it destroys its
+    process groups at the end.
 
     * `data`: ranks with different samples
     * `sequence`: ranks that share packed sequences, split by token (context parallel)
@@ -52,9 +56,9 @@ class ProcessMesh:
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: all ranks
     * `ulysses` and `ring`: `sequence` = ring x ulysses; neighbours exchange tokens for heads
-    (Ulysses), and keys and values travel around the ring
+      (Ulysses), and keys and values travel around the ring
     * `ring_back`: the ranks of `ring` with a process group of their own, so that gradients do not
-    queue behind keys
+      queue behind keys
     """
 
     USES = {
@@ -85,20 +89,20 @@ class ProcessMesh:
         ulysses: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        """Make all process groups. Every rank of the job must call it with the same arguments,
-        members of the mesh or not, since torch makes process groups on all ranks together. On a
-        rank that is no member, `is_member` is False and there are no axes.
+        """Make all process groups. Every rank of the job must call it with the same arguments, also
+        ranks that are not in the mesh, since torch makes process groups on all ranks together. On a
+        rank that is not in the mesh, `is_member` is False and every axis has size 0.
 
         Args:
             layout: degrees of parallelism.
-            ranks: the ranks of the job that the layout is laid over, in its order; default all.
+            ranks: the ranks of the job that the layout is laid over, ascending; default all.
             ulysses: ranks of a Ulysses group; divides the sequence axis.
             timeout_s: deadline of every collective in seconds.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
-            ValueError: the layout has another number of ranks, `ranks` are not of this job, or
-                `ulysses` does not divide the sequence axis.
+            ValueError: the layout has another number of ranks, `ranks` are not of this job or not
+                ascending, or `ulysses` does not divide the sequence axis.
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -147,10 +151,12 @@ class ProcessMesh:
             _connect(axis)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """This rank's axis among `groups`, which are a partition of all ranks.
+        """Make a torch process group for each of `groups`, and return the one that this rank is in
+        as an `Axis`, called `name` in error messages. `groups` are tuples of indices into the
+        mesh's list of ranks, from 0, and each index is in exactly one of them.
 
-        Every rank must make the same call. Axes with the same ranks share a process group, unless
-        `own` asks for a separate one.
+        Every rank of the job must make the same call. Axes with the same ranks share a process
+        group, unless `own` asks for a separate one. On a rank outside the mesh the axis has size 0.
         """
         made = {} if own else self._made
         for places in groups:
@@ -168,7 +174,9 @@ class ProcessMesh:
         return Axis(name, len(mine), place, ranks, group, self.timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
-        """The axis's process group, also for one rank: for libraries that cannot do without."""
+        """The axis's process group. For an axis of one rank, whose `group` is None, it makes a
+        process group of this rank alone, for libraries that need one.
+        """
         if axis.group is not None:
             return axis.group
         if self._alone is None:
@@ -177,7 +185,7 @@ class ProcessMesh:
         return self._alone
 
     def destroy(self) -> None:
-        """Destroy the process groups; a second call does nothing."""
+        """Destroy all process groups of the mesh in this process; a second call does nothing."""
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self._alone = None
@@ -201,10 +209,10 @@ def _connect(axis: Axis) -> None:
 
 
 def all_ranks(*, timeout_s: float | None = None) -> Axis:
-    """Every rank of the job, whatever meshes there are; call after `initialise`.
+    """An axis of every rank of the job, whatever meshes there are; call it after `initialise`.
 
-    With `timeout_s`, collectives of the axis have that deadline instead of the job's; every rank
-    must then call it together, since it makes a process group.
+    With `timeout_s`, collectives of the axis have that deadline in seconds instead of the job's;
+    every rank must then call it together, since it makes a process group.
     """
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None
@@ -223,9 +231,11 @@ def _timeout_s(group: dist.ProcessGroup | None) -> float:
 
 
 def local_device() -> torch.device:
-    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is none.
+    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is no GPU or
+    the user has hidden them (empty CUDA_VISIBLE_DEVICES, MEGARL_DEVICE=cpu).
 
-    Raises `UserError` where torch does not see the GPUs that nvidia-smi lists, or too few of them.
+    Raises `UserError` where torch does not see the GPUs that nvidia-smi lists, or sees fewer than
+    the launcher has started ranks on this host.
     """
     if torch.cuda.is_available():
         index = launcher.local_rank()
@@ -240,10 +250,12 @@ def local_device() -> torch.device:
 
 
 def initialise(*, timeout_s: float = 600.0) -> torch.device:
-    """Initialise torch.distributed (gloo on CPU, NCCL on GPUs); returns this rank's device.
+    """Initialise torch.distributed (gloo on CPU, NCCL on GPUs) and make this rank's GPU the current
+    device; returns this rank's device. Every rank calls it once; blocks until all are connected.
 
-    `timeout_s` is the deadline of collectives in seconds. A single rank needs no launcher. Raises
-    `RuntimeError` where the ranks cannot connect.
+    `timeout_s` is the deadline of collectives in seconds. Rank and address come from the variables
+    that torchrun sets; without them the job has one rank. Raises `RuntimeError` where the ranks
+    cannot connect, and `UserError` where this rank's GPU is missing.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one rank
     device = local_device()
@@ -278,14 +290,16 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
 
 
 def finalise() -> None:
-    """Shut torch.distributed down; the counterpart of `initialise`."""
+    """Shut torch.distributed down, at the end of a process that called `initialise`; nothing if it
+    is not initialised.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class DeepSpeedView:
-    """A mesh with the interface that DeepSpeed expects of its `mpu` (model-parallel unit)
-    argument.
+    """A `ProcessMesh` with the interface that DeepSpeed expects of its `mpu` (model-parallel unit)
+    argument: its data-parallel ranks are those with the same weights (data x sequence).
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -296,18 +310,21 @@ class DeepSpeedView:
         )
 
     def use(self) -> None:
-        """Make this mesh's groups those that DeepSpeed uses in this process.
+        """Make this mesh's groups those that DeepSpeed uses in this process. Call it before every
+        step of an engine, where models in this process have different layouts.
 
         DeepSpeed keeps one `mpu` for the process, that of the engine made last, and asks it at each
-        gradient reduction of an engine without ZeRO. With roles under several layouts, an engine
-        would reduce over another role's ranks.
+        gradient reduction of an engine without ZeRO. Another model's engine would reduce over the
+        wrong ranks.
         """
         from deepspeed.utils import groups
 
         groups.mpu = self
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Process group of the ranks with the same weights: data x sequence."""
+        """Process group of the ranks that have the same weights as this rank, also if it is this
+        rank alone: data x sequence of the layout, over which DeepSpeed reduces gradients.
+        """
         return self._gradient_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -317,7 +334,7 @@ class DeepSpeedView:
         return self._gradient.rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Process group of the tensor-parallel ranks."""
+        """Process group of this rank's tensor-parallel ranks, also if it is this rank alone."""
         return self._tensor_group
 
     def get_model_parallel_world_size(self) -> int:

@@ -26,28 +26,36 @@ from megarl.errors import UserError
 LOST_AFTER = "MEGARL_NODE_LOST_AFTER_S"
 """Name of the environment variable with the seconds of silence after which a node is lost."""
 LOST_AFTER_S = 60.0
-"""The same where the variable is not set."""
+"""Seconds of silence after which a node is lost, where the environment variable is not set."""
 LEAST_S = 2.0
-"""Smallest value of the variable, beside 0 for never."""
+"""Smallest value that the environment variable may have, beside 0 for never."""
 BEAT_S, BEATS = 2.0, 15
 """A sign of life comes every `BEAT_S` seconds, or `BEATS` times in the time after which a node is
 lost, whichever is more often: agents need not have the same setting."""
 JUDGE_S = 0.5
-"""Seconds between two looks at what is known of the other nodes."""
+"""Seconds between two checks whether another node is lost or has failed."""
 FAILED_AFTER_S = 15.0
-"""Seconds that the ranks of the other nodes have to fail by themselves once those of one have."""
+"""Once the ranks of one node have failed, seconds that the ranks of the other nodes have to end by
+themselves, before their agents end them."""
 LEAVES_WITHIN_S = 5.0
-"""Seconds to tell the others how the ranks of this node have ended."""
+"""Most seconds in which `NodeWatch.leave` tells the other nodes how the ranks of this node have
+ended."""
 HEARS_WITHIN_S = 5.0
-"""Seconds that the agent has to hear of a problem, before it is ended without being asked."""
+"""Seconds in which the agent must call `NodeWatch.problem` once there is a problem; after that it
+is ended by force."""
 ENDS_WITHIN_S = 15.0
-"""Seconds, beyond those that its ranks have, that the agent has to end after it has heard."""
+"""Seconds in which the agent must end after it has heard of a problem, beyond the seconds that its
+ranks have to end; after that it is ended by force."""
 END = 2**40
-"""What the number of a node whose ranks have ended grows by: this, times 1 + their exit code."""
+"""Each node counts its signs of life in a number in the store. When its ranks have ended, the
+number grows by this times (1 + their exit code)."""
 
 
 def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds of silence after which a node is lost; infinity for never. Raises `UserError`."""
+    """Seconds of silence after which another node counts as lost, from the variable
+    MEGARL_NODE_LOST_AFTER_S of `environment`; 60 if it is not set, infinity for 0 (never). Raises
+    `UserError` for a value that is no number or below 2.
+    """
     said = environment.get(LOST_AFTER, "") or str(LOST_AFTER_S)
     with contextlib.suppress(ValueError):
         seconds = float(said)
@@ -61,8 +69,11 @@ def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class NodeWatch:
-    """Gives signs of life, looks for those of other agents, and ends this agent where they are
-    missing: `problem` tells it why, and a thread does it where the agent does not ask.
+    """Watch over the nodes of a job, one object in the torchrun agent of each node, so that a node
+    does not wait for one that is gone. Threads write signs of life to torchrun's store and look for
+    those of the other agents. Where they are missing, or the ranks of another node have failed,
+    `problem` tells the agent why it is to end; if the agent does not ask, a thread ends it by
+    force.
     """
 
     def __init__(
@@ -74,9 +85,15 @@ class NodeWatch:
         shutdown_s: float,
         end: Callable[[], object],
     ) -> None:
-        """`store`: that of the rendezvous, by a connection for this object alone. `node`: number of
-        this node, from 0. `shutdown_s`: seconds that ranks have to end after a signal. `end`: ends
-        this node's ranks and this process by force.
+        """Start the watch, in two threads. Raises `UserError` if the variable
+        MEGARL_NODE_LOST_AFTER_S is wrong.
+
+        Args:
+            store: the store of torchrun's rendezvous, by a connection for this object alone.
+            node: number of this node, from 0.
+            num_nodes: number of nodes.
+            shutdown_s: seconds that ranks have to end after a signal.
+            end: ends this node's ranks and this process by force; called in a thread.
         """
         self._store, self._node, self._lost_after_s = store, node, lost_after_s()
         self._shutdown_s, self._end = shutdown_s, end
@@ -95,16 +112,18 @@ class NodeWatch:
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def problem(self) -> str:
-        """Why the ranks of this node are to end, which has been printed then; empty if they may go
-        on. Waits for nothing. An agent that gets an answer ends its ranks and itself.
+        """Why the agent is to end the ranks of this node and itself, in words, which have been
+        printed to stderr then; "" if they may go on. Does not block. The agent calls it each time
+        it looks at its ranks.
         """
         if self._said:
             self._heard.set()
         return self._said
 
     def leave(self, code: int) -> None:
-        """The ranks of this node have ended with an exit code: the others do not miss it any more.
-        Node 0 stays a moment longer where its ranks have failed, since the others ask it.
+        """Tell the other nodes that the ranks of this node have ended, with the exit code `code`,
+        so that they do not miss this node any more. Blocks for at most 5 s, and 4 s longer on node
+        0 where its ranks have failed, since the others ask node 0's store.
         """
         self._ended = END * (1 + code)
         self._leaves.set()
@@ -112,7 +131,9 @@ class NodeWatch:
             time.sleep(2 * BEAT_S)
 
     def close(self) -> None:
-        """End the threads, before another rendezvous, which may have other nodes."""
+        """End the watch's threads, without waiting for them. Call it before another rendezvous,
+        which may have other nodes.
+        """
         self._closed.set()
         self._leaves.set()
 

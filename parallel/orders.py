@@ -21,21 +21,31 @@ from torch.distributed import distributed_c10d
 from megarl.activity.spans import activity
 
 MOST_BEAT_S = 5.0
-"""Most seconds between two signs of life of rank 0."""
+"""Largest number of seconds between two signs of life of rank 0."""
 
 POLLS_S = 0.01, 0.25
-"""First and longest pause between two looks for an order."""
+"""First and longest pause, in seconds, between two reads of the store by a rank that waits for an
+order."""
 
 BEAT = "beat"
 
 
 class Orders:
-    """Orders of rank 0 to the other ranks, in the order in which they are given."""
+    """Passes orders from rank 0 to the other ranks of a job, such as ("train", 7) for step 7: rank
+    0 calls `give`, the others call `next`, which blocks and returns the orders in the order in
+    which they were given. Ranks may wait for hours, as long as rank 0 gives signs of life through
+    torch.distributed's store. Every rank makes one of these objects.
+    """
 
     def __init__(self, *, silence_s: float, longest_s: float, name: str = "orders") -> None:
-        """`silence_s`: seconds without a sign of life of rank 0, after which a wait ends with an
-        error. `longest_s`: seconds after which it does so although rank 0 lives. `name`: of these
-        orders, the same on all ranks. Call after `megarl.parallel.mesh.initialise`.
+        """Call it on all ranks, after `megarl.parallel.mesh.initialise`. On rank 0 it starts a
+        thread that gives signs of life.
+
+        Args:
+            silence_s: seconds without a sign of life of rank 0, after which `next` raises an error.
+            longest_s: seconds without an order, after which `next` raises an error although rank 0
+                lives.
+            name: name of these orders, the same on all ranks, where there are several.
         """
         self.silence_s, self.longest_s = silence_s, longest_s
         self._beat_s = min(MOST_BEAT_S, silence_s / 4)
@@ -50,14 +60,18 @@ class Orders:
             self._thread.start()
 
     def give(self, order: str, step: int) -> None:
-        """On rank 0, give an order, without waiting for anybody; other ranks return at once."""
+        """On rank 0, give the order `order` for step `step` to all other ranks, without waiting for
+        them; on other ranks it does nothing.
+        """
         if self._is_first:
             self._store.set(str(self._given), json.dumps([order, step]))
             self._given += 1
 
     def next(self) -> tuple[str, int]:
-        """Wait for the next order of rank 0: (order, step). Raises `RuntimeError` if rank 0 gives
-        neither an order nor a sign of life for `silence_s` seconds, or no order for `longest_s`.
+        """On a rank other than 0, block until rank 0 gives the next order, and return it: (order,
+        step). Each rank gets every order once. Raises `RuntimeError` if rank 0 gives neither an
+        order nor a sign of life for `silence_s` seconds, or no order for `longest_s` seconds (both
+        set when this object was made).
         """
         key = str(self._taken)
         began = moved_at = looked_at = time.monotonic()
@@ -87,7 +101,9 @@ class Orders:
         return order, step
 
     def close(self) -> None:
-        """End the signs of life; a second call does nothing."""
+        """End the thread by which rank 0 gives signs of life, when no more orders follow. It does
+        nothing on other ranks, and at a second call.
+        """
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(self._beat_s)

@@ -1,8 +1,8 @@
 """Distribute samples with common prefixes evenly over ranks and packed sequences.
 
-Like `megarl.parallel.balance`, but a packed sequence counts the tokens of its tree
-(`megarl.parallel.prefix_tree`): every shared prefix once. Several ways are compared, by the work of
-the packed sequences that they lead to; every rank finds the same:
+Like `balance.py`, but of the tokens of a packed sequence every shared prefix counts once
+(`prefix_tree.py`). Several ways are compared, by the work of the packed sequences that they lead
+to; every rank finds the same:
 
     by families   samples that may share the same tokens stay together; families are divided where
                   a packed sequence has no room for them, or where a rank would have too much work
@@ -15,22 +15,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megarl.parallel.balance import rows_in_step, split, work_within
+from megarl.parallel.balance import rows_in_step, split_by_work, work_within
 from megarl.parallel.prefix_tree import Document, Size, documents, families
 
 GAIN = 0.02
 """A way that computes more tokens is taken only if it lowers the largest work of a rank by this
-share."""
+fraction."""
 PATIENCE = 2
-"""The search for families to divide ends after this many attempts times the number of ranks that
-did not lower the largest work of a rank."""
+"""The search for families (samples of one prompt) to divide ends after so many attempts, times the
+number of ranks, that have not lowered the largest work of a rank."""
 BISECTIONS = 16
-"""Steps in the search for the smallest capacity of equally filled ranges."""
+"""Steps of the bisection by which consecutive units are divided into ranges of about equal cost."""
 
 
 class FamilyBalance:
-    """Divides units of consecutive samples, with each prefix counted once in a packed sequence. A
-    family is the units whose samples may share the same tokens, all that each of them may share.
+    """Divides the samples of a step over ranks (`split`) and packed sequences (`rows_in_step`),
+    where a prefix that samples of one packed sequence have in common is computed once. Made from
+    the length and shareable prefixes of each sample, `FamilyBalance(sizes)`.
+
+    A unit is a number of consecutive samples that stay together (usually 1). A family is the units
+    with the same shareable tokens, as the responses to one prompt.
     """
 
     def __init__(
@@ -41,10 +45,16 @@ class FamilyBalance:
         windows: Sequence[int | None] = (),
         together: int = 1,
     ) -> None:
-        """`sizes`: of samples, of which so many consecutive ones stay `together` as a unit; their
-        number is a multiple of it. `saves`: share of the tokens of some samples that their common
-        prefix must save to be computed once; see `megarl.trainer.prefixes.tree_of`. `windows`: the
-        sliding window of each layer of the model in tokens, or None; empty where no layer has one.
+        """Describe the samples of a step; nothing is divided yet.
+
+        Args:
+            sizes: length of each sample and the prefixes that it may share.
+            saves: a common prefix is computed once only if that saves at least this fraction (0 to
+                1) of its samples' tokens.
+            windows: the sliding window of each layer of the model in tokens, or None; empty where
+                no layer has one.
+            together: so many consecutive samples are a unit, which is not divided; the number of
+                samples is a multiple of it.
         """
         self.sizes, self.saves, self.together = sizes, saves, together
         self._cost = work_within(windows)
@@ -52,17 +62,24 @@ class FamilyBalance:
         """Each unit as one sample, which may share what all of its samples may."""
 
     def tokens(self, members: Iterable[int]) -> int:
-        """Number of tokens that are computed for the units `members` in one packed sequence."""
+        """Number of tokens that are computed if the units `members` are in one packed sequence,
+        each shared prefix once. A unit is some consecutive samples that stay together (usually
+        one), given by its number.
+        """
         return sum(one.end - one.begin for one in self._documents(members))
 
     def work(self, members: Iterable[int]) -> float:
-        """Relative cost of the units `members`, packed together; see `balance.work`."""
+        """Relative cost of computing the units `members` in one packed sequence, each shared prefix
+        once; 1 is the cost of the linear layers for one token. A unit is some consecutive samples
+        that stay together (usually one), given by its number.
+        """
         return sum(map(self._work, self._documents(members)))
 
     def split(self, parts: int, budget: int) -> list[list[int]]:
-        """Assign the units to `parts` ranks, with about even work in the packed sequences of at
-        most `budget` tokens that they are computed in. Samples with a common prefix are divided as
-        little as that allows: each division computes it once more.
+        """Assign all units to `parts` ranks, with about even work in the packed sequences of at
+        most `budget` tokens that they are computed in. A unit is some consecutive samples that stay
+        together (usually one). Samples with a common prefix are divided over ranks as little as
+        that allows: each division computes their prefix once more.
 
         Returns for each rank the ascending numbers of its units.
         """
@@ -80,10 +97,12 @@ class FamilyBalance:
 
     def rows_in_step(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
         """Pack each rank's units into packed sequences of at most `budget` computed tokens, equally
-        many on every rank; some may be empty. A unit of more tokens is alone.
+        many on every rank, so that ranks take their micro-batches in step; some may be empty. A
+        unit (some consecutive samples that stay together, usually one) of more tokens is alone.
 
-        `dealt`: for each rank, numbers of units. Returns by rank and packed sequence the positions
-        in the rank's list.
+        `dealt`: for each rank, the numbers of its units, as `split` returns them. Returns by rank
+        and packed sequence the indices into the rank's list, the packed sequences with the most
+        work first.
         """
         packed = self._rows_by_families(dealt, budget)
         if any(map(self._is_nested, dealt)):
@@ -206,7 +225,7 @@ class FamilyBalance:
         everyone = range(len(self._units))
         whole = self._families(everyone)
         if all(len(family) == 1 for family in whole):
-            yield split([self.work(family) for family in whole], parts)
+            yield split_by_work([self.work(family) for family in whole], parts)
             return
         if parts > 1 and self._is_nested(everyone):
             paths, documents = self._paths(everyone)
@@ -260,7 +279,7 @@ class FamilyBalance:
         """Divide two or more members of one family into two parts of about even work."""
         prefix = self._units[family[0]].shareable
         works = [self._cost(self._units[n].length - prefix) for n in family]
-        made = split(works, 2)
+        made = split_by_work(works, 2)
         return [[family[place] for place in part] for part in made]
 
     def _rows_by_families(

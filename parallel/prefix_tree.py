@@ -4,7 +4,7 @@
         --documents--> shared prefixes and rests of samples, depth first
 
 The same function says what is computed (`megarl.trainer.prefixes.tree_of`) and what samples cost
-together (`megarl.parallel.balance`), so that budgets count exactly what is computed.
+together (`prefix_balance.py`), so that budgets count exactly what is computed.
 """
 
 from __future__ import annotations
@@ -17,59 +17,73 @@ from typing import NamedTuple
 import numpy as np
 
 DEEPEST = 8
-"""Most prefixes that a sample may continue, one after the other."""
+"""Most shared prefixes that a sample may consist of, one after the other, before its own rest."""
 
 
 class Prefix(NamedTuple):
-    """The first tokens of a sample."""
+    """A prefix of a sample: the number of its tokens (`length`), and a hashable value (`name`, such
+    as a digest of the tokens) that is equal for equal prefixes of different samples.
+    """
 
     length: int
     """Number of tokens, at least 1."""
     name: Hashable
-    """The same for the same tokens, such as their digest."""
+    """Equal for equal tokens, such as their digest."""
 
 
 class Size(NamedTuple):
-    """Tokens of a sample, the first of which other samples may have too."""
+    """Length of a sample in tokens (`length`), and the prefixes that other samples have too, so
+    that they could be computed once (`prefixes`, ascending by length; the last is all that the
+    sample may share, such as its prompt).
+    """
 
     length: int
     """Number of tokens."""
     prefixes: tuple[Prefix, ...] = ()
-    """Prefixes of the sample that other samples have too, ascending; the last one is all that the
-    sample may share, below `length`. Two samples of one set agree on the longest prefix that is in
-    both lists, and on no further token that both may share."""
+    """Prefixes of the sample that other samples have too, ascending by length; the last one is all
+    that the sample may share (as the prompt), shorter than `length`. The longest prefix that is in
+    the lists of two samples is all that the two have in common of what both may share."""
 
     @property
     def family(self) -> Hashable:
-        """The same for samples whose shareable tokens are the same; None for a sample that may
-        share none.
+        """A value that is equal for samples whose shareable tokens are the same, as those of the
+        responses to one prompt; None for a sample that may share none.
         """
         return self.prefixes[-1].name if self.prefixes else None
 
     @property
     def shareable(self) -> int:
-        """Number of leading tokens that may be computed together with those of other samples."""
+        """Number of the sample's first tokens that may be computed once for this and other samples;
+        0 for none.
+        """
         return self.prefixes[-1].length if self.prefixes else 0
 
 
 class Document(NamedTuple):
-    """Tokens of a packed sequence that one document of the tree holds."""
+    """Tokens [begin, end) of sample number `sample` that are computed as one document of a packed
+    sequence: either a prefix that several samples share (`is_shared`), or the rest of a sample.
+    `parent` is the index, in the list of documents, of the shared prefix that this document
+    continues, or -1.
+    """
 
     sample: int
-    """The sample whose tokens these are, for a shared prefix the first one that begins with it."""
+    """Index of the sample whose tokens these are; for a shared prefix, the first sample that begins
+    with it."""
     begin: int
     """Number of the sample's tokens before the document."""
     end: int
     """Number of the sample's tokens up to the document's end."""
     parent: int
-    """Number of the shared prefix that the document continues, or -1."""
+    """Index, in the list of documents, of the shared prefix that this document continues, or -1."""
     is_shared: bool
     """Whether this is a shared prefix, and not the rest of a sample."""
 
 
 def chains(shareable: Sequence[np.ndarray]) -> list[tuple[Prefix, ...]]:
-    """For each sample the prefixes of `Size.prefixes`. `shareable`: the token ids that each sample
-    may share, not negative.
+    """For each sample, its prefixes that other samples have too, as (number of tokens, digest that
+    is equal for equal prefixes), ascending by length, with all its shareable tokens as the last:
+    the value of `Size.prefixes`. `shareable`: for each sample the token ids [n] int, not negative,
+    that it may share with others, such as its prompt. A sample with none gets an empty tuple.
     """
     if not shareable:
         return []
@@ -131,11 +145,15 @@ class _Set:
 def documents(
     sizes: Sequence[Size], members: Iterable[int], *, saves: float, deepest: int = DEEPEST
 ) -> list[Document]:
-    """The documents of the samples `members`, indices into `sizes`, in one packed sequence: shared
-    prefixes before what continues them, depth first.
+    """How the samples `members` (indices into `sizes`) are computed in one packed sequence: a list
+    of documents, which are shared prefixes and the rests of samples, each as a range of tokens of a
+    sample. A prefix comes before what continues it, and its descendants follow it directly (depth
+    first).
 
-    `saves`: share of the tokens of some samples that their common prefix must save to be shared; 0
-    shares whatever saves a token. `deepest`: most prefixes that a sample may continue.
+    `sizes`: for each sample its length and the prefixes that it may share. `saves`: a common prefix
+    is computed once only if that saves at least this fraction (0 to 1) of its samples' tokens; 0
+    shares whatever saves a token. `deepest`: most prefixes that a sample may continue, one after
+    the other.
     """
     made: list[Document] = []
     everyone = list(members)
@@ -179,9 +197,9 @@ def documents(
 
 
 def families(sizes: Sequence[Size], members: Iterable[int]) -> list[list[int]]:
-    """Group the samples `members` (indices into `sizes`) by `Size.family`: samples of a group have
-    the same shareable tokens, as the responses to one prompt have. A sample without shareable
-    tokens is a group of its own.
+    """Group the samples `members` (indices into `sizes`): those of a group have the same shareable
+    tokens (`Size.family`), as the responses to one prompt have. A sample without shareable tokens
+    is a group of its own. Returns the indices of each group, in the order of the first one.
     """
     found: dict[Hashable, list[int]] = {}
     for n in members:

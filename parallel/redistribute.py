@@ -18,8 +18,10 @@ from megarl.parallel.mesh import Axis
 
 
 class Redistribution:
-    """Plan by which the ranks of an axis exchange samples: which rank sends which samples to which
-    rank.
+    """Exchanges per-token values of samples among the ranks of an axis. It is made, with the same
+    arguments on every rank and without communication, from the lengths of the samples, the ranks
+    that have each sample and the ranks that want it; from these it decides who sends what to whom.
+    All ranks then call `move` together, once for each kind of values.
     """
 
     def __init__(
@@ -29,11 +31,16 @@ class Redistribution:
         targets: Sequence[Sequence[int]],
         axis: Axis,
     ) -> None:
-        """Given for each sample 0 .. N - 1: its length, the ranks (indices on `axis`) that have it,
-        and the ranks that want it.
+        """Plan the exchange; nothing is communicated. All ranks pass the same arguments.
 
-        A rank that wants a sample it already has keeps it. Otherwise the rank with the least data
-        sent so far sends it.
+        Args:
+            lengths: number of values (tokens) of each of the samples 0 .. N - 1.
+            sources: for each sample, the ranks that have it, as indices on `axis`.
+            targets: for each sample, the ranks that want it, as indices on `axis`.
+            axis: the ranks that exchange.
+
+        A rank that wants a sample it already has keeps it. Otherwise, of the ranks that have it,
+        the one with the least data sent so far sends it.
         """
         self._lengths, self._axis = lengths, axis
         self._sends: dict[tuple[int, int], list[int]] = {}
@@ -47,7 +54,7 @@ class Redistribution:
                 self._sends.setdefault((source, target), []).append(sample)
 
     def wanted(self) -> list[int]:
-        """Numbers of the samples that this rank wants, ascending."""
+        """Numbers of the samples that this rank is to have after the exchange, ascending."""
         mine = self._axis.rank
         return sorted(
             sample
@@ -63,10 +70,12 @@ class Redistribution:
         device: torch.device,
         width: tuple[int, ...] = (),
     ) -> dict[int, torch.Tensor]:
-        """Exchange the values: {sample: [length, *width] values} on this rank -> the same of the
-        samples that this rank wants.
+        """Exchange one array of values for each sample. `values`: {sample: [length, *width]} on
+        this rank, with at least those that it sends or keeps. Returns {sample: [length, *width]} of
+        the samples that this rank wants, as `dtype` on `device`.
 
-        Every rank of the axis calls it together, with the same dtype and width.
+        Every rank of the axis calls it together, with the same `dtype` and `width` (dimensions
+        after the first); blocks.
         """
         mine, size = self._axis.rank, self._axis.size
         outgoing = [self._sends.get((mine, target), []) for target in range(size)]

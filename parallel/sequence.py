@@ -2,8 +2,8 @@
 
     starts [D + 1] of D documents, P ranks -> P arrays of positions, every position exactly once
 
-Ranks need no equal shares and no padding, because attention is masked by position. To add a split,
-add an entry to `CUTS`.
+Ranks may have different numbers of tokens, and nothing is padded, because attention is masked by
+position. To add a split, add an entry to `CUTS`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split the packed sequence into P equal parts; rank r of P gets part r. Over one document the
-    last rank has the most causal attention to compute.
+    """Split a packed sequence over `size` = P ranks into P equal parts; rank r gets part r. Over
+    one document the last rank has the most causal attention to compute. `starts` [D + 1]: first
+    position of each document, then the length. Returns for each rank its positions [L_r] int64.
     """
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split the packed sequence into 2 P equal parts for P ranks; rank r gets parts r and 2 P - 1 -
-    r. The causal attention of a single document is then divided evenly.
+    """Split a packed sequence over `size` = P ranks into 2 P equal parts; rank r gets parts r and 2
+    P - 1 - r. The causal attention of a single document is then divided evenly. `starts` [D + 1]:
+    first position of each document, then the length. Returns for each rank its positions [L_r]
+    int64.
     """
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
@@ -45,8 +48,11 @@ def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Token positions of each rank, cut by `zigzag` within each document: the ranks get about the
-    same amount of causal attention for documents of any lengths.
+    """Split a packed sequence over `size` = P ranks, each document by itself into 2 P equal parts,
+    of which a rank gets one from the front and one from the back: ranks get about the same amount
+    of causal attention for documents of any lengths. `starts` [D + 1]: first position of each
+    document, then the length. Returns for each rank its positions [L_r] int64, document after
+    document.
     """
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
@@ -61,8 +67,10 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def striped(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r of P gets tokens r, r + P, r + 2 P, ...: even for any documents, but no two
-    neighbouring tokens are on the same rank.
+    """Split a packed sequence over `size` = P ranks: rank r gets tokens r, r + P, r + 2 P, ... That
+    is even for any documents, but no two neighbouring tokens are on the same rank. `starts`
+    [D + 1]: first position of each document, then the length. Returns for each rank its positions
+    [L_r] int64.
     """
     return [torch.arange(starts[-1])[rank::size] for rank in range(size)]
 
@@ -73,19 +81,21 @@ CUTS: dict[str, Cut] = {
     "zigzag_document": zigzag_document,
     "striped": striped,
 }
-"""Ways to split a packed sequence over ranks, by their name in `training.sequence.cut`."""
+"""{name in `training.sequence.cut`: function that splits a packed sequence over ranks so}."""
 
 CANDIDATES = ("contiguous", "zigzag", "zigzag_document")
-"""Splits that `auto` chooses from; contiguous first, which needs fewest messages for short
-documents."""
+"""Splits from which `training.sequence.cut: auto` chooses; "contiguous" comes first, since it needs
+the fewest messages for short documents."""
 
 TIE = 1.005
-"""A later candidate is chosen only if the earlier one's imbalance is larger by this factor."""
+"""A later split of `CANDIDATES` is chosen only if the imbalance of the earlier one is larger by
+this factor."""
 
 
 def keys_seen(starts: list[int]) -> torch.Tensor:
-    """[T] number of keys that causal attention within each document computes for each position.
-    `starts` [D + 1]: first position of every document, then the length T.
+    """[T] int64: for each position of a packed sequence of T tokens, the number of keys that causal
+    attention within its document computes, itself included. `starts` [D + 1]: first position of
+    every document, then the length T.
     """
     edges = torch.tensor(starts)
     return torch.arange(starts[-1]) - edges[:-1].repeat_interleave(edges.diff()) + 1
@@ -98,9 +108,13 @@ def imbalance(
     linear: bool = True,
     seen: torch.Tensor | None = None,
 ) -> float:
-    """Largest work of a rank divided by the mean work of all ranks; 1.0 is the best. With `linear`
-    the work of the linear layers counts too, otherwise only attention. `seen` [T]: number of keys
-    that each token attends to, by default that of `keys_seen`.
+    """How unevenly a split of a packed sequence divides the work: largest work of a rank divided by
+    the mean work of all ranks; 1.0 is the best.
+
+    `starts` [D + 1]: first position of every document, then the length T. `indices`: for each rank
+    its positions [L_r] int64. With `linear` the work of the linear layers counts too, otherwise
+    only attention. `seen` [T]: number of keys that each token attends to, by default those before
+    it in its document and itself.
     """
     seen = keys_seen(starts) if seen is None else seen
     work = [
@@ -116,11 +130,13 @@ def cut(
     how: str = "auto",
     seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Each rank's positions [L_r] int64 in the order in which it keeps them.
+    """Split a packed sequence over `size` ranks: for each rank its positions [L_r] int64, in the
+    order in which the rank keeps them. Every rank computes the same.
 
-    `how` is a name in `CUTS`, or "auto" for the candidate with the most even work. `seen` [T]:
-    number of keys that each token attends to, where documents continue others; by default that of
-    `keys_seen`.
+    `starts` [D + 1]: first position of every document, then the length T. `how` is a name in `CUTS`
+    ("contiguous", "zigzag", "zigzag_document", "striped"), or "auto" for the split of `CANDIDATES`
+    with the most even work. `seen` [T]: number of keys that each token attends to, where documents
+    continue others; by default those before it in its document and itself.
     """
     edges = [int(edge) for edge in starts]
     if how != "auto":

@@ -3,7 +3,7 @@
     column   weight [N / t, K]: each rank computes its outputs from the same input (q, k, v, gate,
         up)
     row      weight [N, K / t]: each rank computes a part of the sum (attention output, down)
-    vocab    embedding [V / t, K]: each rank looks up its own tokens; shares may be uneven
+    vocab    embedding [V / t, K]: each rank looks up its own tokens; ranks may differ by one row
 
 Parameters have the same names as in the whole layers. `multiply` is `torch.nn.functional.linear` or
 a function like it.
@@ -25,57 +25,66 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 @dataclass(frozen=True)
 class Shard:
-    """How ranks split a tensor: rank r has [edges[r], edges[r + 1]) of dimension `dim`."""
+    """How tensor-parallel ranks split one tensor: rank r has the indices [edges[r], edges[r + 1])
+    of dimension `dim`.
+    """
 
     dim: int
     edges: tuple[int, ...]
 
     @staticmethod
     def even(dim: int, whole: int, parts: int) -> Shard:
-        """Split `whole` indices over `parts` ranks as evenly as possible.
-
-        The first ranks get one more.
+        """A split of a tensor whose dimension `dim` has `whole` indices over `parts` ranks, as
+        evenly as possible: the first ranks get one index more.
         """
         base, extra = divmod(whole, parts)
         return Shard(dim, tuple(base * part + min(part, extra) for part in range(parts + 1)))
 
     @property
     def whole(self) -> int:
-        """Size of the whole tensor in dimension `dim`."""
+        """Number of indices of the whole tensor in the dimension that is split."""
         return self.edges[-1]
 
     @property
     def lengths(self) -> list[int]:
-        """Each rank's size in dimension `dim`."""
+        """By rank, the number of indices that it has of the dimension that is split."""
         return [b - a for a, b in zip(self.edges[:-1], self.edges[1:], strict=True)]
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of rank `rank`'s part of the whole tensor."""
+        """A contiguous copy of the part of tensor-parallel rank `rank` (from 0), cut out of the
+        `whole` tensor.
+        """
         return whole.narrow(self.dim, self.edges[rank], self.lengths[rank]).clone(
             memory_format=torch.contiguous_format
         )
 
     def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The whole tensor, on all ranks of the axis, from their parts."""
+        """The whole tensor, returned on all ranks of the tensor-parallel `axis`, from their parts.
+        All of these ranks call it together; without gradients.
+        """
         return all_gather_parts(part, axis, self.dim, self.lengths)
 
     def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole tensor, from the shape of a part."""
+        """Shape of the whole tensor, given the shape `part` of any rank's part."""
         return tuple(self.whole if dim == self.dim else length for dim, length in enumerate(part))
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """`part` as a parameter that DeepSpeed counts on every tensor-parallel rank in norms."""
+    """`part` (this rank's part of a weight) as a parameter that requires a gradient if `like` does,
+    marked so that DeepSpeed counts it on every tensor-parallel rank in gradient norms.
+    """
     made = nn.Parameter(part, requires_grad=like.requires_grad)
     made.tensor_model_parallel = True  # type: ignore[attr-defined]
     return made
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Make the gradient of `parameter` the sum over the ranks of `axis`, in every backward pass.
+    """Register a hook that makes the gradient of `parameter` its sum over the ranks of `axis` (such
+    as the tensor-parallel ranks), in every backward pass, which all of them run together.
 
-    For a parameter of which every rank has a whole copy while its output goes to this rank's heads
-    or outputs only, such as the norm of query heads: each rank's gradient is then a part of it.
+    For a parameter of which every rank has a whole copy but uses it for its own heads or outputs
+    only, such as the norm of query heads: each rank's gradient is then a part of the whole
+    gradient.
     """
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
@@ -83,10 +92,12 @@ def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
 
 
 def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
-    """Sum the gradient of `module`'s input over the axis.
+    """Register a hook on `module` that, in the backward pass, sums the gradient of its input over
+    the ranks of `axis` (the tensor-parallel ranks, which all run it together).
 
-    The input is the first argument or `hidden_states`. One sum serves all column-parallel layers in
-    the module, which have the same input and each compute a part of its gradient.
+    The input is the first positional argument or else `hidden_states`. One sum serves all
+    column-parallel layers in the module, which have the same input and each compute a part of its
+    gradient.
     """
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -98,9 +109,12 @@ def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [..., K] -> this rank's outputs [..., N / t].
+    """A linear layer of which this rank computes some outputs: x [..., K], the same on all ranks,
+    -> [..., N / t] for t ranks. `weight` [N / t, K] and `bias` [N / t] are this rank's rows;
+    `multiply(x, weight, bias)` computes the product, as `torch.nn.functional.linear` does.
 
-    The gradient of x is this rank's part; `sum_gradient_on_entry` sums the parts.
+    In the backward pass x gets this rank's part of its gradient; call `sum_gradient_on_entry` on
+    the module around it to sum the parts.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiply: Multiply) -> None:
@@ -112,10 +126,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class SharedColumnLinear(nn.Module):
-    """Outputs [first, first + count) of a layer that every rank has whole.
-
-    x [..., K] -> [..., count]. For key and value projections with fewer heads than ranks. The
-    weight's gradient is summed over the axis.
+    """A linear layer whose `weight` [N, K] and `bias` [N] every rank has whole, and of which this
+    rank computes the outputs [first, first + count): x [..., K] -> [..., count]. For key and value
+    projections with fewer heads than ranks. Gradients of weight and bias are summed over the
+    tensor-parallel ranks, `axis`. `multiply(x, weight, bias)` computes the product, as
+    `torch.nn.functional.linear` does.
     """
 
     def __init__(
@@ -142,7 +157,11 @@ class SharedColumnLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's inputs [..., K / t] -> the sum over ranks [..., N]; the bias is added once."""
+    """A linear layer of which each rank has some inputs: [..., K / t] for t ranks -> the sum over
+    the tensor-parallel ranks, `axis`, [..., N], the same on all. `weight` [N, K / t] are this
+    rank's columns; `bias` [N] is whole and added once. `multiply(x, weight, None)` computes the
+    product, as `torch.nn.functional.linear` does.
+    """
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, multiply: Multiply
@@ -157,11 +176,13 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token ids [...] -> embeddings [..., K].
+    """Embedding of which each rank has some tokens: token ids [...] int64 -> embeddings [..., K],
+    the same on all ranks of `axis`. `weight` [V / t, K] are this rank's rows, for the token ids
+    from `first` on.
 
-    Each rank looks up its own tokens, results are summed. Token id `padding`, if given, gets no
-    gradient, as in `torch.nn.Embedding`. Embeddings are multiplied by `scale`, rounded to their
-    dtype.
+    Each rank looks up its own tokens, and results are summed. Token id `padding` (of the whole
+    vocabulary), if given, gets no gradient, as in `torch.nn.Embedding`. Embeddings are multiplied
+    by `scale`, rounded to their dtype.
     """
 
     def __init__(
@@ -188,7 +209,10 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 def whole_shapes(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, ...]]:
-    """{parameter name: shape of the whole parameter}, whatever part this rank has of it."""
+    """{parameter name: shape of the whole parameter} for all parameters of `model`, of which this
+    rank may have only a tensor-parallel part (`shards`: {parameter name: how ranks split it}) or a
+    ZeRO 3 partition.
+    """
     shapes = {}
     for name, owned in model.named_parameters():
         shape = torch.Size(getattr(owned, "ds_shape", owned.shape))

@@ -43,28 +43,29 @@ from megarl.private_folder import run_folder
 from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 
 SAID = 2
-"""Exit code of a rank that has printed the user's mistake in one line."""
+"""Exit code of a rank that has printed a mistake of the user (`UserError`) in one line."""
 
 POLL_S = 0.1
 
 TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
-"""Commands that run on several ranks."""
+"""Commands of megarl that run on several ranks, which `megarl torchrun` can start."""
 
 
 class NodeLost(Exception):
-    """Ends the agent because another node is gone or its ranks have failed, which is printed by
-    then.
+    """Ends torchrun's agent on this node, because another node is gone or its ranks have failed.
+    The reason has been printed to stderr before it is raised.
     """
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, for which a mistake that a rank has said is final: another attempt would
-    only say it again. On several nodes it ends its ranks where another node is gone.
+    """torchrun's agent (`LocalElasticAgent`), with two changes: where a rank has ended with a
+    mistake of the user, the ranks are not started again; and on several nodes it ends its ranks
+    where another node is gone. torchrun makes it inside of `own_agent`.
     """
 
     shares_cores: ClassVar[bool] = False
-    """Whether the ranks choose their threads: OMP_NUM_THREADS is then torchrun's own 1, which they
-    do not get."""
+    """Whether each rank chooses its number of threads itself: torchrun's OMP_NUM_THREADS=1 is then
+    not passed on to ranks."""
     _watch: NodeWatch | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -125,16 +126,19 @@ class Agent(LocalElasticAgent):
 
 @contextmanager
 def own_agent() -> Iterator[None]:
-    """A context manager in which torchrun uses `Agent`: it takes its agent from this name, and has
-    no option for one.
+    """A context manager in which `torch.distributed.run.run` uses the class `Agent` of this module
+    as its agent, for which torchrun has no option.
     """
     with patch.object(api, LocalElasticAgent.__name__, Agent):
         yield
 
 
-def run(arguments: list[str]) -> int:
-    """Start the ranks and wait for them; returns their exit code. If a signal ended a rank or this
-    process, returns 128 + the signal's number.
+def run_agent(arguments: list[str]) -> int:
+    """Do what the command torchrun does with these `arguments` (its options, then the program and
+    the program's arguments): start the ranks and wait for them. Returns the exit code for this
+    process: 0; that of the rank that failed first; 128 + the number of a signal that ended a rank
+    or this process; 2 for a mistake of the user; or 1 where another node is lost. Errors are
+    printed to stderr in one line.
     """
     Agent.shares_cores = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
@@ -179,9 +183,9 @@ def run(arguments: list[str]) -> int:
 
 
 def read_options(arguments: list[str]) -> Namespace:
-    """torchrun's options and program. Raises `UserError` for options that torchrun does not have,
-    and for values that it cannot read, which torchrun itself would tell below its whole usage or a
-    traceback. torchrun makes a temporary folder as it reads them.
+    """torchrun's own parser's result for `arguments` (torchrun's options, then the program). Raises
+    `UserError`, with one line of text, for options that torchrun does not have and for values that
+    it cannot read. torchrun makes a temporary folder as it reads them.
     """
 
     def error(message: str) -> NoReturn:
@@ -201,8 +205,10 @@ def read_options(arguments: list[str]) -> Namespace:
 
 
 def meet_at_files(options: Namespace, folder: Path) -> None:
-    """Have the agent and its ranks meet at files in the private folder `folder`, unless `options`
-    ask for ranks on several nodes.
+    """Change `options`, as `read_options` returns them, in place, so that the agent and its ranks
+    meet at files in the private folder `folder` (absolute path) and open no TCP port. Also sets
+    environment variables that the ranks inherit. Does nothing where `options` ask for several
+    nodes.
     """
     if parse_min_max_nnodes(options.nnodes)[1] > 1:
         return
@@ -216,13 +222,15 @@ def meet_at_files(options: Namespace, folder: Path) -> None:
 
 
 def exit_code(found: int) -> int:
-    """The exit code that tells of a process that ended with `found`, negative for a signal."""
+    """The shell's exit code for a process that ended with `found`: `found` itself, or 128 + the
+    signal's number where `found` is negative (-9 becomes 137).
+    """
     return found if found >= 0 else 128 - found
 
 
 def shutdown_timeout(arguments: list[str]) -> str:
-    """The value of torchrun's option --shutdown-timeout, which stands before the program; "" if it
-    is not among the arguments.
+    """The value of torchrun's option --shutdown-timeout as it is written in `arguments` (torchrun's
+    options, then the program), in seconds; "" if the option is not there.
     """
     for index, word in enumerate(arguments):
         if word == "-m" or not word.startswith("-"):
@@ -234,8 +242,9 @@ def shutdown_timeout(arguments: list[str]) -> str:
 
 
 def command(arguments: list[str]) -> int:
-    """`megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that torchrun's
-    OPTIONS ask for. Returns the exit code. Raises `UserError` without COMMAND.
+    """The command `megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that
+    torchrun's OPTIONS ask for, and wait for them. `arguments`: the words after `megarl torchrun`.
+    Returns the exit code. Raises `UserError` without a COMMAND that runs on several ranks.
     """
     commands = [index for index, word in enumerate(arguments) if word in TRAINS]
     if not commands:
@@ -245,8 +254,8 @@ def command(arguments: list[str]) -> int:
             " --nproc-per-node N train RECIPE.yaml"
         )
     start = commands[0]
-    return run([*arguments[:start], "-m", "megarl", *arguments[start:]])
+    return run_agent([*arguments[:start], "-m", "megarl", *arguments[start:]])
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run_agent(sys.argv[1:]))

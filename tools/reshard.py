@@ -6,8 +6,6 @@ bit.
     python tools/reshard.py split HF_FOLDER OUT --layout "data 2 tensor 2 zero 3"
     python tools/reshard.py convert SHARDED OUT --layout "tensor 4"
     python tools/reshard.py join SHARDED OUT
-    python tools/reshard.py checkpoint OLD/checkpoints/step_000010 NEW/checkpoints/step_000010
-                                       --layout "tensor 2 zero 1"
 
 plan     dry run from a config.json: no weights, no network. What every rank holds on either side,
          the copies between them, each element counted, and the time a link of --link-gb-s would
@@ -19,13 +17,11 @@ split    a Hugging Face folder (safetensors, one file or several) to what the ra
          hold: a sharded checkpoint
 convert  one of these to one of another layout
 join     one of these to a Hugging Face folder that `from_pretrained` loads
-checkpoint   a run's checkpoint (weights, optimizer, random states, prompt cursor) to one that a run
-             of another layout and ZeRO
-         stage resumes, in the same precision; its weights are a Hugging Face folder already,
-         `model/`
+
+A run's checkpoint is resumed under any layout as it is, and its `model/` is a Hugging Face folder.
 
 Tensors are read where they lie; in memory is one buffer at a time, which is a tensor or a rank's
-part of it (of a run's checkpoint, one file at a time). Dtypes stay.
+part of it. Dtypes stay.
 A sharded checkpoint is checked against its digests before it is read. What is written is whole or
 absent: written aside, digested, synced, renamed.
 """
@@ -33,7 +29,6 @@ absent: written aside, digested, synced, renamed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import json
 import os
@@ -44,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import reshard_files
 import torch
 from reshard_plan import (
     HEAD,
@@ -57,9 +53,10 @@ from reshard_plan import (
     show_plan,
 )
 
-from megarl.checkpoints import checkpoint_files, store
+from megarl.checkpoints import store
+from megarl.checkpoints.export import Output, split_outputs
 from megarl.checkpoints.manifest import DIGESTS, damage, seal
-from megarl.checkpoints.progress import read_progress, shapes_fingerprint
+from megarl.checkpoints.progress import shapes_fingerprint
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import whole_owned
@@ -102,40 +99,47 @@ def refuse_damaged(folder: Path) -> None:
 
 def open_sharded(folder: Path) -> Source:
     """A sharded checkpoint, all of it read once to check its digests."""
-    described = checkpoint_files.read_description(folder)
+    described = reshard_files.read_description(folder)
     refuse_damaged(folder)
-    model = as_model(described.config, folder / checkpoint_files.LAYOUT)
+    model = as_model(described.config, folder / reshard_files.LAYOUT)
     if shapes_fingerprint(model.shapes) != described.fingerprint:
         raise ValueError(
             f"{folder}: the names and shapes it was written for are not those that its config"
             " gives; write it again"
         )
     degrees = Degrees(described.degrees, described.zero_stage)
-    owned, stores = checkpoint_files.open_ranks(folder, model.owned(degrees), described.files)
+    owned, stores = reshard_files.open_ranks(folder, model.owned(degrees), described.files)
     return Source(model, folder, owned, stores, [])
 
 
 def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
     """Into an empty folder; returns bytes."""
-    owned, names, rank_names = checkpoint_files.rank_files(source.model.owned(degrees))
-    outputs = [
-        checkpoint_files.Output(folder / name, one, {})
-        for one, name in zip(owned, names, strict=True)
-    ]
+    owned, names, rank_names = reshard_files.rank_files(source.model.owned(degrees))
+    outputs = [Output(folder / name, one, {}) for one, name in zip(owned, names, strict=True)]
     shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
     about = (source.model.config, shapes_fingerprint(source.model.shapes))
-    checkpoint_files.Description(
-        checkpoint_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
+    reshard_files.Description(
+        reshard_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
     ).write(folder)
-    return checkpoint_files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
+    return reshard_files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
+
+
+def write_whole(source: Source, folder: Path, limit_bytes: float) -> int:
+    """A Hugging Face folder, of files of at most `limit_bytes` if no tensor is larger; returns
+    bytes.
+    """
+    outputs, index = split_outputs(folder, source.model.shapes, source.dtypes, int(limit_bytes))
+    if index is not None:
+        (folder / store.INDEX).write_text(json.dumps(index, indent=2))
+    return reshard_files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
 
 
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
     """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
-    with checkpoint_files.written_aside(out, finish=seal) as aside:
+    with reshard_files.written_aside(out, finish=seal) as aside:
         written, copied = (
             fill(aside),
-            checkpoint_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
+            reshard_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
         )
     return {
         "out": str(out),
@@ -149,42 +153,15 @@ def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, An
     }
 
 
-def move_checkpoint(folder: Path, out: Path, degrees: Degrees) -> dict[str, Any]:
-    """A run's checkpoint, optimizer and all."""
-    model = load_model(folder / "model")
-    model.owned(degrees)
-    refuse_damaged(folder)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
-        from megarl.checkpoints.deepspeed_files import reshard_checkpoint
-    with checkpoint_files.written_aside(out, finish=seal) as aside:
-        stage: Any = degrees.zero_stage  # one of 0 to 3, as `parse_degrees` has checked
-        reshard_checkpoint(folder, aside, model.table, degrees.layout, stage)
-        size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
-    progress = read_progress(out)
-    return {
-        "out": str(out),
-        "layout": progress.layout,
-        "step": progress.step,
-        "parameters": model.parameters,
-        "bytes": size,
-    }
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """One command, without what goes wrong."""
     if args.command == "plan":
         return plan_of(args)
     if os.path.lexists(args.out):  # what can be refused is, before all of the source is read
         raise ValueError(f"{args.out} is there already; name a folder that is not")
-    if args.command == "checkpoint":
-        return move_checkpoint(args.folder, args.out, args.layout)
     if args.command == "join":
         source = open_sharded(args.folder)
-        given = source.owned, source.stores
-        settings = source.model.shapes, source.dtypes, int(args.file_gb * 1e9)
-        return move(
-            source, args.out, lambda into: checkpoint_files.write_whole(*given, into, *settings)
-        )
+        return move(source, args.out, lambda into: write_whole(source, into, args.file_gb * 1e9))
     load_model(args.folder).owned(args.layout)
     source = (open_hugging_face if args.command == "split" else open_sharded)(args.folder)
     return move(source, args.out, lambda folder: write_sharded(source, args.layout, folder))
@@ -216,7 +193,6 @@ FOLDERS = {
     "split": ("a Hugging Face folder", "Hugging Face folder to sharded checkpoint"),
     "convert": ("a sharded checkpoint", "sharded checkpoint to one of another layout"),
     "join": ("a sharded checkpoint", "sharded checkpoint to Hugging Face folder"),
-    "checkpoint": ("RUN/checkpoints/step_...", "a run's checkpoint to one of another layout"),
 }
 """{command: (what it reads, what it does)}"""
 

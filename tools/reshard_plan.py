@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from reshard_files import rank_files
 
-from megarl.checkpoints import checkpoint_files
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
@@ -180,10 +180,7 @@ def naive(sources: list[Owned], destinations: int, whole: int) -> int:
 
 def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
     """Of the destination rank with most."""
-    made = [
-        make_buckets(owned, itemsize, limit_bytes)
-        for owned in checkpoint_files.distinct(destinations)[0]
-    ]
+    made = [make_buckets(owned, itemsize, limit_bytes) for owned in rank_files(destinations)[0]]
     most = max(made, key=len)
     return {
         "rank_buckets": len(most),

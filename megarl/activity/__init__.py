@@ -1,1 +1,3 @@
-"""What each process of a run is doing, and on whom it waits, recorded in the run folder."""
+"""Records in the run folder what each process of a run is doing and which other processes it waits
+for; reports waits that take too long.
+"""

@@ -1,4 +1,6 @@
-"""One span for many requests to the same process, and the deadline of each."""
+"""Records many concurrent requests to the same process as one span, and the deadline of each
+request.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megarl.activity.spans import RECORDERS, Kind, Span, Whom, micros, now
+from megarl.activity.spans import POLL_S, RECORDERS, Kind, Span, Whom, micros, now
 
-GAP_S = 0.1
-"""A pause between requests that is shorter does not end a span of `Busy`."""
 PROGRESS_S = 10.0
-"""Seconds between two events about the requests of a `Busy` span, if there is news."""
+"""Least seconds between two events about the number of requests of a `Busy` span."""
 
 
 @dataclass(eq=False)
 class Busy:
-    """One span from the first open request to none open, however many there are in between.
+    """Records requests that overlap as one span in the activity trace of this process, the file
+    RUN/activity/PROCESS.json, from the first open request until none is open, however many there
+    are in between. `what`: the span's name; `kind`: "generate", "score" and so on; `of`: the
+    process that answers. A request that is open for `deadline_s` seconds is reported on standard
+    error.
 
-    busy = Busy("responses", kind="generate")
-    with busy.request(): ...        # in any number of asyncio tasks of one event loop
+        busy = Busy("responses", kind="generate")
+        with busy.request(): ...  # in any number of asyncio tasks of one event loop
     """
 
     what: str
@@ -29,13 +33,12 @@ class Busy:
     of: Whom = ()
     deadline_s: float = 0.0
     """Seconds after which an open request is reported; 0 for none."""
-    quiet_s: float = 0.0
-    """Seconds without any answer after which open requests are reported; 0 for none."""
     judge_s: float = 0.0
-    """For deadlines that do not count all of a request's time: whoever waits says by `judged`, at
-    most so many seconds after a deadline, whether it has passed. 0 if all time counts."""
+    """Seconds after a deadline within which the code that waits must tell by `judged` whether the
+    request is late, where a deadline does not count all of a request's time. 0: a request is late
+    at its deadline."""
     requests: dict[int, float] = field(default_factory=dict, init=False)
-    """Open requests: when they began, in that order."""
+    """{number of an open request: when it began, in seconds since the epoch}, in that order."""
 
     def __post_init__(self) -> None:
         self._span: Span | None = None
@@ -50,8 +53,10 @@ class Busy:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """A context manager for one request."""
-        number, begun, is_answered = next(self._numbers), now(), False
+        """A context manager for one request: open from the begin of the block to its end. Nothing
+        is recorded if this process has no open recorder.
+        """
+        number, begun = next(self._numbers), now()
         with self._lock:
             self._tidy(begun)
             for recorder in RECORDERS if self._span is None else ():
@@ -64,17 +69,14 @@ class Busy:
             self._most = max(self._most, len(self.requests))
         try:
             yield
-            is_answered = True
         finally:
             with self._lock:
                 self._done, self._ended_at = self._done + 1, now()
                 del self.requests[number]
-                if not (is_answered or self.judge_s) and 0 < self.deadline_s <= now() - begun:
-                    self._is_late(begun, self.deadline_s)
 
     def judged(self, waited_s: float, paused_s: float) -> None:
-        """A request has waited `waited_s` seconds, of which its deadline does not count `paused_s`.
-        It is reported if it is late all the same.
+        """Tell how long a request has waited: `waited_s` seconds, of which its deadline does not
+        count `paused_s`. If the rest has reached the deadline, the request is reported as late.
         """
         with self._lock:
             self._judged_at = now()
@@ -82,8 +84,10 @@ class Busy:
                 self._is_late(self._judged_at - waited_s, self.deadline_s + paused_s)
 
     def look(self, at: float) -> Span | None:
-        """What the thread that watches does at `at`: end the span after a pause, write what is new,
-        and return the newest wait that has passed its deadline.
+        """Called by the thread that watches open spans, every quarter of a second, with the time
+        `at` in seconds since the epoch: ends the span if no request has been open for a while,
+        writes how many requests are open and done, and returns a `Span` for the newest request that
+        has passed its deadline, or None.
         """
         with self._lock:
             self._tidy(at)
@@ -95,13 +99,10 @@ class Busy:
                 for recorder in RECORDERS:
                     recorder.write({**about, "args": args})
             oldest = next(iter(self.requests.values()), at)
-            heard = max(oldest, self._ended_at)
-            # Where a deadline is judged, only one that nobody has judged in time is late by itself.
-            since = max(oldest, self._judged_at) if self.judge_s else oldest
+            # Only a request that nobody has judged in time is late by itself.
+            since = max(oldest, self._judged_at)
             if self.deadline_s and at - since >= self.deadline_s + self.judge_s:
                 self._is_late(oldest, self.deadline_s)
-            elif 0 < self.quiet_s <= at - heard:
-                self._is_late(heard, self.quiet_s)
             return self._late
 
     def _is_late(self, begun: float, deadline_s: float) -> None:
@@ -114,8 +115,8 @@ class Busy:
             self._late.is_written = True  # as the span of all requests
 
     def _tidy(self, at: float) -> None:
-        """End the span if there has been no request for `GAP_S`."""
-        if self._span is not None and not self.requests and at - self._ended_at > GAP_S:
+        """End the span if there has been no request for `POLL_S`."""
+        if self._span is not None and not self.requests and at - self._ended_at > POLL_S:
             for recorder in RECORDERS:
                 recorder.finish(self._span, self._ended_at, done=self._done, most=self._most)
             self._span = None

@@ -1,5 +1,5 @@
-"""Reads what the processes of a run have recorded, and says in words who waits on whom. See
-`megarl.activity.spans` for the events.
+"""Reads what the processes of a run have recorded, and says in words who waits for whom. The files
+hold Chrome trace events, described in `megarl.activity.spans`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from megarl.files import parse_json
 FOLDER = "activity"
 """Name of the folder in the run folder."""
 LONGEST_CHAIN = 6
-"""Processes that a chain of waits names."""
+"""Largest number of processes that a chain of waits names."""
 
 
 @dataclass
 class Life:
-    """What one process of a run has recorded from its start on. A process that is started again
-    under the same name has another life. Times are seconds since the epoch.
+    """What one process of a run has recorded of itself, from its start to its last event, as
+    `read_lives` returns it: its host and id, its spans (things that it did or does, with begin and
+    end) and steps. A process that is started again under the same name has another `Life`. Times
+    are in seconds since the epoch, those in events in microseconds.
     """
 
     process: str
@@ -38,17 +40,18 @@ class Life:
     last: float
     """Time of the last event."""
     closed: bool = False
-    """Whether the process has ended in order."""
+    """Whether the process has ended regularly."""
     spans: dict[int, Event] = field(default_factory=dict)
-    """The events of spans' begins by number. One that has ended has its time as `end`, in
-    microseconds; `args` of one that stands for many requests tell of them (`open`, `done`)."""
+    """{number of a span: the event of its begin}. The event of a span that has ended has the time
+    of its end as `end`, in microseconds; `args` of a span for many requests has their numbers
+    (`open`, `done`)."""
     steps: list[Event] = field(default_factory=list)
-    """The events of steps' beginnings."""
+    """The events that training steps have begun."""
 
     @property
     def condition(self) -> str:
-        """Whether the process lives: "alive", "stopped by a signal", "ended", "gone" (without an
-        end in order) or "on HOST".
+        """Whether the process lives: "alive", "stopped by a signal", "stopped by a debugger",
+        "ended" (regularly), "gone" (without a regular end) or "on HOST" (another machine, unknown).
         """
         if self.closed:
             return "ended"
@@ -57,23 +60,29 @@ class Life:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None if it is of another machine."""
+        """Whether the process lives, also if it is stopped; None if it is on another machine, so
+        that this is unknown.
+        """
         found = self.condition
         return None if found.startswith("on ") else found not in ("ended", "gone")
 
     @property
     def is_out(self) -> bool:
-        """Whether the process is known to have ended or to be stopped."""
+        """Whether the process is known to have ended or to be stopped, so that it answers
+        nothing.
+        """
         return self.is_alive is False or self.condition.startswith("stopped")
 
     def ended_at(self, span: Event) -> int:
-        """When a span ended, in microseconds: the last sign of the process for one that did not."""
+        """When the span `span`, the trace event of its begin out of `spans`, ended, in microseconds
+        since the epoch; for a span without an end, the time of the process's last event.
+        """
         return span.get("end", micros(self.last))
 
     @property
     def open(self) -> list[Event]:
-        """What the process does now, or did when it ended: the open spans without an open span
-        inside of them, those that wait for somebody last.
+        """The innermost spans, trace events as dicts, that have not ended: what the process does
+        now, or did when it ended. Spans that wait for another process come last.
         """
         found = [span for span in self.spans.values() if "end" not in span]
         outer = {span["in"] for span in found}
@@ -81,7 +90,9 @@ class Life:
         return sorted(inner, key=lambda span: (bool(waits_on(span)), span["ts"]))
 
     def around(self, span: Event) -> list[Event]:
-        """The spans around `span`, from the innermost."""
+        """The spans (trace events, as dicts) that enclose `span`, one of the values of `spans`,
+        from the innermost.
+        """
         found = []
         while (parent := self.spans.get(span["in"])) is not None and parent["span"] < span["span"]:
             found.append(parent)
@@ -89,8 +100,9 @@ class Life:
         return found
 
     def doing(self, span: Event, at: float) -> str:
-        """What the process does in `span`, or did last, since when, and on whom it waits. `at`:
-        the time now.
+        """A phrase that says what the process does in `span`, or did last: name, enclosing spans,
+        for how long, and for which processes it waits. `at`: the time now, in seconds since the
+        epoch.
         """
         args, until = span["args"], self.last if self.is_alive is False else at
         words = ", in ".join(one["name"] for one in [span, *self.around(span)])
@@ -105,8 +117,10 @@ class Life:
 
 
 def read_lives(folder: Path, *, only_last: bool = False) -> list[Life]:
-    """The lives of all processes of a run, in the order of the names, numbers as numbers. `folder`:
-    RUN/activity. `only_last`: the newest life of each process, as its newest file tells.
+    """Read what all processes of a run have recorded of themselves from `folder`, RUN/activity.
+    Returns a `Life`, with name, host, spans and steps, for each start of a process, sorted by name
+    (ranks first, engine10 after engine9); with `only_last` only the newest of each process, as its
+    newest file tells.
     """
     found = []
     for path in sorted(folder.glob("*.json"), key=_order):
@@ -131,20 +145,24 @@ def read_lives(folder: Path, *, only_last: bool = False) -> list[Life]:
 
 
 def of_run(lives: list[Life]) -> list[Life]:
-    """The lives of the newest run among `lives`: of the one whose rank 0 started last."""
+    """Those of `lives`, the recordings of processes, that belong to the newest run in the folder:
+    the run whose process "rank0" started last.
+    """
     newest = max(lives, key=lambda one: (one.process == "rank0", one.begin), default=None)
     return [one for one in lives if newest is not None and one.run == newest.run]
 
 
 def content_of(file: Path) -> bytes:
-    """What is in a file; nothing where it cannot be read."""
+    """The bytes of a file; empty if it cannot be read."""
     with suppress(OSError):
         return file.read_bytes()
     return b""
 
 
 def trace_events(content: bytes) -> Iterator[Event]:
-    """The trace events in a file, or in a part of it."""
+    """Iterate over the Chrome trace events, as dicts, in the bytes of a trace file, or in a part of
+    it. Lines that are not complete JSON objects are left out.
+    """
     for line in content.split(b"\n"):
         try:
             event = parse_json(line.removesuffix(b","))
@@ -184,13 +202,16 @@ def _take(life: Life, event: Event) -> None:
 
 
 def waits_on(span: Event) -> list[str]:
-    """On whom a span waits, as names of processes."""
+    """Names of the processes, such as "rank1" or "service", that a process waits for in the span
+    `span`, the trace event (dict) of its begin; empty if it waits for none.
+    """
     return span["args"].get("waits on", [])
 
 
 def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
-    """The processes that the names of a span mean: "engines" is every engine, "3 ranks" every
-    rank.
+    """The recordings of the processes that a process waits for in the span `span`, the trace event
+    (dict) of its begin, out of `lives`, {name of a process: its recording}. The name "engines" in a
+    span stands for every engine, "3 ranks" for every rank.
     """
     found = []
     for name in waits_on(span):
@@ -202,8 +223,9 @@ def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
 
 
 def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None:
-    """Of the processes that the span of process `waiting` waits on, the one that most likely keeps
-    it: one that is gone or stopped, else one that is not in the same wait; None if it is unknown.
+    """Of the processes that process `waiting` waits for in `span`, a trace event, the one that most
+    likely keeps it waiting: one that is gone or stopped, else one that is not in a wait of the same
+    name, else any. None if none of them is in `lives`, {name: record of the process}.
     """
     found = [one for one in processes_named(span, lives) if one.process != waiting]
     dead = [one for one in found if one.is_out]
@@ -212,7 +234,10 @@ def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None
 
 
 def chain(waiting: str, span: Event, lives: Mapping[str, Life], at: float) -> list[str]:
-    """One text for each process of the chain of waits that begins with `span`: who keeps whom."""
+    """Who keeps whom waiting, as phrases: one for each process that the process `waiting` waits for
+    in `span`, directly or through others, at most six. `lives`: {name: record of the process}.
+    `at`: the time now, in seconds since the epoch.
+    """
     found, seen = [], {waiting}
     if waits_on(span) and not processes_named(span, lives):
         return [f"{', '.join(waits_on(span))}, of which nothing is recorded"]
@@ -234,7 +259,7 @@ def chain(waiting: str, span: Event, lives: Mapping[str, Life], at: float) -> li
 
 
 def seconds(value: float) -> str:
-    """A duration for people."""
+    """A duration in words, such as "12.3 s", "4 min 05 s" or "2 h 07 min"."""
     if value < 60:
         return f"{max(0.0, value):.1f} s"
     minutes, rest = divmod(round(value), 60)

@@ -1,4 +1,4 @@
-"""Processes of this machine, as the kernel tells of them: identity, state and descendants."""
+"""Processes of this machine, as the Linux kernel tells of them: identity, state and descendants."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 
 STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
-"""What the kernel's letters for the state of a process mean, of those that do not run."""
+"""{letter of a process's state in /proc/PID/stat: what it means}, of stopped processes."""
 
 
 def machine() -> str:
-    """Id of this boot of the machine and of this process namespace; "" where there is none."""
+    """Text that identifies this boot of the machine and this process namespace, within which a
+    process id means one process; "" where the kernel tells none.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -23,23 +25,23 @@ def machine() -> str:
 
 
 def start_of(process: int) -> str:
-    """When a process of this machine started, in the kernel's clock ticks since boot; "" if there
-    is no such process, or only the entry of one that has ended.
+    """When the process with the id `process` started, in the kernel's clock ticks since boot, as
+    text; with the id it identifies the process. "" if there is no such process, or only a zombie.
     """
     return _stat(process)[1]
 
 
 def condition(process: int, started: str) -> str:
-    """Whether the process of this machine that started at `started` (see `start_of`) lives:
-    "alive", "stopped by a signal", "stopped by a debugger" or "gone".
+    """Whether the process with the id `process`, started at `started` (as `start_of` returned it),
+    lives: "alive", "stopped by a signal", "stopped by a debugger" or "gone".
     """
     state, since = _stat(process)
     return STOPPED.get(state, "alive") if since == started != "" else "gone"
 
 
 def below(process: int, without: frozenset[int]) -> Iterator[psutil.Process]:
-    """The processes that the process of this id has started, directly or not, but those of
-    `without` and what these have started.
+    """Iterate over all descendants of the process with the id `process`, without the processes
+    whose ids are in `without` and their descendants.
     """
     with suppress(psutil.Error):  # it has ended meanwhile
         for child in psutil.Process(process).children():

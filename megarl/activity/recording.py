@@ -1,4 +1,4 @@
-"""Where this process records what it does, and the thread that watches its spans."""
+"""Writes what this process does to its file in the run folder; a thread watches the open spans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megarl.activity.files import FOLDER
 from megarl.activity.process import machine, start_of
 from megarl.activity.report import SIGNAL, STACKS, Stacks, last_report, report
-from megarl.activity.spans import RECORDERS, Event, Span, micros, now
+from megarl.activity.spans import POLL_S, RECORDERS, Event, Span, micros, now
 from megarl.console import say
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 MAX_BYTES = 8 * 2**20
 """Size at which a file is renamed to `<process>.1.json`, in the place of the one before. A process
 therefore keeps at most twice as many bytes."""
-POLL_S = 0.25
-"""Seconds between two looks at the spans."""
 QUIET_S = 1.0
-"""Seconds after which a quiet span is written."""
+"""Seconds after which the begin of a span is written that was marked as quiet."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Where the processes of a run record what they do. It can be pickled, for Ray's actors."""
+    """Where the processes of a run record what they do and wait for, each in a Chrome trace file
+    RUN/activity/PROCESS.json. Made by `Recording.of`; `make` creates the folder once, on rank 0;
+    then each process calls `open` with its own name. It can be pickled, for Ray's actors.
+    """
 
     folder: str
     """RUN/activity as an absolute path."""
@@ -41,20 +42,25 @@ class Recording:
 
     @classmethod
     def of(cls, run_folder: str | Path, run: str, *, enabled: bool) -> Recording | None:
-        """The recording in `run_folder` of the run with the id `run`; None if not `enabled`."""
+        """The `Recording` of the run with the id `run` in the folder `run_folder`, which may be
+        relative, to be passed to the run's processes; None if not `enabled`. Nothing is created
+        yet.
+        """
         return cls(str(Path(run_folder).absolute() / FOLDER), run) if enabled else None
 
     @classmethod
     def beside(cls, part: str) -> tuple[Recording, str] | None:
-        """(where this process records, name of its child process `part`), for the child to open;
-        None where this process does not record.
+        """For a child process of this one that is a part of it, such as "core": (this process's
+        recording, the name of the child, such as "engine0-core"), with which the child calls
+        `open`. None if this process does not record.
         """
         return next(((one.recording, f"{one.process}-{part}") for one in RECORDERS), None)
 
     def make(self, *, keep: bool) -> None:
-        """Create the folder RUN/activity. Rank 0 calls this method before any process calls `open`.
-        `keep`: whether the files of an earlier run in this folder stay, as in a run that resumes.
-        If the folder cannot be created, one line says so, and nothing is recorded.
+        """Create the folder `activity` in the run folder. Called once, on rank 0, before any
+        process calls `open`. `keep`: keep the files of an earlier start of the run, as for a run
+        that resumes; otherwise they are removed. If the folder cannot be created, a line on
+        standard error says so, and nothing is recorded.
         """
         try:
             if not keep:
@@ -65,8 +71,8 @@ class Recording:
 
     def open(self, process: str) -> Callable[[], None]:
         """Begin to write what this process does to the file RUN/activity/`process`.json. Returns a
-        function that ends it. If the file cannot be written, one line says so, and the process goes
-        on without a record.
+        function without arguments that ends the recording. If the file cannot be written, a line on
+        standard error says so, and the process goes on without recording.
         """
         try:
             RECORDERS[:] = [SpanRecorder(self, process)]
@@ -76,14 +82,17 @@ class Recording:
 
 
 def close_recording() -> None:
-    """End the record of this process in order; nothing if there is none."""
+    """End the trace of what this process does, RUN/activity/PROCESS.json, as a regular end: the
+    event "closed" is written. Does nothing if this process records nothing.
+    """
     while RECORDERS:
         RECORDERS.pop().close()
 
 
 class SpanRecorder:
-    """Writes the spans of this process to its file. A thread, which ends with the process, writes
-    what lasts long, answers requests for stacks, and reports waits that have passed their deadline.
+    """Writes the spans of this process, things that it does with begin and end, to the Chrome trace
+    file RUN/activity/`process`.json. A daemon thread writes the spans that last long, answers
+    requests for the stacks of this process, and reports waits that have passed their deadline.
     """
 
     def __init__(self, recording: Recording, process: str) -> None:
@@ -122,8 +131,9 @@ class SpanRecorder:
         self._file.write(line.encode() + b",\n")
 
     def write(self, event: Event) -> None:
-        """Append a trace event to the file. Does nothing in a process forked from this one, and
-        after an event could not be written, which is said once.
+        """Append a trace event, a dict of JSON data without the process id, to the file. Does
+        nothing in a process forked from this one, or after an earlier event could not be written,
+        which is said once on standard error.
         """
         with self._lock:
             if self._file.closed or os.getpid() != self._pid:
@@ -139,7 +149,9 @@ class SpanRecorder:
                 say(f"megarl: what {self.process} does is recorded no more: {error}")
 
     def mark(self, name: str, args: Event) -> None:
-        """Write that something has happened now, such as the beginning of a step."""
+        """Write an event without duration, such as the beginning of a step, with the time now.
+        `args`: JSON data about it.
+        """
         scope = "g" if self.process == "rank0" else "p"
         with self._lock:
             self._marked = {"name": name, "ph": "i", "s": scope, "ts": micros(now()), "tid": 0}
@@ -147,7 +159,9 @@ class SpanRecorder:
             self.write(self._marked)
 
     def start(self, span: Span) -> None:
-        """Let `span` begin now: give it a number and a lane, and write it unless it is quiet."""
+        """Begin `span`, a thing that this process does, now: sets its time, number and lane in the
+        trace, and writes the event of its begin unless the span is quiet.
+        """
         with self._lock:
             span.number, span.begin = next(self._numbers), now()
             span.moved_at = span.begin
@@ -160,15 +174,17 @@ class SpanRecorder:
                 self.begin(span)
 
     def begin(self, span: Span) -> None:
-        """Write that `span` has begun, unless that is written already or the span is over."""
+        """Write the event that `span` has begun, unless it is written already or the span has
+        ended.
+        """
         with self._lock:
             if span.number in self.open and not span.is_written:
                 span.is_written = True
                 self.write(span.event(self.process))
 
     def finish(self, span: Span, at: float, **counts: int) -> None:
-        """Write that `span` is over since `at`, if its begin was written. `counts`: such as how
-        many requests were answered.
+        """Write the event that `span` ended at `at`, in seconds since the epoch, if its begin was
+        written. `counts`: numbers for the event, such as how many requests were answered.
         """
         with self._lock:
             self.open.pop(span.number, None)
@@ -177,10 +193,10 @@ class SpanRecorder:
                 self.write({**about, "args": counts})
 
     def close(self) -> None:
-        """Write the event `closed`, which says that this process ended in order; end the thread and
-        close the file. Spans that begin or end later are not written. The handler of `SIGNAL` stays
-        installed, because another process may be about to send that signal, which would otherwise
-        end this process.
+        """Write the event `closed`, which says that this process ended regularly; end the thread
+        and close the file. Spans that begin or end later are not written. The handler of `SIGNAL`,
+        with which another process may ask for stacks, stays installed, because that signal would
+        otherwise end this process.
         """
         self._ended.set()
         self._thread.join(5.0)
@@ -189,7 +205,10 @@ class SpanRecorder:
             self._file.close()
 
     def report(self, late: Sequence[Span]) -> None:
-        """Write a report about spans that have passed their deadline, unless there is one."""
+        """Write a report, RUN/waits-TIME.txt, about the spans `late`, which have passed their
+        deadline, unless a report about them exists already. Blocks for some seconds, in which all
+        processes of the run are asked for their stacks.
+        """
         for span in late:
             self.begin(span)
         try:

@@ -1,9 +1,9 @@
 """The report of a wait that has passed its deadline: what every process of the run does, with the
 Python stacks of its threads, as `faulthandler` writes them.
 
-Each process has a file RUN/activity/stacks/<process>.txt for its stacks. It writes to it once the
-content of the file `request` there changes; where C code holds Python's lock, once it gets a
-signal. A stopped process answers neither.
+Each process has a file RUN/activity/stacks/<process>.txt for its stacks. It writes to the file when
+the content of the file `request` in that folder changes, or, where C code holds Python's lock, when
+it gets a signal. A stopped process does neither.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ from megarl.console import say
 from megarl.files import read_json
 
 LAST = "last_report"
-"""Name of the file in RUN/activity that tells of the newest report."""
+"""Name of the file in RUN/activity with the newest report's time, line and waits."""
 STACKS, REQUEST = "stacks", "request"
 SIGNAL = getattr(signal, "SIGRTMIN", -8) + 8
 """A real-time signal, which neither Python, torch, Ray nor vLLM uses. It is sent only to processes
-that say in their file that they answer it; 0 where there is none."""
+that say in their file that they handle it; 0 where there is no such signal."""
 ANSWER_S = 1.5
-"""Seconds that processes have to answer the request, and those that do not to answer the signal."""
+"""Seconds that processes have to answer the request, and then again, if they do not, the signal."""
 PATIENCE_S = 5.0
 """Seconds that a process waits for another one that writes a report, and in which no second report
-is written about waits that began before it."""
+is written about waits that began before the first."""
 SAME_S = 30.0
-"""The same, as long as a wait that the report names as overdue lasts."""
+"""The same number of seconds while a wait goes on that the first report names as overdue."""
 
 
 MOST_RECENT = b"(most recent call first)"
-"""In what faulthandler writes of each thread."""
+"""Text that faulthandler writes above the stack of each thread."""
 
 
 class Stacks:
-    """The stacks of this process, which answers the signal once this is made."""
+    """Writes the Python stacks of this process's threads to the file `folder`/`process`.txt: after
+    construction when the process gets the signal `SIGNAL` (SIGRTMIN + 8), and by `answer`.
+    `folder`: RUN/activity/stacks.
+    """
 
     def __init__(self, folder: Path, process: str) -> None:
         """`folder`: RUN/activity/stacks. Raises `OSError`."""
@@ -60,7 +63,10 @@ class Stacks:
             faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def answer(self) -> None:
-        """Write the stacks if they are asked for anew."""
+        """Write the stacks of all threads to this process's file if the content of the file
+        `request` in the same folder, by which another process asks for them, has changed since the
+        last call. Called again and again.
+        """
         if (asked := content_of(self._request)) not in (b"", self._asked):
             self._asked = asked
             with suppress(OSError):  # such as a full disk
@@ -74,8 +80,10 @@ class Stacks:
 def stacks_of(
     folder: Path, lives: Sequence[Life], own: Callable[[], None] = lambda: None
 ) -> dict[str, str]:
-    """{process: stacks, or why there are none} of `lives`. `folder`: RUN/activity. `own`: answers
-    requests for this process's own stacks; it is called again and again. Raises `OSError`.
+    """Ask the processes in `lives` for their Python stacks and wait for at most 3 seconds. Returns
+    {name of the process: its stacks as text, or why there are none}. `folder`: `activity` in the
+    run folder. `own`: answers for this process, as `Stacks.answer` does; called again and again
+    meanwhile. Raises `OSError` if the request cannot be written.
     """
     found = {one.process: "none: the process did not answer" for one in lives}
     found |= {one.process: f"none: the process is {one.condition}" for one in lives if one.is_out}
@@ -103,19 +111,23 @@ def stacks_of(
 
 
 class Last(NamedTuple):
-    """The newest report of a run."""
+    """The newest report of a run: when it was written, its first line, and which waits it names as
+    overdue.
+    """
 
     at: float = 0.0
     """When it was written, in seconds since the epoch; 0 for none."""
     line: str = ""
     process: str = ""
-    """Whose waits it names as overdue."""
+    """Name of the process whose waits the report names as overdue."""
     numbers: Sequence[int] = ()
     """Numbers of the spans of these waits."""
 
 
 def last_report(folder: Path) -> Last:
-    """The newest report. `folder`: RUN/activity."""
+    """The newest report about a wait that took too long, read from `folder`, which is `activity` in
+    the run folder; an empty `Last`, with `at` 0, if there is none.
+    """
     with suppress(OSError, ValueError, TypeError):
         return Last(*read_json(folder / LAST))
     return Last()
@@ -124,9 +136,11 @@ def last_report(folder: Path) -> Last:
 def report(
     folder: Path, process: str, late: Sequence[Span], own: Callable[[], None] = lambda: None
 ) -> None:
-    """Write RUN/waits-<time>.txt about waits of `process` that have passed their deadline, unless
-    the newest report has them too, as one of another process that writes it now. `folder`:
-    RUN/activity. `own`: see `stacks_of`. Raises `OSError`.
+    """Write RUN/waits-<time>.txt about the spans `late` of the process named `process`, which have
+    passed their deadline, with the state and stacks of all processes. Does nothing if the newest
+    report tells of these waits already. Blocks for some seconds. `folder`: RUN/activity. `own`:
+    answers for this process's stacks, as `Stacks.answer` does; called again and again meanwhile.
+    Raises `OSError`.
     """
     until = time.monotonic() + PATIENCE_S
     with (folder / ".lock").open("w") as lock:
@@ -188,8 +202,9 @@ def _write(
 
 
 def described(lives: Sequence[Life], answered: Mapping[str, str], at: float) -> Iterator[str]:
-    """The lines about processes: what each does at `at`, one line for each thing; then, if there is
-    anything in `answered`, its child processes and its stacks.
+    """Iterate over the lines of a report about the processes `lives`, their recordings: what each
+    does at `at`, in seconds since the epoch. Then, if `answered` is not empty, each process's child
+    processes and its stacks, {name of the process: text}.
     """
     for one in lives:
         head = f"  {one.process:12} {one.condition:20} "

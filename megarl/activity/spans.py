@@ -48,6 +48,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """What a span can be about."""
 
+POLL_S = 0.25
+"""Seconds between two looks of a process at its spans; a shorter pause between two requests does
+not end a span of `megarl.activity.busy.Busy`."""
 NAMED_RANKS = 16
 """A wait for more ranks than these names their number only."""
 
@@ -64,18 +67,23 @@ _STARTED_AT = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds since the epoch by a clock that is never set back in the life of this process."""
+    """The time in seconds since the epoch, by a clock that is never set back while this process
+    runs.
+    """
     return _STARTED_AT + time.monotonic()
 
 
 def micros(seconds: float) -> int:
-    """Seconds as whole microseconds, in which traces count."""
+    """`seconds` as whole microseconds, the unit of time in traces."""
     return round(1e6 * seconds)
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """What this process does in a block; see `activity`. Times are those of `now`."""
+    """One thing that this process does, with begin and end: a context manager, made by
+    `activity(...)`, that writes two events to the activity trace of this process, the file
+    RUN/activity/PROCESS.json, if that is recorded. Times are in seconds since the epoch.
+    """
 
     what: str
     kind: Kind
@@ -85,24 +93,26 @@ class Span:
     is_quiet: bool = False
     begin: float = 0.0
     moved_at: float = 0.0
-    """When what is waited for has made progress last."""
+    """When the process that this one waits for last made progress."""
     number: int = 0
-    """From 1 in a process; 0 for a span that has not begun."""
+    """Number of the span, from 1 in a process; 0 for a span that has not begun."""
     parent: int = 0
     lane: int = 0
     is_written: bool = False
     is_reported: bool = False
-    """Whether somebody has looked into it since its deadline has passed."""
+    """Whether a report about the wait was written since its deadline has passed."""
     recorder: SpanRecorder | None = None
 
     def moved(self, ago_s: float = 0.0) -> None:
-        """Note that what is waited for has made progress `ago_s` seconds ago: the deadline counts
-        from then on.
+        """Note that the process that this one waits for made progress `ago_s` seconds ago: the
+        deadline counts from that time on.
         """
         self.moved_at = max(self.begin, now() - ago_s)
 
     def is_late(self, at: float) -> bool:
-        """Whether its deadline has passed at `at` and nobody has looked into it."""
+        """Whether the span's deadline has passed at `at`, in seconds since the epoch, and no report
+        about it was written yet. False without a deadline.
+        """
         return 0 < self.deadline_s <= at - self.moved_at and not self.is_reported
 
     def __enter__(self) -> Span:
@@ -125,8 +135,8 @@ class Span:
             self.recorder.finish(self, now())
 
     def event(self, process: str) -> Event:
-        """The event that says that it has begun. `process`: its own, which does not wait on
-        itself.
+        """The Chrome trace event, a dict of JSON data, that says that this span has begun.
+        `process`: name of this process, which is left out of the names that the span waits for.
         """
         of = [self.of] if isinstance(self.of, str) else self.of
         names = [f"rank{one}" if isinstance(one, int) else one for one in of]
@@ -142,21 +152,26 @@ class Span:
 def activity(
     what: str, *, kind: Kind, of: Whom = (), deadline_s: float = 0.0, quiet: bool = False
 ) -> Span:
-    """A context manager that records what this process does in its block.
+    """A context manager that records what this process does in its block, as a span of its Chrome
+    trace RUN/activity/PROCESS.json; if this process records nothing (`Recording.open` was not
+    called), it does nothing. Also for use in asyncio tasks.
 
     Args:
-        what: for people, such as "rollouts of step 7".
-        kind: one of `KINDS`.
-        of: on whom the process waits, as names of processes; ranks may be given as numbers.
+        what: name of the span for people, such as "rollouts of step 7".
+        kind: one of `KINDS`: "generate", "wait", "train" and so on.
+        of: names of the processes that this one waits for; a number is a rank.
         deadline_s: seconds after which the wait is reported; 0 for none. An error after it is held
             back until the report is written; in an event loop use `megarl.activity.busy.Busy`.
-        quiet: for what is done many times a step: it is written only where it lasts longer than
-            `megarl.activity.recording.QUIET_S`.
+        quiet: for what is done many times a step: it is written only where it lasts longer than a
+            second.
     """
     return Span(what, kind, of, deadline_s, quiet)
 
 
 def step_begins(step: int, version: int) -> None:
-    """Note that this process begins `step` (from 1) with weights `version`."""
+    """Write to the trace of what this process does, RUN/activity/PROCESS.json, that it begins
+    training step `step` (from 1) with weights of version `version`. Does nothing if this process
+    records nothing.
+    """
     for recorder in RECORDERS:
         recorder.mark(f"step {step}", {"step": step, "version": version})

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from megarl.checkpoints.manifest import file_digest
 from megarl.checkpoints.store import Store
 from megarl.schema import require
 from megarl.third_party import opening
@@ -56,24 +56,6 @@ BASE = "megarl_base_digest"
 """Key of the digest of the base model's weights in the metadata of `TENSORS`."""
 
 
-def write_adapter(
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    config: LoraConfig,
-    *,
-    base: str | None,
-    base_digest: str,
-) -> list[Path]:
-    """Write an adapter into `folder`, which is made; returns the paths. The other arguments are
-    those of `adapter_bytes`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = adapter_bytes(tensors, config, base=base, base_digest=base_digest)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return [folder / CONFIG, folder / TENSORS]
-
-
 def adapter_bytes(
     tensors: Mapping[str, torch.Tensor],
     config: LoraConfig,
@@ -81,7 +63,8 @@ def adapter_bytes(
     base: str | None,
     base_digest: str = "",
 ) -> dict[str, bytes]:
-    """{file name: content} of an adapter in PEFT's format.
+    """{file name: content} of a LoRA adapter in PEFT's format: adapter_config.json and
+    adapter_model.safetensors.
 
     Args:
         tensors: {name in the base model: whole tensor} of all A and B, and of a score head.
@@ -111,8 +94,9 @@ def adapter_bytes(
 
 
 def written_for(folder: Path) -> str:
-    """Digest of the base model's weights that the adapter in `folder` was trained on; empty if it
-    has none, as PEFT's own files, or if it cannot be read.
+    """Digest (xxh3-128 in hexadecimal) of the base model's weights that the LoRA adapter in
+    `folder` was trained on, as megarl writes it into the header of adapter_model.safetensors; "" if
+    the file has none, as PEFT's own files, or cannot be read.
     """
     try:
         with safe_open(str(folder / TENSORS), framework="pt") as file:
@@ -122,19 +106,22 @@ def written_for(folder: Path) -> str:
 
 
 def adapter_digest(folder: str) -> str:
-    """xxh3-128 digest of the tensors' file of the adapter in `folder`; "" for no folder."""
-    return xxhash.xxh3_128_hexdigest((Path(folder) / TENSORS).read_bytes()) if folder else ""
+    """xxh3-128 digest, in hexadecimal, of the file adapter_model.safetensors in `folder`; "" if
+    `folder` is "".
+    """
+    return file_digest(Path(folder) / TENSORS) if folder else ""
 
 
 def read_adapter(
     config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors {name in the base model: whole tensor} of the adapter that `config` names.
+    """The tensors {name in the base model: whole tensor on the CPU} of the LoRA adapter in the
+    folder `config.adapter`.
 
-    `shapes`: {name: whole shape} of the adapters' parameters in the model, and of `SCORE` if the
-    model has a score head. Of an adapter without score head, as one of a language model, the result
-    has none either. Raises `ValueError` if the adapter has another rank, alpha or kind, other
-    layers, a score head that the model has not, or was made for another base model.
+    `shapes`: {name: whole shape} of the adapters' parameters in the model, and of "score.weight" if
+    the model has a score head. If the files have no score head, the result has none either. Raises
+    `ValueError`, with what to set, if files are missing, or the adapter has another rank, alpha or
+    kind, other layers or shapes, or a score head that the model has not.
     """
     folder, setting = Path(config.adapter), f"training.lora.adapter {config.adapter!r}"
     for name in (CONFIG, TENSORS):

@@ -17,9 +17,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 from megarl.console import say
+from megarl.files import in_thread
 
 LOOK_S = 0.1
 """Seconds between two looks for the reports of other ranks."""
@@ -28,16 +31,23 @@ PROBLEM = "problem"
 
 
 def reports_of(folder: Path) -> Path:
-    """The folder of the reports of the checkpoint that is written into `folder`."""
+    """Path of the folder FOLDER.reports beside `folder`, the temporary folder of a checkpoint. Each
+    rank but 0 puts a file rank_NNNNN.json there once its files of the checkpoint are on the disk:
+    {path within the checkpoint: xxh3-128 digest in hexadecimal}, or {"problem": message}.
+    """
     return folder.with_name(f"{folder.name}.reports")
 
 
 Digests = Mapping[str, str]
-"""{path within the checkpoint: digest}"""
+"""{path within the checkpoint: xxh3-128 digest in hexadecimal}"""
 
 
 class Writing:
-    """A checkpoint that a thread of this rank is writing. The constructor starts the thread."""
+    """Writes one checkpoint while training goes on. The constructor starts a thread, which calls
+    `write`: it writes this rank's files and returns {path: digest}. On rank 0 another thread calls
+    `commit` with the digests of all ranks, once every rank has reported its files. `wait_written`
+    and `wait_committed` wait for the threads; `give_up` stops them.
+    """
 
     def __init__(
         self,
@@ -49,58 +59,61 @@ class Writing:
         write: Callable[[], Digests],
         commit: Callable[[Digests], None],
     ) -> None:
-        """`folder`: the temporary folder. `write`: writes this rank's files and syncs them to the
-        disk. `commit`: makes the checkpoint of all ranks' files, called on rank 0. Both raise
-        `OSError` where they fail.
+        """`step`: for messages. `folder`: the temporary folder of the checkpoint. `rank`,
+        `num_ranks`: of the ranks that write. `write`: writes this rank's files, syncs them to the
+        disk and returns their digests. `commit`: called on rank 0 with the digests of all ranks'
+        files, gives the checkpoint its final name. Both raise `OSError` where they fail.
         """
         self.step = step
-        self.digests: Digests = {}
-        """Of this rank's files, once they are written."""
         self.committed_s = 0.0
         """On rank 0, seconds from the start until the checkpoint was committed."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._write, self._commit = write, commit
-        self._reported: dict[int, Digests] = {}
-        self._problem = self._not_committed = ""
-        self._is_written, self._is_told, self._gives_up = (threading.Event() for _ in range(3))
-        self._started_at = time.monotonic()
-        self._thread = threading.Thread(
-            target=self._run, name=f"checkpoint of step {step}", daemon=True
-        )
-        self._thread.start()
+        self._told: Sequence[Digests] | None = None
+        self._is_told = threading.Event()
+        name = f"checkpoint of step {step}"
+        self._written = in_thread(name, lambda: self._write(write))
+        self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
 
     def wait_written(self, timeout_s: float) -> str:
-        """Wait until this rank's files are on the disk; returns what went wrong, or ""."""
-        if not self._is_written.wait(timeout_s):
-            return f"its files were not on the disk after {timeout_s:.0f} s"
-        return self._problem
+        """Wait until this rank's files are on the disk, for `timeout_s` seconds at most; returns
+        what went wrong, a time-out too, or "".
+        """
+        late = f"its files were not on the disk after {timeout_s:.0f} s"
+        return _outcome(self._written, timeout_s, late)
+
+    @property
+    def digests(self) -> Digests:
+        """{path within the checkpoint: xxh3-128 digest in hexadecimal} of this rank's files; blocks
+        until they are written.
+        """
+        return self._written.result()
 
     def wait_committed(self, reported: Sequence[Digests], timeout_s: float) -> str:
-        """On rank 0, wait until the checkpoint is committed; returns what went wrong, or "".
-        `reported`: the digests of all ranks, for a file system that does not show reports yet.
+        """On rank 0, wait until the checkpoint is committed, for `timeout_s` seconds at most;
+        returns what went wrong, a time-out too, or "". `reported`: for each rank, {path within the
+        checkpoint: digest} of its files, for a file system that does not show the ranks' reports
+        yet.
         """
-        self._reported = dict(enumerate(reported))
+        self._told = reported
         self._is_told.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return f"it was not committed after {timeout_s:.0f} s"
-        return self._problem or self._not_committed
+        assert self._committed is not None
+        return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
     def give_up(self, timeout_s: float) -> bool:
-        """Keep this rank's thread from committing the checkpoint, and wait until the thread ends,
-        for `timeout_s` seconds at most. Returns whether the thread has ended.
+        """Keep this rank's threads from committing the checkpoint, and wait until they end, for
+        `timeout_s` seconds at most. Returns True if they have ended, False if one still writes.
         """
-        self._gives_up.set()
+        self._told = None
         self._is_told.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        threads: list[Future[Any]] = [self._written, self._committed or self._written]
+        return not wait(threads, timeout_s).not_done
 
     def linger(self, timeout_s: float) -> None:
         """Before this process ends by an error, wait until the checkpoint is committed, or cannot
-        be; rank 0 says what became of it. The other ranks wait too: torchrun ends rank 0 soon after
-        them. On rank 0 a signal ends the wait only by force, as `megarl.signals.guard` does.
+        be, for `timeout_s` seconds at most; rank 0 says on standard error what became of it. The
+        other ranks wait too: torchrun ends rank 0 soon after them. Each rank calls it alone.
         """
-        if self._rank > 0:
+        if self._committed is None:
             self._is_over(timeout_s)
             return
         deadline = time.monotonic() + timeout_s
@@ -112,46 +125,38 @@ class Writing:
             self._is_over(deadline - time.monotonic())
             raise
         finally:
-            problem = self._problem or self._not_committed
-            if self._thread.is_alive():
-                problem = f"not on the disk after {timeout_s:.0f} s"
+            problem = _outcome(self._committed, 0, f"not on the disk after {timeout_s:.0f} s")
             what = f"is not saved: {problem}" if problem else "is saved"
             say(f"the checkpoint of step {self.step} {what}")
 
     def _is_over(self, timeout_s: float) -> bool:
         """Wait until rank 0 has committed the checkpoint or given up; returns whether it has."""
+        if self._committed is not None:
+            return not wait([self._committed], max(0.0, timeout_s)).not_done
         deadline = time.monotonic() + timeout_s
-        self._thread.join(max(0.0, timeout_s))
         # Rank 0 removes the reports when it is done.
-        while not self._thread.is_alive() and self._rank > 0 and self._reports.exists():
+        while not self._written.done() or self._reports.exists():
             if time.monotonic() > deadline:
                 return False
             time.sleep(LOOK_S)
-        return not self._thread.is_alive()
+        return True
 
-    def _run(self) -> None:
-        # Any error, so that the ranks that wait for this thread learn of it.
+    def _write(self, write: Callable[[], Digests]) -> Digests:
+        """Write this rank's files, and tell rank 0, which waits for this thread, what became of it:
+        also of any error.
+        """
         try:
-            self.digests = self._write()
-            if self._rank > 0:
-                self._report(self.digests)
+            digests = write()
+            self._report(digests)
         except Exception as error:
-            self._problem = str(error) or repr(error)
-            if self._rank > 0:
-                with contextlib.suppress(OSError):
-                    self._report({PROBLEM: self._problem})
-        self._is_written.set()
-        if self._rank > 0:
-            return
-        try:
-            if not self._problem and self._collect():
-                self._commit({k: v for one in self._reported.values() for k, v in one.items()})
-        except Exception as error:
-            self._not_committed = str(error) or repr(error)
-        self.committed_s = time.monotonic() - self._started_at
-        shutil.rmtree(self._reports, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._report({PROBLEM: str(error) or repr(error)})
+            raise
+        return digests
 
     def _report(self, report: Digests) -> None:
+        if self._rank == 0:
+            return
         place = self._report_of(self._rank)
         aside = place.with_suffix(".writing")
         aside.write_text(json.dumps(report))
@@ -160,20 +165,33 @@ class Writing:
     def _report_of(self, rank: int) -> Path:
         return self._reports / f"rank_{rank:05d}.json"
 
-    def _collect(self) -> bool:
-        """On rank 0, wait until all ranks have reported; returns False if the checkpoint is given
-        up. Raises `OSError` if a rank reports a problem.
+    def _collect(self, commit: Callable[[Digests], None]) -> None:
+        """On rank 0, wait until all ranks have reported, and commit the checkpoint, unless it is
+        given up. Raises `OSError` if a rank reports a problem.
         """
-        reported = {self._rank: self.digests}
-        while len(reported) < self._num_ranks:
-            for rank in range(self._num_ranks):
-                path = self._report_of(rank)
-                if rank not in reported and path.exists():
-                    reported[rank] = json.loads(path.read_text())
-                    if PROBLEM in reported[rank]:
-                        raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-            if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
-                break
-        else:
-            self._reported = reported
-        return not self._gives_up.is_set()
+        started_at = time.monotonic()
+        try:
+            reported = {self._rank: self._written.result()}
+            while len(reported) < self._num_ranks:
+                for rank in range(self._num_ranks):
+                    path = self._report_of(rank)
+                    if rank not in reported and path.exists():
+                        reported[rank] = json.loads(path.read_text())
+                        if PROBLEM in reported[rank]:
+                            raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
+                if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
+                    reported = dict(enumerate(self._told or ()))
+                    break
+            if self._told is not None or not self._is_told.is_set():
+                commit({name: digest for one in reported.values() for name, digest in one.items()})
+        finally:
+            self.committed_s = time.monotonic() - started_at
+            shutil.rmtree(self._reports, ignore_errors=True)
+
+
+def _outcome(future: Future[Any], timeout_s: float, late: str) -> str:
+    """What went wrong in a thread, "" if nothing did, or `late` after `timeout_s` seconds."""
+    if wait([future], timeout_s).not_done:
+        return late
+    error = future.exception()
+    return (str(error) or repr(error)) if error is not None else ""

@@ -6,7 +6,7 @@ writes the copy; `finish` waits for the threads.
 
 runs/x/checkpoints/step_000010/
     run.json      step, prompt cursor, layout, what the model looks like
-    state/        model, optimizer: DeepSpeed's files, one set a rank
+    state/        float32 weights and optimizer state, one file a rank (megarl.trainer.zero_state)
     roles/critic/ the same for every further role that is trained, such as a critic
     random/       random states, one file a rank
     groups/       finished groups of rollouts that are not trained yet
@@ -22,6 +22,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,19 +33,18 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from megarl.activity.spans import activity
-from megarl.checkpoints.adapter_files import write_adapter
+from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.checkpoints.background import Digests, Writing, reports_of
-from megarl.checkpoints.checkpoint_files import (
-    ASIDE,
-    identity,
-    put_in_place,
-    remove_unfinished,
-    set_aside,
-)
 from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
-from megarl.checkpoints.manifest import sync, write_manifest
+from megarl.checkpoints.manifest import (
+    ASIDE,
+    put_in_place,
+    remove_unfinished,
+    set_aside,
+    write_manifest,
+)
 from megarl.checkpoints.progress import (
     Progress,
     newest_first,
@@ -56,6 +56,7 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError, disk_advice
+from megarl.files import sync
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.ledger.journal import position
 from megarl.parallel.collectives import broadcast_object, gather_objects
@@ -67,51 +68,55 @@ if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
 
 
+@dataclass(kw_only=True, eq=False)
 class Checkpoints:
-    """The checkpoints of one run folder. All ranks with a part of a trained model call every method
-    together.
+    """Writes and restores the checkpoints of one run folder: `save` begins one, which threads write
+    while training goes on, `finish` waits for it, `load` restores one. All ranks with a part of a
+    trained model create the object and call these methods together; `close` is called by each rank
+    alone.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int,
-        engine: TrainEngine | None,
-        tokenizer: PreTrainedTokenizerBase,
-        mesh: ProcessMesh,
-        seed: int,
-        data: str,
-        others: Mapping[str, TrainEngine] | None = None,
-        roles: Mapping[str, str] | None = None,
-        everyone: Axis | None = None,
-        base_digest: str = "",
-        reference: str = "",
-        owner: Lease | None = None,
-        run_id: str = "",
-        in_background: bool = False,
-        generation: bytes | None = None,
-    ) -> None:
-        """`engine`: the model that is exported, trained on `mesh`; None on ranks outside it.
-        `others`: {name: model} of further roles that are trained on this rank; their state is saved
-        and restored beside that of `engine`. `roles`: {name: layout, as `written_under` says it} of
-        all such roles, the same on every rank. `everyone`: all ranks with a part of a trained
-        model; None for the ranks of `mesh`. `base_digest`: with LoRA, the digest of the base
-        model's weights, which is written beside the adapters. `reference`: that of `Progress`.
-        `owner`: on rank 0, the lease of this run on its folder; None where the folder has no other
-        user. `run_id`: id of the run, the same on every rank, which is in the name of its temporary
-        folders. `in_background`: have `save` return once the state is copied; else it calls
-        `finish` itself. `generation`: see `write_description`.
-        """
-        self.generation = generation
-        self.in_background, self.base_digest = in_background, base_digest
+    folder: Path = field(kw_only=False)
+    keep: int
+    """How many checkpoints stay; older ones are removed."""
+    engine: TrainEngine | None
+    """The model that is exported, trained on `mesh`; None on ranks outside it."""
+    tokenizer: PreTrainedTokenizerBase
+    mesh: ProcessMesh
+    seed: int
+    data: str
+    others: Mapping[str, TrainEngine] = field(default_factory=dict)
+    """{name: model} of further roles that are trained on this rank; their state is saved and
+    restored beside that of `engine`."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """{name: text with layout, ZeRO stage, precision and optimizer} of all models in `others` on
+    any rank, the same on every rank."""
+    everyone: Axis | None = None
+    """All ranks with a part of a trained model; None for the ranks of `mesh`."""
+    base_digest: str = ""
+    """With LoRA, the digest of the base model's weights, which is written beside the adapters."""
+    reference: str = ""
+    """Digest of the adapter with which the reference model computes; "" without one."""
+    owner: Lease | None = None
+    """On rank 0, the lease of this run on its folder; None where the folder has no other user."""
+    run_id: str = ""
+    """Id of the run, the same on every rank, which is in the name of its temporary folders."""
+    in_background: bool = False
+    """Have `save` return once the state is copied; else it calls `finish` itself."""
+    generation: bytes | None = None
+    """Content of the model's generation_config.json, for the saved model; None for what
+    transformers makes of its config."""
+
+    def __post_init__(self) -> None:
         self._writing: Writing | None = None
         self._times = dict[str, float]()
-        self.owner, self.run_id = owner, run_id
-        self.others, self.roles = dict(others or {}), dict(roles or {})
-        self.folder, self.keep, self.engine, self.tokenizer = folder, keep, engine, tokenizer
-        self.mesh, self.seed, self.data, self.reference = mesh, seed, data, reference
-        self.everyone = everyone or mesh.world
+
+    @property
+    def world(self) -> Axis:
+        """The process group (`Axis`) of all ranks with a part of a trained model, which call the
+        methods together.
+        """
+        return self.everyone or self.mesh.world
 
     @property
     def _engines(self) -> dict[str, TrainEngine]:
@@ -133,36 +138,35 @@ class Checkpoints:
         groups: Sequence[Group] = (),
         made_with: str = "",
     ) -> Path:
-        """Begin the checkpoint of `step`, once the one before is finished; returns the path that it
-        will have. Afterwards at most `keep` remain. `next_ordinal`, `used` and `algorithm` are
-        those of `Progress`. `groups`: finished groups of rollouts, with their token arrays, that
-        this rank is to write; `made_with`: see `write_groups`. Raises `OSError` on every rank, with
-        the fix, where one cannot write, and `UserError` if a weight is not finite. All ranks call
-        it together.
+        """Begin the checkpoint of `step` (number of finished steps), once the one before is
+        finished; returns the path that it will have, FOLDER/step_NNNNNN. If the field
+        `in_background` is True, it returns when the state is copied to host memory, else when the
+        checkpoint is complete. At most `keep` (a field) checkpoints remain. All ranks with a part
+        of a trained model call it together.
 
-        The commit has two phases: every rank writes its files, brings them to the disk and reports
-        their digests; then rank 0 writes the manifest and gives the folder its name. Until that
-        name is there, no reader takes the folder for a checkpoint. Raises `UserError` on all ranks,
-        before anything is removed or renamed, if another run owns the run folder.
+        `next_ordinal`: position of the first prompt not yet trained on. `used`: later positions
+        that are used as well. `algorithm`: {name: number} that the algorithm has adapted. `groups`:
+        finished rollouts not trained on yet that this rank is to write, grouped by prompt;
+        `made_with`: digest of the settings that they depend on.
+
+        Raises on every rank `OSError`, with the fix, where one cannot write, and `UserError` if a
+        weight is not finite or another run owns the run folder. A checkpoint has its name only when
+        the files of all ranks and their digests are on the disk.
         """
         self.finish()
         progress = self._progress(step, next_ordinal, used, algorithm or {})
         started_at = time.monotonic()
-
-        def write_finished(aside: Path) -> list[Path]:
-            path = aside / FOLDER / self._file_of_rank
-            return [write_groups(path, groups, made_with)] if groups else []
-
         with activity(f"checkpoint of step {step}", kind="checkpoint"):
-            self._writing = self._begin(step, progress, write_finished)
+            self._writing = self._begin(step, progress, groups, made_with)
         self._times["time/checkpoint_copy_s"] = time.monotonic() - started_at
         if not self.in_background:
             self.finish()
         return self.folder / f"step_{step:06d}"
 
     def finish(self) -> None:
-        """Wait until the newest checkpoint is committed, if one is being written. Raises `OSError`
-        or `UserError` as `save` does. All ranks call it together.
+        """Wait until the checkpoint that was begun last is complete; does nothing if none is being
+        written. Raises on every rank `OSError` where a rank cannot write, and `UserError` if
+        another run owns the run folder. All ranks with a part of a trained model call it together.
         """
         if (writing := self._writing) is None:
             return
@@ -170,34 +174,33 @@ class Checkpoints:
         timeout_s, step = self.mesh.timeout_s / 2, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
-            reported = gather_objects(dict(writing.digests), self.everyone)
-            is_main = self.everyone.rank == 0
+            reported = gather_objects(dict(writing.digests), self.world)
+            is_main = self.world.rank == 0
             problem = writing.wait_committed(reported, timeout_s) if is_main else ""
             self._everybody(problem, step, writing)
         self._writing = None
         self._times["time/checkpoint_written_s"] = writing.committed_s
 
     def close(self) -> None:
-        """After an error, give the threads time to commit the checkpoint that is being written, as
-        long as a collective may take. A rank calls this method alone.
+        """At the end of a run, after an error too, give the threads time to complete the checkpoint
+        that is being written, as long as a collective may take. Each rank calls it alone.
         """
         if self._writing is not None:
             self._writing.linger(self.mesh.timeout_s)
 
     def take_times(self) -> dict[str, float]:
-        """Metrics of rank 0 since the last call: seconds for which the newest save has held up
-        training (`time/checkpoint_copy_s`), and seconds from the copy of the state until the newest
-        checkpoint was on the disk (`time/checkpoint_written_s`).
+        """Metrics of rank 0 since the last call: {"time/checkpoint_copy_s": seconds for which the
+        newest save has held up training, "time/checkpoint_written_s": seconds from the copy of the
+        state until the newest checkpoint was on the disk}; without the keys of what has not
+        happened.
         """
         found, self._times = self._times, {}
         return found
 
     def _begin(
-        self, step: int, progress: Progress | None, write_finished: Callable[[Path], list[Path]]
+        self, step: int, progress: Progress | None, groups: Sequence[Group], made_with: str
     ) -> Writing:
-        """Take this rank's state and begin to write it. `write_finished`: writes the finished
-        groups of this rank into the checkpoint's folder, and returns the paths.
-        """
+        """Take this rank's state and begin to write it, with the finished groups of this rank."""
         if found := self._broken_weight():
             raise UserError(
                 f"no checkpoint of step {step} is written: the weight {found} is not finite; go on"
@@ -205,17 +208,20 @@ class Checkpoints:
             )
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
         self._refuse_lost(step)
-        main = self.everyone.rank == 0
-        self._everybody(self._attempt(lambda: self._make_room(aside)) if main else "", step)
+        main = self.world.rank == 0
+        self._everybody(attempt(lambda: self._make_room(aside)) if main else "", step)
         files = RankFiles(aside, in_background=self.in_background)
-        files.add_later(lambda: write_finished(aside))
-        self._everybody(self._attempt(lambda: self._take_state(aside, files)), step)
-        self._everybody(self._attempt(lambda: self._take_model(aside, files, progress)), step)
+        if groups:
+            place = aside / FOLDER / self._file_of_rank
+            files.add_later(lambda: [write_groups(place, groups, made_with)])
+        for take in (self._take_state, self._take_model):
+            problem = attempt(lambda take=take: take(aside, files, progress))
+            self._everybody(problem or files.problem, step)
         return Writing(
             step,
             folder=aside,
-            rank=self.everyone.rank,
-            num_ranks=self.everyone.size,
+            rank=self.world.rank,
+            num_ranks=self.world.size,
             write=files.finish,
             commit=lambda digests: self._commit(aside, final, digests),
         )
@@ -231,9 +237,9 @@ class Checkpoints:
         run started. Rank 0 first deletes the unfinished checkpoint of `step`. All ranks call this
         method together.
         """
-        main = self.everyone.rank == 0
+        main = self.world.rank == 0
         lost = self.owner.problem() if main and self.owner is not None else ""
-        if lost := broadcast_object(lost, self.everyone):
+        if lost := broadcast_object(lost, self.world):
             if main:
                 shutil.rmtree(self._aside(step), ignore_errors=True)
             raise UserError(lost)
@@ -247,7 +253,7 @@ class Checkpoints:
             weight = engine.broken_weight()  # collective over the ranks of the role
             of_role = f" of the {place.removeprefix('roles/')}" if place != "state" else ""
             found = found or (weight and weight + of_role)
-        return next(filter(None, gather_objects(found, self.everyone)), "")
+        return next(filter(None, gather_objects(found, self.world)), "")
 
     def _make_room(self, aside: Path) -> None:
         """Create an empty temporary folder next to the final one; removes what an interrupted save
@@ -258,21 +264,17 @@ class Checkpoints:
             (aside / part).mkdir(parents=True)
         reports_of(aside).mkdir()
 
-    def _take_state(self, aside: Path, files: RankFiles) -> None:
+    def _take_state(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
         """Add this rank's part of the optimizer state and its random-generator state to `files`."""
-        problems = list[str]()
         for place, engine in self._engines.items():
-            # A rank that fails for one role still saves the next one: the save is collective.
-            problems.append(self._attempt(lambda e=engine, p=place: e.save(str(aside / p), files)))
-        if any(problems):
-            raise OSError("; ".join(dict.fromkeys(filter(None, problems))))
+            engine.save(aside / place, files)
         if self.engine is not None:
-            files.add(aside / "random" / self._file_of_rank, random_states())
+            files.create(aside / "random" / self._file_of_rank).write(random_states())
 
     def _take_model(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
         """Add this rank's files of the model in Hugging Face format, for `from_pretrained` and
-        vLLM, to `files`. Rank 0 also adds the config, the generation config, the tokenizer and
-        `run.json`.
+        vLLM, to `files`. Rank 0 also adds the adapters, the config, the generation config, the
+        tokenizer and `run.json`.
         """
         if self.engine is None or progress is None:
             return
@@ -281,22 +283,18 @@ class Checkpoints:
         adapters = engine.whole_adapters()  # collective
         if self.mesh.world.rank > 0:
             return
-        # A copy: an adapter of a single rank is the trained tensor itself.
-        adapters = {name: tensor.clone() for name, tensor in adapters.items()}
-
-        def write_small_files() -> list[Path]:
-            written = write_description(folder, model, self.tokenizer, self.generation)
-            if adapters:
-                written += write_adapter(
-                    aside / "adapter",
-                    adapters,
-                    engine.config.lora,
-                    base=model.name_or_path,
-                    base_digest=self.base_digest,
-                )
-            return [*written, write_progress(aside, progress)]
-
-        files.add_later(write_small_files)
+        if adapters:
+            (aside / "adapter").mkdir()
+            lora, base = engine.config.lora, model.name_or_path
+            made = adapter_bytes(adapters, lora, base=base, base_digest=self.base_digest)
+            for name, content in made.items():
+                files.create(aside / "adapter" / name).write(content)
+        files.add_later(
+            lambda: [
+                *write_description(folder, model, self.tokenizer, self.generation),
+                write_progress(aside, progress),
+            ]
+        )
 
     @cached_property
     def _weights(self) -> WeightExport:
@@ -317,11 +315,10 @@ class Checkpoints:
         `OSError` if another run owns the run folder.
         """
         write_manifest(aside, digests)
-        before = identity(final)
         # The last moment: a new owner has removed `aside`, or is about to.
         if self.owner is not None:
             self.owner.require()
-        removed = put_in_place(aside, final, before)
+        removed = put_in_place(aside, final)
         sync(self.folder)
         if self.owner is not None:
             self.owner.require()
@@ -329,16 +326,6 @@ class Checkpoints:
         removed += [set_aside(old) for old in known[self.keep :]]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)
-
-    def _attempt(self, write: Callable[[], object]) -> str:
-        """Call `write`; returns the error message if it failed, else an empty string. Nothing is
-        raised here: all ranks must first learn of a failure such as a full disk.
-        """
-        try:
-            write()
-        except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
-            return str(error) or repr(error)
-        return ""
 
     def _everybody(self, problem: str, step: int, writing: Writing | None = None) -> None:
         """Raise `OSError` on every rank if any rank reports a problem while the checkpoint of
@@ -348,7 +335,7 @@ class Checkpoints:
         """
         found = [
             f"rank {rank}: {said}"
-            for rank, said in enumerate(gather_objects(problem, self.everyone))
+            for rank, said in enumerate(gather_objects(problem, self.world))
             if said
         ]
         if not found:
@@ -356,7 +343,7 @@ class Checkpoints:
         self._writing = None
         hangs = writing is not None and not writing.give_up(self.mesh.timeout_s / 4)
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
-        if self.everyone.rank == 0 and not hangs:
+        if self.world.rank == 0 and not hangs:
             shutil.rmtree(self._aside(step), ignore_errors=True)
             shutil.rmtree(reports_of(self._aside(step)), ignore_errors=True)
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
@@ -369,8 +356,11 @@ class Checkpoints:
         )
 
     def load(self, path: Path) -> Progress:
-        """Restore the checkpoint in folder `path`, which `choose` has verified. Raises `UserError`
-        on every rank if a weight is not finite, or if a role of this run is not there.
+        """Restore the trained models and the random-number generators from the checkpoint in folder
+        `path`, whose files must be undamaged; returns where its run stood: step, position in the
+        data, seed. All ranks with a part of a trained model call it together. Raises `UserError` on
+        every rank if a weight is not finite, or if the checkpoint lacks a model that this run
+        trains.
         """
         progress = read_progress(path)
         for place, engine in self._engines.items():
@@ -379,14 +369,16 @@ class Checkpoints:
                     f"checkpoint {path} has no {place}; resume with the recipe that wrote it, or"
                     " set folder to a new one"
                 )
-            engine.load(str(path / place))
+            engine.load(path / place)
         if broken := self._broken_weight():
             raise UserError(
                 f"the weight {broken} of checkpoint {path} is not finite; remove the checkpoint, so"
                 " that the one before is used"
             )
         if self.engine is not None:
-            restore_random_states(path / "random" / self._file_of_rank)
+            # Ranks that the writing run did not have take the states of its ranks in turn.
+            found = sorted((path / "random").iterdir())
+            restore_random_states(found[self.mesh.rank % len(found)])
         return progress
 
     def _progress(
@@ -403,17 +395,29 @@ class Checkpoints:
             layout,
             shapes_fingerprint(self.engine.module.shapes()),
             self.data,
-            self.roles,
+            dict(self.roles),
             dict(algorithm),
             list(used),
-            position(self.folder.parent / LEDGER) if self.everyone.rank == 0 else {},
+            position(self.folder.parent / LEDGER) if self.world.rank == 0 else {},
             self.reference,
         )
 
 
+def attempt(work: Callable[[], object]) -> str:
+    """Call `work`; returns "" or, if it raised an error such as that of a full disk, the error's
+    message. Nothing is raised for errors of disk, memory or torch, so that all ranks can first
+    learn of them.
+    """
+    try:
+        work()
+    except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
+        return str(error) or repr(error)
+    return ""
+
+
 def random_states() -> bytes:
-    """Content of a file with the states of the generators of the CPU and, where there is one, of
-    this rank's GPU.
+    """Content of a safetensors file with the states of torch's generators of the CPU and, where
+    there is one, of this rank's GPU; `restore_random_states` reads it.
     """
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -422,8 +426,9 @@ def random_states() -> bytes:
 
 
 def restore_random_states(path: Path) -> None:
-    """Set the generators to the states of a file of `random_states`. A GPU's state is left
-    out where there is no GPU, and a GPU keeps its own where the file has none.
+    """Set torch's generators to the states in the file `path`, which has the content that
+    `random_states` returned. A GPU's state is left out where there is no GPU, and a GPU keeps its
+    own where the file has none.
     """
     states = load_file(str(path))
     torch.set_rng_state(states["torch"])

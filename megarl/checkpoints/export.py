@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megarl.checkpoints.checkpoint_files import Output, safetensors_header, split_outputs
 from megarl.checkpoints.rank_files import RankFile, RankFiles
-from megarl.checkpoints.store import INDEX
+from megarl.checkpoints.store import DTYPES, INDEX, WHOLE
 from megarl.parallel.collectives import receive, send
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Owned, matrix
+from megarl.parallel.reshard.owned import whole_owned
 from megarl.parallel.reshard.plan import Copy, make_plan
 
 FILE_BYTES = 5 * 10**9
@@ -39,9 +40,10 @@ def write_description(
     tokenizer: PreTrainedTokenizerBase,
     generation: bytes | None = None,
 ) -> list[Path]:
-    """Write what a Hugging Face model has beside its weights: config, generation config and
-    tokenizer; returns the paths. `generation`: content of the generation config; None for what
-    transformers makes of the config.
+    """Write into `folder` what a Hugging Face model has beside its weights: config.json,
+    generation_config.json and the tokenizer's files; returns the paths of the files there but the
+    weights. `generation`: content of generation_config.json; None for what transformers makes of
+    the config.
     """
     model.config.save_pretrained(folder)
     if model.generation_config is not None:  # a classifier has none
@@ -58,6 +60,83 @@ def write_description(
     ]
 
 
+@dataclass(frozen=True)
+class Output:
+    """One safetensors file to be written. `owned` lists, for each tensor of the file (a buffer),
+    the rectangles of the model's tensors that it is made of; `shapes` is {buffer: shape in the
+    file}. A buffer without an entry in `shapes` is stored flat.
+    """
+
+    path: Path
+    owned: Owned
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def shape(self, buffer: str) -> tuple[int, ...]:
+        return self.shapes.get(buffer, (self.owned.sizes[buffer],))
+
+    def order(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+        """Names of the file's tensors in the order of their data in the file: larger element size
+        first, which keeps every tensor aligned. `dtypes`: {name of the file's tensor: dtype}.
+        """
+        return sorted(self.owned.sizes, key=lambda name: -dtypes[name].itemsize)
+
+
+def safetensors_header(
+    output: Output, dtypes: Mapping[str, torch.dtype], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The bytes before the data in a safetensors file: 8 bytes with the length of the header, then
+    the header as JSON text. `output`: names, sizes and shapes of the file's tensors; `dtypes`:
+    {name: dtype}; `metadata`: further {key: text} for `__metadata__`.
+    """
+    names_of = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    filled = 0
+    for name in output.order(dtypes):
+        end = filled + output.owned.sizes[name] * dtypes[name].itemsize
+        header[name] = {
+            "dtype": names_of[dtypes[name]],
+            "shape": output.shape(name),
+            "data_offsets": (filled, end),
+        }
+        filled = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def split_outputs(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    limit_bytes: int,
+) -> tuple[list[Output], dict[str, Any] | None]:
+    """Divide the tensors of a model over the safetensors files of a Hugging Face checkpoint in
+    `folder`. Returns (one `Output` for each file, with its path and tensors; the content of
+    model.safetensors.index.json as a dict, or None for a single file). `shapes`: {tensor name:
+    whole shape}; `dtypes`: {tensor name: dtype}. Files have at most `limit_bytes` bytes of tensors,
+    unless a single tensor is larger. Nothing is written.
+    """
+    sizes = {
+        name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()
+    }
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in shapes.items():
+        if groups[-1] and filled + sizes[name] > limit_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = shape
+        filled += sizes[name]
+    many = len(groups) > 1
+    outputs, where = [], {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else WHOLE
+        outputs.append(Output(folder / file, whole_owned(group)[0], group))
+        where |= dict.fromkeys(group, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    return outputs, index if many else None
+
+
 class _Band(NamedTuple):
     """A block of consecutive rows of one tensor, written at once."""
 
@@ -69,8 +148,10 @@ class _Band(NamedTuple):
 
 
 class WeightExport:
-    """The plan by which the ranks of a layout write the model's weights in Hugging Face format. It
-    is computed once and used for every checkpoint.
+    """Writes a model whose weights are spread over ranks as a Hugging Face checkpoint, without
+    gathering it on any rank. The constructor takes the parts of the tensors that each rank has
+    (`owned`), the whole shapes and the dtype, and computes which rank sends what to which writer;
+    `write` may then be called for every checkpoint.
     """
 
     def __init__(
@@ -99,7 +180,7 @@ class WeightExport:
         ]
 
     def writer(self, file: int) -> int:
-        """The rank that writes file number `file`."""
+        """The rank that writes file number `file`, counted from 0."""
         return file % self.num_ranks
 
     def _bands(self, output: Output, elements: int) -> Owned:
@@ -117,33 +198,30 @@ class WeightExport:
     def write(
         self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis, out: RankFiles
     ) -> None:
-        """Add this rank's files, at paths in `folder`, to `out`. All ranks of `axis`, which is the
-        whole job, call it together.
+        """Add this rank's safetensors files, at paths in `folder`, to `out`, the collected files of
+        a checkpoint on this rank. All ranks of `axis`, which is the whole job, call it together.
 
-        `own`: this rank's flat buffers by tensor name; parts that other ranks write are sent to
-        them. Raises `OSError` if a file could not be written, but only after all transfers: other
-        ranks wait for them.
+        `own`: {tensor name: flat buffer} of this rank's parts; those that other ranks write are
+        sent to them. An error of the disk is not raised but kept in `out.problem`: other ranks wait
+        for the transfers.
         """
-        files = [_File(folder / output.path, out) for output in self.outputs]
-        mine = [files[file] for file in range(len(files)) if self.writer(file) == axis.rank]
-        for start in range(0, len(files), self.num_ranks):
-            group = range(start, min(start + self.num_ranks, len(files)))
-            for file in group:
-                if files[file] in mine:
-                    files[file].open(safetensors_header(self.outputs[file], self._dtypes))
+        for start in range(0, len(self.outputs), self.num_ranks):
+            group = range(start, min(start + self.num_ranks, len(self.outputs)))
+            mine = None
+            if (own_file := start + axis.rank) in group:
+                mine = out.create(folder / self.outputs[own_file].path)
+                mine.write(safetensors_header(self.outputs[own_file], self._dtypes))
             # Bands of different files take turns, so that their writers work at the same time. All
             # ranks go through the transfers in one order, so that no two wait for each other.
             for number in range(max(len(self.bands[file]) for file in group)):
                 for file in group:
                     if number < len(self.bands[file]):
-                        self._write_band(self.bands[file][number], files[file], own, axis)
-        if problems := [file.problem for file in mine if file.problem]:
-            raise OSError(problems[0])
+                        self._write_band(self.bands[file][number], mine, own, axis)
         if self.index is not None and axis.rank == 0:
-            out.add(folder / INDEX, json.dumps(self.index, indent=2).encode())
+            out.create(folder / INDEX).write(json.dumps(self.index, indent=2).encode())
 
     def _write_band(
-        self, band: _Band, file: _File, own: Mapping[str, torch.Tensor], axis: Axis
+        self, band: _Band, file: RankFile | None, own: Mapping[str, torch.Tensor], axis: Axis
     ) -> None:
         writer = self.writer(band.file)
         device = next(iter(own.values())).device
@@ -162,31 +240,5 @@ class WeightExport:
                 region = torch.empty(box.rows, box.columns, dtype=self.dtype, device=device)
                 copy.put.view(whole).copy_(receive(region, axis, copy.source))
         if writer == axis.rank:
-            file.write(whole)
-
-
-class _File:
-    """A file written in several calls. The first error is kept in `problem` instead of being
-    raised.
-    """
-
-    def __init__(self, path: Path, files: RankFiles) -> None:
-        self.path, self.problem = path, ""
-        self._files = files
-        self._file: RankFile | None = None
-
-    def open(self, header: bytes) -> None:
-        try:
-            self._file = self._files.create(self.path)
-            self._file.write(header)
-        except OSError as error:
-            self.problem = str(error)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Append the bytes of a flat tensor."""
-        if self._file is None or self.problem:
-            return
-        try:
-            self._file.write(values.cpu().view(torch.uint8).numpy().data)
-        except (OSError, MemoryError) as error:
-            self.problem = str(error) or repr(error)
+            assert file is not None
+            file.write(whole.cpu().view(torch.uint8).numpy().data)

@@ -15,27 +15,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
+from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays
 
 FOLDER = "groups"
 """Name of the folder in a checkpoint."""
 
 
 def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
-    """Write groups whose token arrays are in this process; returns the path. `made_with`:
-    fingerprint of the settings that the rollouts depend on.
+    """Write finished rollouts, grouped by prompt, to the safetensors file `path`, whose folders are
+    created; returns `path`. The segments of `groups` must hold their token arrays in this process.
+    `made_with`: digest of the settings that the rollouts depend on, which `read_groups` compares.
     """
-    parts = [part for group in groups for one in _members(group) for part in one.segments]
+    parts = segments_of(groups)
     arrays = {
         "token_ids": _joined([part.arrays.token_ids for part in parts], np.int32),
         "logprobs": _joined([part.arrays.logprobs for part in parts], np.float32),
     }
-    about = {"made_with": made_with, "groups": [_plain(group) for group in groups]}
-    # An array: the header of a file is limited to 100 MB.
-    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    about = {
+        "made_with": made_with,
+        "groups": [
+            {
+                "ordinal": group.ordinal,
+                "has_greedy": group.greedy is not None,
+                "rollouts": [asdict(one) for one in _members(group)],
+            }
+            for group in with_arrays(groups, [None] * len(parts))
+        ],
+    }
+    # An array: the header of a file is limited to 100 MB. Versions may be numpy's integers.
+    arrays["about"] = np.frombuffer(json.dumps(about, default=int).encode(), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(save(arrays))
     return path
@@ -44,11 +56,13 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
 def read_groups(
     checkpoint: Path, made_with: str, prompt_at: Callable[[int], Prompt]
 ) -> tuple[list[Group], int]:
-    """(groups of all files of a checkpoint, ascending; number of groups left out). Groups are left
-    out if they were made with other settings than those of the fingerprint `made_with`.
-    `prompt_at`: the prompt of a group's ordinal.
+    """(rollouts of all ranks' files of the checkpoint in the folder `checkpoint`, grouped by prompt
+    and in the order of training; number of groups left out). Left out are those of files that
+    `write_groups` wrote with another `made_with`, the digest of the settings that rollouts depend
+    on. `prompt_at`: gives the prompt at a position of the training order, since the files have no
+    prompts.
     """
-    found, left_out = list[Group](), 0
+    found, left_out, reader = list[Group](), 0, TypeAdapter(list[Rollout])
     for path in sorted((checkpoint / FOLDER).glob("*.safetensors")):
         with safe_open(str(path), framework="np") as file:
             about = json.loads(file.get_tensor("about").tobytes())
@@ -56,28 +70,16 @@ def read_groups(
         if about["made_with"] != made_with:
             left_out += len(about["groups"])
             continue
-        arrays = _split(token_ids, logprobs)
+        end = 0
         for record in about["groups"]:
-            rollouts = [_rollout(one, arrays) for one in record["rollouts"]]
+            for part in (part for one in record["rollouts"] for part in one["segments"]):
+                begin, end = end, end + part["num_tokens"]
+                part["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end])
+            rollouts = reader.validate_python(record["rollouts"])
             greedy = rollouts.pop() if record["has_greedy"] else None
             ordinal = record["ordinal"]
             found.append(Group(ordinal, prompt_at(ordinal), rollouts, greedy))
     return sorted(found, key=lambda group: group.ordinal), left_out
-
-
-Split = Callable[[int], TokenArrays]
-"""A function that returns the arrays of the next n tokens of a file."""
-
-
-def _split(token_ids: np.ndarray, logprobs: np.ndarray) -> Split:
-    start = 0
-
-    def following(count: int) -> TokenArrays:
-        nonlocal start
-        begin, start = start, start + count
-        return TokenArrays(token_ids[begin:start], logprobs[begin:start])
-
-    return following
 
 
 def _members(group: Group) -> Iterator[Rollout]:
@@ -91,46 +93,11 @@ def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
-def _plain(group: Group) -> dict[str, Any]:
-    """What JSON holds of a group."""
-    return {
-        "ordinal": group.ordinal,
-        "has_greedy": group.greedy is not None,
-        "rollouts": [
-            {
-                "sample": one.sample,
-                "seed": one.seed,
-                "dispatched_at": one.dispatched_at,
-                "verdict": asdict(one.verdict),
-                "segments": [
-                    {
-                        "kind": part.kind,
-                        "num_tokens": part.num_tokens,
-                        "versions": [list(map(int, span)) for span in part.versions],
-                        "receipts": list(part.receipts),
-                        "finish": part.finish,
-                        "reward": part.reward,
-                    }
-                    for part in one.segments
-                ],
-            }
-            for one in _members(group)
-        ],
-    }
-
-
-def _rollout(record: dict[str, Any], arrays: Split) -> Rollout:
-    """The rollout that `_plain` made `record` of."""
-    segments = []
-    for part in record["segments"]:
-        versions = [(version, count) for version, count in part["versions"]]
-        whole = Segment(**part | {"arrays": arrays(part["num_tokens"]), "versions": versions})
-        segments.append(whole)
-    return Rollout(**record | {"verdict": Verdict(**record["verdict"]), "segments": segments})
-
-
 def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
-    """The groups with `arrays`, one of each segment in order, in the place of those they have."""
+    """Copies of `groups`, rollouts grouped by prompt, in which the field `arrays` of each segment
+    (its token ids and log-probs, or a reference to them) has another value: those of the argument
+    `arrays`, one for each segment, in the order in which `segments_of` lists them.
+    """
     following = iter(arrays)
 
     def refilled(one: Rollout) -> Rollout:
@@ -148,5 +115,7 @@ def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
 
 
 def segments_of(groups: Sequence[Group]) -> list[Segment]:
-    """The segments of all rollouts of `groups`, in the order of `with_arrays`."""
+    """The segments (runs of tokens by model or environment) of all rollouts of `groups`: group by
+    group, rollout by rollout, with a greedy rollout as the last of its group.
+    """
     return [part for group in groups for one in _members(group) for part in one.segments]

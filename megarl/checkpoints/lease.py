@@ -1,8 +1,8 @@
 """A run folder has one owner: the lease of a run on its folder, kept in a file in the folder.
 
-    with held(folder, patience_s=60) as lease:   # raises ValueError if another run lives there
-        ...
-        lease.problem()                          # "" while this run is still the owner
+    lease = take(folder, patience_s=60)   # raises ValueError if another run lives there
+    lease.problem()                       # "" while this run is still the owner
+    lease.release()
 
 The leases of a folder are numbered: `.owner.000001.json`, `.owner.000002.json`. The file with the
 highest number names the owner. A run takes the folder by creating the next number with O_EXCL,
@@ -14,42 +14,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from megarl.activity.process import machine, start_of
 from megarl.console import say
-from megarl.files import parse_json
 
 RENEW_S = 5.0
 """Seconds between two renewals of a lease."""
 POLL_S = 0.25
 """Seconds between two looks at the lease of another run."""
-INCOMPLETE_S = 2.0
-"""Seconds that a lease file may be empty: it is created first and then written."""
+MOST_ATTEMPTS = 100
+"""Times that a folder is tried to be taken while others take it and end."""
 ENDING_S = 3.0
 """Seconds given to an owner on this machine to end, since a killed process takes a moment."""
 RECORD_BYTES = 1024
 """Size of a lease file, the same at every renewal, so that each is one write in place."""
 NAME = re.compile(r"\.owner\.(\d{6,})\.json")
 RUNS, ENDED = "runs", "ended"
-FORMAT = 1
-"""Version of a lease file's content, in its field `format`. The field is left out in this first
-version; a file of a newer version is no `Record` for this one. Fields that are added in the same
-format are passed over."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Content of a lease file."""
+    """Content of a lease file, which says which run owns a run folder: the run's id, its host and
+    process, and how often it has renewed the lease. `encode` makes the file's bytes, `decode_lease`
+    reads them.
+    """
 
     run: str
     """Random id of the run, in hexadecimal."""
@@ -65,32 +65,48 @@ class Record:
     """Date and time at which the run took the folder, for people."""
     state: str = RUNS
     renewals: int = 0
+    format: Literal[1] = 1
+    """Version of the content. A file of a newer one is no `Record` here; fields that are added in
+    the same version are passed over."""
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.since}"
 
     def encode(self) -> bytes:
-        """The file's content: one JSON object, padded to `RECORD_BYTES`."""
+        """The file's content: one JSON object, padded with spaces to 1024 bytes, with a newline at
+        the end.
+        """
         text = json.dumps(asdict(self)).encode()
         return text.ljust(RECORD_BYTES - 1) + b"\n"
 
 
+@functools.cache
+def _reader() -> TypeAdapter[Record]:
+    """Reads records; made once, since that takes milliseconds."""
+    return TypeAdapter(Record)
+
+
 def decode_lease(content: bytes) -> Record | None:
-    """The record in a lease file; None if the content is incomplete, of a newer format or no
-    record.
+    """Read the bytes of a lease file, which says who owns a run folder, as a `Record`: the owner's
+    run id, host and process. None if they are incomplete, of a newer format, or no lease.
     """
     try:
-        found: Any = parse_json(content)
-        if found.pop("format", FORMAT) != FORMAT:
-            return None
-        known = {one.name for one in fields(Record)}
-        return Record(**{name: value for name, value in found.items() if name in known})
-    except (AttributeError, TypeError, ValueError):
+        return _reader().validate_json(content)
+    except ValueError:
         return None
 
 
+def path_of(folder: Path, number: int) -> Path:
+    """Path of the lease file with this number in the run folder `folder`:
+    FOLDER/.owner.NNNNNN.json.
+    """
+    return folder / f".owner.{number:06d}.json"
+
+
 def numbered(folder: Path) -> dict[int, Path]:
-    """{number: path} of the lease files in `folder`."""
+    """{number: path} of the lease files .owner.NNNNNN.json in the run folder `folder`, each of
+    which names a run that took the folder; empty if the folder does not exist.
+    """
     try:
         found = [(NAME.fullmatch(name), name) for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -99,14 +115,17 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """(number, path) of the lease file with the highest number in `folder`, None without one."""
+    """(number, path) of the lease file with the highest number in the run folder `folder`, which
+    names its owner; None without one.
+    """
     return max(numbered(folder).items(), default=None)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a run says of itself: lease `number` on `folder` is of `run`. Any process of the run, on
-    any host, can look up whether that still holds.
+    """The statement that the run with the id `run` owns the run folder `folder`, by its lease file
+    number `number`. Any process of the run, on any host, can ask by `problem` whether this still
+    holds.
     """
 
     folder: Path
@@ -114,25 +133,28 @@ class Claim:
     run: str
 
     def problem(self) -> str:
-        """Why this run must not write to the folder: a sentence for the user, "" while the run owns
-        the folder. Looks at the files each time.
+        """Why this run must not write to the folder, as a sentence for the user, such as that
+        another run has taken it over; "" while the run owns the folder. Reads the lease files at
+        each call.
         """
-        try:
-            return self.look()
-        except OSError as error:
-            return self.unread(error)
-
-    def look(self) -> str:
-        """As `problem`; raises `OSError` where the files cannot be read."""
+        record = None
         try:
             last = newest(self.folder)
-            if last is None or last[0] < self.number:
-                return self.gone()
-            record = decode_lease(last[1].read_bytes())
+            record = decode_lease(last[1].read_bytes()) if last is not None else None
         except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-            return self.gone()
+            if error.errno not in (errno.ESTALE, errno.ENOENT):
+                return (
+                    f"whether this run still owns its folder {self.folder} cannot be read"
+                    f" ({error}), so nothing more is written there; see to the disk and go on with"
+                    " --resume auto"
+                )
+            last = None
+        if last is None or last[0] < self.number:
+            return (
+                f"the file {path_of(self.folder, self.number)}, which says that this run owns the"
+                " folder, is gone: this run ends and writes nothing more there; was the folder"
+                " removed?"
+            )
         if last[0] == self.number and (record is None or record.run == self.run):
             return ""
         return (
@@ -141,47 +163,25 @@ class Claim:
             " suspended, or did the disk not answer?)"
         )
 
-    def unread(self, error: OSError) -> str:
-        """The sentence for files that cannot be read."""
-        return (
-            f"whether this run still owns its folder {self.folder} cannot be read ({error}), so"
-            " nothing more is written there; see to the disk and go on with --resume auto"
-        )
-
-    def gone(self) -> str:
-        """The sentence for a lease file that was removed."""
-        return (
-            f"the file {path_of(self.folder, self.number)}, which says that this run owns the"
-            " folder, is gone: this run ends and writes nothing more there; was the folder"
-            " removed?"
-        )
-
 
 class Lease:
-    """The lease of this process on a run folder, which a thread renews until `release`."""
+    """The ownership of this process over a run folder, so that no other run writes there; made by
+    `take`, and renewed by a thread until `release`. `problem()` gives "" or why the folder is lost;
+    `require()` raises `OSError` if it is lost.
+    """
 
-    def __init__(self, folder: Path, number: int, descriptor: int, record: Record) -> None:
+    def __init__(self, claim: Claim, descriptor: int, record: Record) -> None:
         """`descriptor`: the open lease file. `take` makes leases."""
-        self.folder, self.run_id = folder, record.run
-        self.claim = Claim(folder.absolute(), number, record.run)
+        self.claim, self.run_id, self.problem = claim, claim.run, claim.problem
         self._descriptor, self._record = descriptor, record
-        self._path = path_of(folder, number)
-        self._found = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
-    def problem(self) -> str:
-        """As `Claim.problem`; a lease that was lost once stays lost."""
-        if not self._found:
-            try:
-                self._found = self.claim.look()
-            except OSError as error:
-                return self.claim.unread(error)
-        return self._found
-
     def require(self) -> None:
-        """Raise `OSError` if this run must not write to the folder."""
+        """Raise `OSError` if this run does not own its folder any more, and so must not write
+        there.
+        """
         if problem := self.problem():
             raise OSError(errno.EPERM, problem)
 
@@ -198,8 +198,8 @@ class Lease:
         self._record = record
 
     def release(self) -> None:
-        """End the lease, so that the next run takes the folder at once. A folder that holds
-        nothing else is removed.
+        """End the ownership, so that the next run can take the folder at once; a second call does
+        nothing. If the folder holds nothing else, it is removed.
         """
         if self._ended.is_set():
             return
@@ -208,35 +208,21 @@ class Lease:
         with contextlib.suppress(OSError):
             if not self.problem():
                 self._write(replace(self._record, state=ENDED))
-                if os.listdir(self.folder) == [self._path.name]:
-                    self._path.unlink()
-                    self.folder.rmdir()
+                own = path_of(self.claim.folder, self.claim.number)
+                if os.listdir(own.parent) == [own.name]:
+                    own.unlink()
+                    own.parent.rmdir()
         os.close(self._descriptor)
 
 
-def path_of(folder: Path, number: int) -> Path:
-    """The lease file with `number`."""
-    return folder / f".owner.{number:06d}.json"
-
-
-@contextlib.contextmanager
-def held(folder: Path, *, patience_s: float) -> Iterator[Lease]:
-    """A context manager that takes `folder` and releases it at its end; see `take`."""
-    lease = take(folder, patience_s=patience_s)
-    try:
-        yield lease
-    finally:
-        lease.release()
-
-
 def take(folder: Path, *, patience_s: float) -> Lease:
-    """Make this process the owner of the run folder `folder`, which is created if missing.
+    """Make this process the owner of the run folder `folder`, which is created if missing; returns
+    the lease, to be released at the end.
 
-    An owner on this machine is looked up by its process; an owner on another one is watched for
-    `patience_s` seconds. Raises `ValueError`, which names the owner, if it lives, and `OSError` if
-    the folder cannot be written.
+    An owner on this machine is looked up by its process; an owner on another machine is watched for
+    `patience_s` seconds, for which the call blocks. Raises `ValueError`, which names the owner, if
+    it lives, and `OSError` if the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     here = Record(
         run=uuid.uuid4().hex[:16],
         host=os.uname().nodename,
@@ -245,137 +231,121 @@ def take(folder: Path, *, patience_s: float) -> Lease:
         machine=machine(),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
-    for _ in range(100):  # each time another process has taken the folder and ended
-        last = newest(folder)
-        before = read_lease(last[1], INCOMPLETE_S) if last else None
-        if last is not None and not has_ended(last[1], before, patience_s):
+    for attempt in range(MOST_ATTEMPTS):  # again where another process was faster
+        time.sleep(POLL_S if attempt else 0.0)
+        folder.mkdir(parents=True, exist_ok=True)
+        number, last = newest(folder) or (0, None)
+        found = stamp(last) if last is not None else None
+        before = decode_lease(found[0]) if found is not None else None
+        if last is not None and not has_ended(last, patience_s):
             continue
-        number = last[0] + 1 if last else 1
+        own = path_of(folder, number + 1)
         try:
-            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-            descriptor = os.open(path_of(folder, number), flags, 0o644)
-        except (FileExistsError, FileNotFoundError):  # another was faster; or removed the folder
-            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(own, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except (FileExistsError, FileNotFoundError):  # taken; or removed with the folder
             continue
-        try:
+        # Undone on a full disk: an empty file would be watched as another run's.
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            undo.callback(own.unlink, missing_ok=True)
             os.pwrite(descriptor, here.encode(), 0)
             os.fsync(descriptor)
-        except OSError:  # such as a full disk: an empty file would be watched as another run's
-            path_of(folder, number).unlink(missing_ok=True)
-            os.close(descriptor)
-            raise
-        before_it = {key: path for key, path in numbered(folder).items() if key != number}
-        # Its number was free again if others took the folder since this process looked: each owner
-        # removes the files before its own.
-        if max(before_it, default=0) != number - 1:
-            path_of(folder, number).unlink(missing_ok=True)
-            os.close(descriptor)
-            continue
-        for path in before_it.values():
+            others = {key: path for key, path in numbered(folder).items() if path != own}
+            # The number was free again if others took the folder since this process looked: each
+            # owner removes the files before its own.
+            if max(others, default=0) != number:
+                continue
+            undo.pop_all()
+        for path in others.values():
             path.unlink(missing_ok=True)
         if last is not None and (before is None or before.state == RUNS):
             say(
                 f"megarl: folder {folder} is taken over from {before or 'another run'}, which has"
                 " ended without releasing it"
             )
-        return Lease(folder, number, descriptor, here)
+        return Lease(Claim(folder.absolute(), number + 1, here.run), descriptor, here)
     raise ValueError(f"folder {folder} is taken by one run after another; set folder to a new one")
 
 
 def refuse_living(folder: Path) -> None:
-    """Raise `ValueError` if the owner of `folder` is a living process of this machine. Writes
-    nothing and does not wait.
+    """Raise `ValueError` if the run that owns the run folder `folder` is a living process of this
+    machine. An owner on another machine is let through. Writes nothing and does not wait.
     """
     record = None
     # A folder that cannot be read, or with no path for its name, is told by the check of folders.
     with contextlib.suppress(OSError, ValueError):
         last = newest(folder)
-        record = read_lease(last[1], 0.0) if last else None
+        record = decode_lease(last[1].read_bytes()) if last is not None else None
     if record is not None and record.state == RUNS and is_here(record) and lives(record):
         raise ValueError(owner_refusal(folder, record))
 
 
 def is_here(record: Record) -> bool:
-    """Whether the owner's process, if it is there, can be seen from this process."""
+    """Whether the process that `record` names runs, or ran, on this boot of this machine and in
+    this process namespace, so that it can be looked up from here.
+    """
     return bool(record.machine) and record.machine == machine()
 
 
 def lives(record: Record) -> bool:
-    """Whether the owner's process, which is of this machine, is still there."""
+    """Whether the process that `record` names is still running. Only right for a process of this
+    machine, for which `is_here` is True.
+    """
     return start_of(record.process) == record.started
 
 
-def read_lease(path: Path, within_s: float) -> Record | None:
-    """The record of a lease file, which may be incomplete for `within_s` seconds; None for one
-    that stays incomplete or is removed.
+def has_ended(path: Path, patience_s: float) -> bool:
+    """Whether the run that the lease file `path` names as owner has ended: the file or, on this
+    machine, the process says so, or the file stays unchanged for `patience_s` seconds, for which
+    the call blocks. False if the file disappears, so that the caller looks at the folder anew.
+    Raises `ValueError` if the owner lives.
+
+    Of a process that cannot be seen from here, or whose file this version cannot read, only changes
+    count, not the times in the file, since the clocks of two machines differ.
     """
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            record = decode_lease(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        if record is not None or time.monotonic() >= deadline:
-            return record
-        time.sleep(POLL_S / 5)
-
-
-def has_ended(path: Path, record: Record | None, patience_s: float) -> bool:
-    """Whether the owner in `record`, the content of the lease file `path`, has ended, or has not
-    renewed the lease for `patience_s` seconds; False if the file is gone, so that the folder is to
-    be looked at anew. Raises `ValueError` if the owner lives.
-    """
-    if record is not None and record.state == ENDED:
-        return True
-    if record is not None and is_here(record):
-        deadline = time.monotonic() + ENDING_S
-        while lives(record):
-            if time.monotonic() >= deadline:
-                raise ValueError(owner_refusal(path.parent, record))
-            time.sleep(POLL_S)
-            if (now := read_lease(path, 0.0)) is not None and now.state == ENDED:
-                return True
-        return path.exists()
-    return is_silent(path, record, patience_s)
-
-
-def is_silent(path: Path, record: Record | None, patience_s: float) -> bool:
-    """Watch the lease file of a process that cannot be seen from here, or that this version cannot
-    read: True if the file stays as it is for `patience_s` seconds, or says that the run has ended;
-    False if it is removed. Raises `ValueError` as soon as it is renewed.
-
-    Only changes count, not the times in the file, since the clocks of two machines differ.
-    """
-    owner = record or "another run"
-    say(
-        f"megarl: folder {path.parent} is owned by {owner}, which cannot be seen from this host:"
-        f" waiting up to {patience_s:g} s for a sign of life"
-        " (training.checkpoint.owner_timeout_s)"
-    )
-    deadline, now = time.monotonic() + patience_s, record
-    before = stamp(path)
-    while now == record and (record is not None or stamp(path) == before):
-        if time.monotonic() >= deadline:
+    before = now = stamp(path)
+    owner = decode_lease(before[0]) if before is not None else None
+    is_seen = owner is not None and is_here(owner)
+    deadline = time.monotonic() + (ENDING_S if is_seen else patience_s)
+    if not is_seen and (owner is None or owner.state == RUNS):
+        say(
+            f"megarl: folder {path.parent} is owned by {owner or 'another run'}, which cannot be"
+            f" seen from this host: waiting up to {patience_s:g} s for a sign of life"
+            " (training.checkpoint.owner_timeout_s)"
+        )
+    while now is not None:
+        found = decode_lease(now[0])
+        if found is not None and found.state == ENDED:
+            return True
+        if owner is None and found is not None:
+            return False  # it was being written
+        if owner is not None and is_seen and not lives(owner):
+            return path.exists()
+        is_late = time.monotonic() >= deadline
+        has_changed = now != before if found is None else found != owner
+        if is_late if is_seen else has_changed:
+            raise ValueError(owner_refusal(path.parent, found or owner))
+        if is_late:
             return True
         time.sleep(POLL_S)
-        if not path.exists():
-            return False
-        now = read_lease(path, INCOMPLETE_S if record else 0.0)
-    if now is not None and now.state == ENDED:
-        return True
-    raise ValueError(owner_refusal(path.parent, now))
+        now = stamp(path)
+    return False
 
 
-def stamp(path: Path) -> tuple[bytes, int]:
-    """(content, time of the last change) of a lease file; empty where it is gone."""
+def stamp(path: Path) -> tuple[bytes, int] | None:
+    """(content, time of the last change in nanoseconds since 1970) of the lease file `path`; None
+    if it is gone.
+    """
     try:
         return path.read_bytes(), path.stat().st_mtime_ns
     except FileNotFoundError:
-        return b"", 0
+        return None
 
 
 def owner_refusal(folder: Path, record: Record | None) -> str:
-    """The message for a run whose folder has a living owner."""
+    """The message, without a newline, for a run whose folder has a living owner. `record`: what the
+    owner's lease file says; None if it cannot be read.
+    """
     return (
         f"folder {folder} belongs to a run that is still going ({record or 'another run'}); end"
         " that run first, or set folder to another one"

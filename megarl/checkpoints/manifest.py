@@ -1,4 +1,5 @@
-"""Digests of a folder's files, by which damage is found later; and bringing files to the disk.
+"""Folders that are whole or absent: digests of their files, by which damage is found later; and
+putting a finished checkpoint in its place.
 
 `digests.json` holds {"algorithm": "xxh3_128", "files": {path within the folder: digest}}. The
 digests find damage (a torn write, a flipped bit, a missing file), not forgery.
@@ -6,22 +7,28 @@ digests find damage (a torn write, a flipped bit, a missing file), not forgery.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
 
-from megarl.files import read_json
+from megarl.files import read_json, sync
 
 DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
-CHUNK_BYTES = 4 * 2**20
+OTHER_VERSION = f"its {DIGESTS} has no {ALGORITHM} digests: another version of megarl wrote it"
+"""What `damage` says of a folder whose digests are not known here."""
 
 
 def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Sync files to disk and return {path within `folder`: digest}."""
+    """Sync `paths`, files within `folder`, to the disk and return {path relative to `folder`:
+    xxh3-128 digest in hexadecimal}.
+    """
     digests = {}
     for path in sorted(paths):
         sync(path)
@@ -30,7 +37,8 @@ def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write `digests.json`, then sync it and all folders within `folder` to disk.
+    """Write `digests`, {path relative to `folder`: xxh3-128 digest in hexadecimal}, to
+    `digests.json` in `folder`, then sync this file and all folders within `folder` to the disk.
 
     Raises `OSError` if a file in the folder has no digest. A file with a digest may be missing
     here: on a network file system a file of another node can appear later.
@@ -46,22 +54,23 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the digests of all files of a folder that a single process has written, and sync the
-    folder to disk.
+    """Write the digests of all files of `folder` to its `digests.json`, and sync everything to the
+    disk. For a folder that a single process has written.
     """
     write_manifest(folder, digest_files(folder, _files(folder)))
 
 
 def damage(folder: Path) -> str:
-    """Compare a folder with its `digests.json`: a message that names a missing, changed or
-    unexpected file, or an empty string.
+    """Compare the files of `folder` with its `digests.json`: "" if all are as they were written,
+    else a message that names a missing, changed or unexpected file. Reads all files. Nothing is
+    raised for files that cannot be read; the message says so.
     """
     try:
         found = read_json(folder / DIGESTS)
     except (OSError, ValueError) as error:
         return f"its {DIGESTS} cannot be read ({error})"
     if not isinstance(found, dict) or found.get("algorithm") != ALGORITHM:
-        return f"its {DIGESTS} has no {ALGORITHM} digests: another version of megarl wrote it"
+        return OTHER_VERSION
     expected = found.get("files")
     if not isinstance(expected, dict):
         return f"its {DIGESTS} names no files"
@@ -77,33 +86,57 @@ def damage(folder: Path) -> str:
     return ""
 
 
-def has_other_digests(folder: Path) -> bool:
-    """Whether `digests.json` of a folder can be read and has no digests that this version knows."""
-    try:
-        found = read_json(folder / DIGESTS)
-    except (OSError, ValueError):
-        return False
-    return not isinstance(found, dict) or found.get("algorithm") != ALGORITHM
-
-
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
 def file_digest(path: Path) -> str:
     """XXH3-128 digest of a file, in hexadecimal."""
-    hasher, chunk = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
-    view = memoryview(chunk)
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            hasher.update(view[:count])
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Sync a file or folder to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+ASIDE = ".writing_"
+"""Beginning of the names of checkpoints that are being written, and of those that are removed."""
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove from `folder`, the folder of checkpoints, the temporary folders (`.writing_*`) of
+    checkpoints that were never finished, or whose removal was not. Errors are ignored.
+    """
+    for left in folder.glob(f"{ASIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed to `.writing_removed_NAME`, so that no reader takes
+    it for one; returns the new path, in the same folder, which the caller removes. Raises
+    `OSError`.
+    """
+    aside = path.with_name(f"{ASIDE}removed_{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    return aside
+
+
+def put_in_place(finished: Path, final: Path) -> list[Path]:
+    """Rename the folder `finished` to `final`, the name of a finished checkpoint. A folder that had
+    this name is renamed before, to `.writing_removed_NAME`; the new path is returned in a list, for
+    the caller to remove, else an empty list.
+
+    Raises `OSError`, and leaves `final` as it is, if `finished` is gone: another run, which removes
+    such folders as it takes the run folder over, may have written `final`.
+    """
+    removed = list[Path]()
+    if final.exists():
+        if not finished.exists():
+            raise OSError(errno.EPERM, f"another run has removed {finished}")
+        # Under another name first: a kill must not leave half of a checkpoint under its own.
+        removed = [set_aside(final)]
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.rename(finished, final)
+    except OSError:
+        if removed and not final.exists():
+            os.rename(removed[0], final)
+        raise
+    return removed

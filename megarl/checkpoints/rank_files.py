@@ -2,88 +2,96 @@
 where a thread writes them while training goes on.
 
     files = RankFiles(folder, in_background=True)
-    with files.create(folder / "state" / "x.pt") as file:
-        torch.save(state, file)                   # a copy of the state as it is now
+    torch.save(state, files.create(folder / "state" / "x.pt"))    # a copy of the state as it is now
     digests = files.finish()                      # in a thread: write, sync, {name: digest}
 
 A digest is that of the bytes that were handed over, so that a fault of the disk shows when the
-files are read.
+files are read. What goes wrong while a rank hands over its state is kept in `problem` and raised by
+`finish`: other ranks wait for this one meanwhile.
+
+Files are written past the page cache (O_DIRECT), where the file system can: bytes are copied into a
+buffer, which the disk reads itself. Without O_DIRECT the system copies them into pages that it
+first has to find and to clear, and writes these to the disk in its own time: CPU time and memory
+that training needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import mmap
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import xxhash
 
-from megarl.checkpoints.direct_file import DirectFile, new_buffer
 from megarl.checkpoints.manifest import digest_files
 from megarl.host_memory import free_memory
 from megarl.parallel.launcher import ranks_per_host
 
 LOOK_BYTES = 256 * 2**20
 """Bytes that are kept between two looks at the free memory."""
+BUFFER_BYTES = 16 * 2**20
+"""Bytes of a write; a multiple of every disk's sector."""
 
 
 class RankFiles:
-    """Collects the files of one checkpoint on this rank. Every file is created by one thread."""
+    """Collects the files of one checkpoint on this rank: `create` gives a file to write into, and
+    `finish` writes what is kept in memory, syncs all files to the disk and returns their digests.
+    `folder`: of the checkpoint. `in_background`: keep what is written in memory until `finish`,
+    which a thread may call. Every file is created by one thread.
+    """
 
     def __init__(self, folder: Path, *, in_background: bool = False) -> None:
-        """`folder`: what digests are named within. `in_background`: keep the content of files in
-        memory until `finish`, as long as a tenth of the host's memory stays free; what is above
-        that is written at once.
+        """`folder`: the checkpoint's folder, to which the paths of digests are relative.
+        `in_background`: keep the content of files in memory until `finish`, as long as a tenth of
+        the host's memory stays free; what is above that is written at once.
         """
         self.folder, self.in_background = folder, in_background
+        self.problem = ""
+        """Message of the first error so far, or an empty string."""
         self._files: list[RankFile] = []
         self._later: list[Callable[[], Iterable[Path]]] = []
-        self.buffers: list[np.ndarray] = []
-        """Buffers of files that are closed, for the next ones."""
         self._unseen = LOOK_BYTES
         """Bytes that were kept since the last look at the free memory."""
 
     def create(self, path: Path) -> RankFile:
-        """A file to write bytes into, as `torch.save` does. Its folder must exist when the file is
-        written. Raises `OSError`.
+        """A new file of the checkpoint at `path`, within the checkpoint's folder: a file object
+        with `write`, which `torch.save` takes too. The bytes are on the disk at the latest when
+        `finish` has ended. The file's folder must exist when the file is written.
         """
-        file = RankFile(path, self)
-        self._files.append(file)
-        return file
-
-    def add(self, path: Path, content: bytes) -> None:
-        """A file with `content`. Raises `OSError`."""
-        with self.create(path) as file:
-            file.write(content)
+        self._files.append(RankFile(path, self))
+        return self._files[-1]
 
     def add_later(self, write: Callable[[], Iterable[Path]]) -> None:
-        """Have `finish` call `write`, which writes files by itself and returns their paths. What it
-        reads must not change until then.
+        """Have `finish` call `write`, which writes files by itself and returns their paths. What
+        `write` reads must not change until `finish` has ended.
         """
         self._later.append(write)
 
     def finish(self) -> dict[str, str]:
         """Write what is kept, in the order of creation, and sync all files to the disk; returns
-        {path within the folder: digest}. Raises `OSError`.
+        {path relative to the folder: xxh3-128 digest in hexadecimal}. Blocks; may be called in a
+        thread. Raises `OSError`, also for an error kept in `problem`.
         """
-        found = dict[str, str]()
-        try:
-            while self._files:
-                file = self._files.pop(0)
-                found[str(file.path.relative_to(self.folder))] = file.finish()
-        finally:
-            # After an error: a deleted file takes up the disk as long as it is open.
-            while self._files:
-                self._files.pop().close()
+        files, self._files = self._files, []
+        with contextlib.ExitStack() as stack:
+            for file in files:
+                # Also after an error: a deleted file takes up the disk as long as it is open.
+                stack.callback(file.close)
+            if self.problem:
+                raise OSError(self.problem)
+            found = {str(file.path.relative_to(self.folder)): file.finish() for file in files}
         for write in self._later:
             found |= digest_files(self.folder, write())
         return found
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more bytes may be kept in memory. The host's other ranks are expected to
-        keep as many at the same time.
+        """Whether `num_bytes` more bytes may be kept in memory, so that a tenth of the host's
+        memory stays free. The host's other ranks are expected to keep as many at the same time.
         """
         self._unseen += num_bytes
         if self.in_background and self._unseen > LOOK_BYTES:
@@ -94,18 +102,21 @@ class RankFiles:
 
 
 class RankFile:
-    """One file of `RankFiles`."""
+    """One file of a checkpoint, made by `RankFiles.create`, to append bytes to with `write`. In a
+    checkpoint that is written in the background the bytes stay in memory, while there is room,
+    until `RankFiles.finish` writes them; otherwise `write` brings them to the disk at once.
+    """
 
     def __init__(self, path: Path, files: RankFiles) -> None:
         self.path, self._files = path, files
         self._kept: list[bytes] = []
         self._file: DirectFile | None = None
         self._hasher = xxhash.xxh3_128()
-        self.problem: OSError | None = None
-        """The first error of the disk. `torch.save` raises another one in its place."""
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append bytes, of which a copy is kept; returns their number. Raises `OSError`."""
+        """Append a copy of `content`; returns its number of bytes. An error of the disk is not
+        raised but kept in `RankFiles.problem`, after which nothing is written any more.
+        """
         rest = memoryview(content).cast("B")
         size = rest.nbytes
         try:
@@ -114,56 +125,96 @@ class RankFile:
                 rest = rest[LOOK_BYTES:]
         except MemoryError:
             self._files.in_background = False
-        try:
-            if rest:
-                self._write_kept()
-                self._put(rest)
-        except OSError as error:
-            self.problem = self.problem or error
-            raise
+        if rest and not self._files.problem:
+            try:
+                self._put(self._written(), rest)
+            except OSError as error:
+                self._files.problem = str(error)
         return size
 
     def flush(self) -> None:
         """Does nothing: `finish` brings the file to the disk."""
 
     def finish(self) -> str:
-        """Write what is kept and sync the file to the disk; returns the file's digest. Raises
-        `OSError`.
+        """Write what is kept and sync the file to the disk; returns the xxh3-128 digest, in
+        hexadecimal, of all bytes that were written. Raises `OSError`.
         """
-        with contextlib.closing(self):
-            self._write_kept()
-            assert self._file is not None
-            self._file.sync()
+        self._written().sync()
+        self.close()
         return self._hasher.hexdigest()
 
     def close(self) -> None:
-        """Close the file, if it is open, whatever of it is written."""
-        if self._file is not None:
-            self._file.close()
-            self._files.buffers.append(self._file.buffer)
-            self._file = None
+        """Close the file, if it is open, whether all of it is written or not."""
+        file, self._file = self._file, None  # with its buffer
+        if file is not None:
+            file.close()
 
-    def _write_kept(self) -> None:
-        if self._file is None:
-            buffers = self._files.buffers
-            self._file = DirectFile(self.path, buffers.pop() if buffers else new_buffer())
+    def _written(self) -> DirectFile:
+        """The file on the disk, with all that was kept."""
+        self._file = self._file or DirectFile(self.path)
         kept, self._kept = self._kept[::-1], []
         while kept:
-            self._put(kept.pop())  # whose memory is free afterwards
+            self._put(self._file, memoryview(kept.pop()))  # whose memory is free afterwards
+        return self._file
 
-    def _put(self, content: bytes | memoryview) -> None:
-        assert self._file is not None
-        rest = memoryview(content).cast("B")
-        self._hasher.update(rest)
-        self._file.write(rest)
+    def _put(self, file: DirectFile, content: memoryview) -> None:
+        self._hasher.update(content)
+        file.write(content)
 
-    def __enter__(self) -> RankFile:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Does nothing: `finish` closes the file."""
+class DirectFile:
+    """A new file at `path`, to append bytes to past the page cache (O_DIRECT); an old one is
+    emptied. Where the file system refuses O_DIRECT, and for what is left at the end, the page cache
+    is used. Call `sync` and `close` at the end. Methods raise `OSError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create the file, or empty an old one."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            number = os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            number = os.open(path, flags, 0o666)
+        self._file = os.fdopen(number, "wb", buffering=0)  # which closes itself if it is forgotten
+        self.close = self._file.close
+        # Begins at a page, as O_DIRECT asks of memory.
+        self._buffer, self._filled = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8), 0
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes; they reach the disk in pieces of 16 MiB, the rest by `sync`."""
+        rest = np.frombuffer(content, np.uint8)
+        while len(rest):
+            part = rest[: BUFFER_BYTES - self._filled]
+            # numpy lets other threads run meanwhile.
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == BUFFER_BYTES:
+                self._empty()
+
+    def sync(self) -> None:
+        """Write the rest and wait until everything is on the disk; nothing may be appended
+        afterwards.
+        """
+        self._use_page_cache()  # the rest need not be whole sectors
+        self._empty()
+        os.fsync(self._file.fileno())
+
+    def _empty(self) -> None:
+        """Write what is in the buffer."""
+        left, self._filled = self._buffer[: self._filled].data, 0
+        while left:
+            try:
+                left = left[self._file.write(left) or 0 :]
+            except OSError as error:
+                # Also after a write that ended within a sector.
+                if error.errno != errno.EINVAL or not self._use_page_cache():
+                    raise
+
+    def _use_page_cache(self) -> bool:
+        """Stop writing past the page cache; returns whether that was so until now."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)

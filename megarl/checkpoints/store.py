@@ -29,7 +29,10 @@ DTYPES = {
 
 
 class Store:
-    """Read access to the tensors of several safetensors files, memory-mapped."""
+    """Read access to the tensors of several safetensors files, memory-mapped: `shapes` and `dtypes`
+    by tensor name, and `flat(name)` for a tensor. `paths`: the files. Raises `ValueError` for a
+    truncated file, a dtype that no weights have, and a tensor name that occurs in two files.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises `ValueError` for a truncated file, and for a tensor name that occurs in two
@@ -39,6 +42,8 @@ class Store:
         """The file of each tensor, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self.metadata: dict[str, str] = {}
+        """What the headers say beside the tensors."""
         self._files: dict[Path, Any] = {}
         for path in paths:
             try:
@@ -48,6 +53,7 @@ class Store:
                     f"{path} cannot be read ({error}): it is truncated or not safetensors; fetch it"
                     " again"
                 ) from None
+            self.metadata |= file.metadata() or {}
             for name in file.keys():  # noqa: SIM118  (it is no dict)
                 if name in self.paths:
                     raise ValueError(
@@ -64,13 +70,13 @@ class Store:
                 self.dtypes[name] = DTYPES[part.get_dtype()]
 
     def flat(self, name: str) -> torch.Tensor:
-        """Tensor `name` as a flat, memory-mapped tensor: only the pages that are read take
-        memory.
+        """Tensor `name` as a flat, memory-mapped CPU tensor in its stored dtype: only the pages
+        that are read take memory.
         """
         return self._files[self.paths[name]].get_tensor(name).reshape(-1)
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """Tensor `name` as a flat uint8 tensor, for comparison bit by bit."""
+        """Tensor `name` as a flat uint8 tensor on the CPU, for comparison bit by bit."""
         return self.flat(name).view(torch.uint8)
 
 
@@ -79,9 +85,9 @@ SAMPLED = 512
 
 
 def sampled_digest(store: Store) -> str:
-    """xxh3-128 digest of the names, shapes and dtypes of all tensors, and of `SAMPLED` elements
-    from the middle of each. It tells models of the same shapes apart without reading all of them;
-    two that differ nowhere else get the same digest.
+    """xxh3-128 digest, in hexadecimal, of the names, shapes and dtypes of all tensors, and of 512
+    elements from the middle of each. It tells models of the same shapes apart without reading all
+    of them; two that differ nowhere else get the same digest.
     """
     hasher = xxhash.xxh3_128()
     for name in sorted(store.shapes):
@@ -96,8 +102,9 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_whole(folder: Path) -> Store:
-    """Open the weights of a Hugging Face checkpoint: one safetensors file, or those of its index.
-    Raises `ValueError` if they are missing or do not match the index.
+    """Open the weights of a Hugging Face checkpoint in `folder`: model.safetensors, or the files
+    that model.safetensors.index.json names. Raises `ValueError` if they are missing or do not match
+    the index.
     """
     whole, index = folder / WHOLE, folder / INDEX
     if whole.exists() and index.exists():
@@ -137,7 +144,8 @@ def refuse_others(
     store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
 ) -> None:
     """Raise `ValueError`, naming the first tensor and counting the others, unless the checkpoint
-    has exactly the tensors and shapes of `wanted`. Extra tensors named in `left_out` are allowed.
+    `store` has exactly the tensors of `wanted`, {name in the checkpoint: shape}. Extra tensors
+    named in `left_out` are allowed. `folder`: for the message.
     """
     fix = "the weights and the config are not of one model: fetch both again"
     missing = [name for name in wanted if name not in store.shapes]
@@ -168,8 +176,9 @@ def _others(names: Sequence[str]) -> str:
 
 
 def refuse_untied(store: Store, folder: Path, head: str, embedding: str) -> None:
-    """Raise `ValueError` if the stored output head differs from the embedding, although the config
-    ties the two.
+    """Raise `ValueError` if the stored output head differs from the embedding, although the model's
+    config.json ties the two. `head`, `embedding`: their names in the checkpoint `store`; `folder`:
+    for the message.
     """
     if store.dtypes[head] != store.dtypes.get(embedding) or not torch.equal(
         store.bytes_of(head), store.bytes_of(embedding)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from inspect import iscoroutinefunction
 
+import psutil
 import transformers
 
+from megarl.checks.layout_checks import head_width
 from megarl.config import RunConfig
+from megarl.environments.user_code import function_of
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.rollout.config import EngineConfig
-from megarl.schema import require, shortened
+from megarl.rollout.inference_engine import InferenceEngine
+from megarl.schema import is_own, require, shortened
 from megarl.trainer.sharding import kv_heads
 from megarl.trainer.working_memory import kept_memory, most_share
 from megarl.weight_sync.families import FAMILIES
@@ -28,19 +33,18 @@ def check_placement(
     *,
     shares_gpus: bool,
     started: bool = True,
+    hosts: int = 1,
 ) -> None:
-    """Raise `ValueError` unless there are devices for all engines and the configured transport can
-    bring weights to them.
+    """Raise `ValueError`, with what to set, unless there are devices for all inference engines and
+    the configured transport can bring weights to them.
 
     `num_policy_ranks`: ranks of the policy, whose GPUs colocated engines share. `num_ranks`: ranks
     of the job. `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`: the
-    ranks were started by a launcher; otherwise they are taken to be on one host.
+    ranks were started by a launcher; otherwise they and the engines will be on so many `hosts`.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
-    colocated, engine_ranks = (
-        rollout.placement == "colocated",
-        rollout.num_engines * rollout.engine.tensor,
-    )
+    colocated = rollout.placement == "colocated"
+    engine_ranks = rollout.num_engines * rollout.engine.tensor
     if colocated:
         require(
             engine_ranks == num_policy_ranks,
@@ -72,7 +76,7 @@ def check_placement(
         f" {config.weight_sync.folder!r}: a folder is for the transport 'disk', which needs one"
         " that trainer and engines see under the same name",
     )
-    hosts = num_ranks // launcher.ranks_per_host() if started else 1
+    hosts = num_ranks // launcher.ranks_per_host() if started else hosts
     require(
         hosts == 1 or transport in ("point_to_point", "disk"),
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
@@ -86,8 +90,28 @@ def check_placement(
     )
 
 
+def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used:
+    vLLM not for a model with the configuration `hf`, or a class of the user's own, named as
+    FILE.py:CLASS, without all async methods of `megarl.rollout.inference_engine.InferenceEngine`.
+    """
+    if not is_own(kind):
+        check_engine_model(hf)
+        return
+    found = function_of(kind, {}, "rollout.engine.kind", is_class=True)
+    wanted = [name for name, one in vars(InferenceEngine).items() if iscoroutinefunction(one)]
+    missing = [name for name in wanted if not iscoroutinefunction(getattr(found, name, None))]
+    require(
+        not missing,
+        f"rollout.engine.kind {kind}: it has no `async def {' and no '.join(missing)}`; add them"
+        " (docs/extending.md)",
+    )
+
+
 def check_engine_model(hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` for a model that vLLM would refuse, or would not generate with."""
+    """Raise `ValueError` for a model that vLLM would refuse, or would not generate text with. `hf`:
+    the model's transformers configuration.
+    """
     names = hf.architectures or []
     require(
         not names or any(name.endswith("ForCausalLM") for name in names),
@@ -107,8 +131,10 @@ def check_engine_model(hf: transformers.PretrainedConfig) -> None:
 def check_gpu_share(
     config: RunConfig, table: Sequence[ParameterSpec], layout: Layout, gpu_bytes: int
 ) -> None:
-    """Raise `ValueError` unless a GPU of `gpu_bytes` bytes has room for the share of a colocated
-    engine beside what the policy keeps there. `table`, `layout`: of the policy.
+    """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` bytes has
+    room for a colocated inference engine (`rollout.engine.gpu_memory_utilization`) beside what the
+    policy keeps there. `table`: the policy's parameters with shapes and how tensor-parallel ranks
+    split them; `layout`: its degrees of parallelism.
     """
     share, kept = config.rollout.engine.gpu_memory_utilization, kept_memory(table, layout, config)
     require(
@@ -117,23 +143,6 @@ def check_gpu_share(
         f" GiB, where the policy keeps {kept / 2**30:.1f} GiB while engines generate and receive"
         " weights (its own weights, those that ZeRO 3 gathers for the probe, buckets, CUDA and"
         f" NCCL); set it to at most {most_share(kept, gpu_bytes):g}",
-    )
-
-
-def check_cache_memory(config: RunConfig, hf: transformers.PretrainedConfig, longest: int) -> None:
-    """Raise `ValueError` unless vLLM's CPU attention supports the model and the key-value caches of
-    all engines fit in memory.
-
-    `longest`: tokens of the longest prompt with its response, which a single cache must hold.
-    """
-    check_cache(
-        config.rollout.engine,
-        hf,
-        longest,
-        engines=config.rollout.num_engines,
-        section="rollout.engine",
-        shorter="rollout.max_new_tokens",
-        fewer="rollout.num_engines",
     )
 
 
@@ -147,36 +156,28 @@ def check_cache(
     engines: int = 1,
     fewer: str = "",
 ) -> None:
-    """As `check_cache_memory`, for `engines` engines of the recipe's section `section`. `shorter`
-    and `fewer`: the settings that lower `longest` and `engines`.
+    """Raise `ValueError` unless vLLM's CPU attention supports the model and the key-value caches of
+    `engines` inference engines fit in this machine's memory. `section`: the engines' section of the
+    recipe. `longest`: tokens of the longest request, which a single cache must hold. `shorter` and
+    `fewer`: names of the settings that lower `longest` and `engines`, for messages.
     """
-    import psutil
-
     text = hf.get_text_config()
-    heads = kv_heads(hf)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = head_width(text)
     require(
         width in CPU_HEAD_WIDTHS,
         f"the model's attention heads are {width} wide, which vLLM does not have on CPU; choose a"
         f" model with one of {', '.join(map(str, CPU_HEAD_WIDTHS))}",
     )
-    per_token = (
-        2
-        * text.num_hidden_layers
-        * max(1, heads // engine.tensor)
-        * width
-        * (4 if engine.dtype == "float32" else 2)
-    )
-    need = longest * per_token / 2**30
+    num_heads = max(1, kv_heads(hf) // engine.tensor)
+    values = 2 * text.num_hidden_layers * num_heads * width * longest
+    need = values * (4 if engine.dtype == "float32" else 2) / 2**30
     require(
         need <= engine.kv_cache_gib,
         f"{section}.kv_cache_gib is {engine.kv_cache_gib:g}, but one request of {longest}"
         f" tokens needs {need:.2f} GiB; raise it or lower {shorter}",
     )
-    total, free = (
-        engine.kv_cache_gib * engine.tensor * engines,
-        psutil.virtual_memory().available / 2**30,
-    )
+    total = engine.kv_cache_gib * engine.tensor * engines
+    free = psutil.virtual_memory().available / 2**30
     require(
         total <= free,
         f"{engines} engine(s) x {engine.tensor} rank(s) x"

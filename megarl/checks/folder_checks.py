@@ -29,8 +29,10 @@ MIN_FREE_BYTES = 64 * 2**20
 
 
 def check_writable(folder: str, *, setting: str) -> None:
-    """Raise `ValueError` unless `folder` is a folder, or can be made, with files written into it
-    and some free space on its disk, and what stands there can be read; see `refuse_unfit`.
+    """Raise `ValueError` unless `folder` (absolute, or relative to the working directory) exists or
+    can be made, files can be written into it, and its disk has 64 MiB free; also if a file stands
+    in it where a run keeps a folder, or the reverse. `setting`: the setting that names the folder,
+    for messages. Leaves nothing behind.
     """
     existing = Path(folder).absolute()
     try:
@@ -64,8 +66,9 @@ def check_writable(folder: str, *, setting: str) -> None:
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
-    """Raise `ValueError` if the run folder already has a run and `resume` is off, or if nothing can
-    be written there. A run that ended before its first step left nothing to keep.
+    """Raise `ValueError` if the run folder `folder` already has a run and `resume` is False, or if
+    nothing can be written there. A run that ended before its first step left nothing to keep and
+    does not count.
     """
     # Imported here: it imports torch, and `owned_folder` refuses a second start without it.
     from megarl.checkpoints.progress import newest_first, step_of
@@ -94,7 +97,9 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def planned_steps(run: Path) -> int | None:
-    """The steps that a run was started for, by its folder's recipe; None where that tells none."""
+    """The number of steps that the run in the run folder `run` was started for, by its recipe.yaml;
+    None where that file cannot be read or does not say.
+    """
     with contextlib.suppress(ValueError):
         steps = read_tree(run / RECIPE).get("steps")
         return steps if isinstance(steps, int) else None
@@ -102,8 +107,8 @@ def planned_steps(run: Path) -> int | None:
 
 
 def check_time_to_save(checkpoint: CheckpointConfig) -> None:
-    """Raise `ValueError` if torchrun kills its ranks before they have saved a checkpoint after a
-    signal.
+    """Raise `ValueError` if torchrun, which has started this process, kills its ranks sooner after
+    a signal than they need to save a checkpoint (`checkpoint.save_within_s` plus 5 seconds).
     """
     waits_s = launcher.number(signals.SHUTDOWN, signals.SHUTDOWN_S)
     needs_s = math.ceil(checkpoint.save_within_s) + 5  # until the ranks have ended
@@ -116,9 +121,11 @@ def check_time_to_save(checkpoint: CheckpointConfig) -> None:
 
 @contextlib.contextmanager
 def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | None]:
-    """A context manager in which this run is the owner of its run folder: on rank 0 the lease, on
-    other ranks None. Raises `ValueError` if another run owns the folder, or if nothing can be
-    written there. Without `starts` the folder is only looked at, without a wait.
+    """A context manager in which this run owns its run folder, so that no other run writes there.
+    It gives on rank 0 the `Lease`, the object whose `problem()` says whether the run still owns the
+    folder, and None on other ranks. Raises `ValueError` if another run owns the folder, or if
+    nothing can be written there. With `starts` False the folder is only looked at, without waiting
+    for an owner on another machine, and None is given.
     """
     if launcher.rank() != 0 or not starts:
         if not starts:
@@ -142,7 +149,9 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
 
 
 def check_observe(config: ObserveConfig) -> None:
-    """Raise `ValueError` if a package is missing that the recipe's metrics need."""
+    """Raise `ValueError` if a package is not installed that the configured metrics need:
+    tensorboard or wandb.
+    """
     for wanted, package, setting, off in (
         (config.tensorboard, "tensorboard", "observe.tensorboard", "false"),
         (bool(config.wandb_project), "wandb", "observe.wandb_project", '""'),

@@ -1,32 +1,49 @@
-"""Checks that the trainer's layout fits the ranks, the model and the device."""
+"""Which ranks and layout the policy and each other model of a run use; refused where they do not
+fit the ranks, the model or the device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import transformers
 
+from megarl.config import DistillConfig, RunConfig
+from megarl.data.tokenizer import load_tokenizer
 from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.schema import require
-from megarl.trainer.attention import prove_attention
+from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp, refuse_cut_parameters
-from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
+from megarl.trainer.config import (
+    CriticConfig,
+    ModelConfig,
+    RewardModelRoleConfig,
+    RoleConfig,
+    SequenceConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
 from megarl.trainer.heads import HeadName
-from megarl.trainer.loading import empty_model
-from megarl.trainer.logits import logit_transform
+from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.logits import logit_transform, refuse_transform
+from megarl.trainer.model_config import load_model_config, positions
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.optimizers import refuse_optimizer
+from megarl.trainer.places import RolePlace, place_role, role_training
 from megarl.trainer.precision import check_precision
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The parallel layout for `num_ranks` ranks. Raises `ValueError` if settings contradict each
-    other.
+    """The degrees of data, sequence and tensor parallelism of `training.layout` for `num_ranks`
+    ranks. Raises `ValueError`, with what to set, if they do not fit that number, or contradict
+    other settings of sequence parallelism.
     """
     wanted = training.layout
     require(
@@ -58,9 +75,10 @@ def check_cut(
     hf: transformers.PretrainedConfig,
     head: HeadName = "logprobs",
 ) -> None:
-    """Raise `ValueError` unless the model can be sharded over the layout, its attention can be
-    computed on packed sequences, and `head` on its states. `hf`: the model's transformers
-    configuration.
+    """Raise `ValueError`, with the setting to change, unless the model of `config` can be sharded
+    over `training.layout`, its attention computed on packed sequences, and the configured kernels,
+    optimizer and precision used on this rank's device. `hf`: the model's transformers
+    configuration. `head`: what the model is to compute, such as "logprobs".
     """
     refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
     refuse(hf, training.layout.tensor)
@@ -70,8 +88,7 @@ def check_cut(
         refuse_cut_parameters(empty, training.layout.tensor)
     # AutoTP cuts the same layers, and does not look at what else is in them.
     shard_model(
-        empty,
-        Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None),
+        empty, Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None)
     )
     refuse_optimizer(training, local_device())
     check_precision(training, local_device())
@@ -94,10 +111,11 @@ def check_cut(
 
 
 def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if Liger's log-probs cannot run: Liger needs a GPU, its package, logits
-    without a soft cap, and a vocabulary that is not split over tensor-parallel ranks.
+    """Raise `ValueError` if `training.logprobs: liger` cannot run here: Liger needs a GPU, its
+    package, logits without a soft cap, and tensor-parallel degree 1. `tensor`: the degree. `hf`:
+    the model's transformers configuration.
     """
-    missing = {
+    needs = {
         "a GPU": local_device().type == "cuda",
         "training.layout.tensor 1": tensor == 1,
         f"logits without a soft cap (model type {hf.model_type} has one)": (
@@ -105,79 +123,198 @@ def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
         ),
         "the package liger-kernel": importlib.util.find_spec("liger_kernel") is not None,
     }
-    lacking = [name for name, there in missing.items() if not there]
-    require(
-        not lacking,
-        f"training.logprobs is 'liger', which needs {' and '.join(lacking)}; set it to 'chunked'",
-    )
+    _refuse_lacking("training.logprobs is 'liger'", needs, "it to 'chunked'")
+
+
+def _refuse_lacking(setting: str, needs: dict[str, bool], fix: str) -> None:
+    """Raise `ValueError` unless all that a setting needs, {in words: whether it is there}, is
+    there; `fix`: what to set instead.
+    """
+    lacking = " and ".join(name for name, is_there in needs.items() if not is_there)
+    require(not lacking, f"{setting}, which needs {lacking}; set {fix}")
 
 
 def refuse_kernels(
     training: TrainingConfig, hf: transformers.PretrainedConfig, empty: torch.nn.Module
 ) -> None:
     """Raise `ValueError` if a configured kernel (`training.attention`, `training.sequence.block`,
-    `training.norms`, `training.elementwise`) cannot run here, or not with the model `empty`, whose
-    parameters have no storage.
+    `training.norms`, `training.elementwise`) cannot run on this rank's device or with this model.
+    `hf`: the model's transformers configuration. `empty`: the model on the meta device; its layers
+    are changed as the kernels want.
     """
     if training.norms == "torch":
         use_torch_norms(empty)
+    device = local_device()
+    on_gpu = device.type == "cuda"
     if training.elementwise == "triton":
-        there = local_device().type == "cuda" and importlib.util.find_spec("triton") is not None
-        require(
-            there,
-            "training.elementwise is 'triton', which needs a GPU and the package triton; set it to"
-            " 'model'",
-        )
+        needs = {"a GPU": on_gpu, "the package triton": _has_triton()}
+        _refuse_lacking("training.elementwise is 'triton'", needs, "it to 'model'")
         from megarl.trainer.elementwise import use_triton_elementwise  # needs triton
 
         use_triton_elementwise(empty)
-    if training.sequence.block != "auto":
-        refuse_block(training, hf)
-    if training.attention != "flash_attn":
-        return
-    device = local_device()
-    on_gpu = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    missing = {
-        "a GPU": on_gpu,
-        "training.precision 'bfloat16' or 'float16'": training.dtype != "float32",
-        "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9 and 10, or"
-        " flash-attn)": bool(provider(capability)),
-    }
-    lacking = [name for name, there in missing.items() if not there]
-    require(
-        not lacking,
-        f"training.attention is 'flash_attn', which needs {' and '.join(lacking)}; set it to"
-        " 'torch'",
-    )
+    refuse_block(training, hf)
+    if training.attention == "flash_attn":
+        capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+        package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
+        needs = {
+            "a GPU": on_gpu,
+            "training.precision 'bfloat16' or 'float16'": training.dtype != "float32",
+            f"{package} and 10, or flash-attn)": bool(provider(capability)),
+        }
+        _refuse_lacking("training.attention is 'flash_attn'", needs, "it to 'torch'")
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the configured attention kernel (`training.sequence.block`) does not
-    support the device, the model's head width or its attention scores.
+    """Raise `ValueError` if the attention kernel `training.sequence.block` does not support this
+    rank's device, the precision, the model's head width or a soft cap of its attention scores.
+    `hf`: the model's transformers configuration.
     """
-    block, on_gpu, text = (
-        training.sequence.block,
-        local_device().type == "cuda",
-        hf.get_text_config(),
-    )
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    flash, cap = block == "flash", getattr(text, "attn_logit_softcapping", None)
-    missing = {
+    block, text = training.sequence.block, hf.get_text_config()
+    on_gpu, width, flash = local_device().type == "cuda", head_width(text), block == "flash"
+    cap = getattr(text, "attn_logit_softcapping", None)
+    needs = {
         "a GPU": on_gpu or block not in ("triton", "flash"),
         "ranks without GPUs": not on_gpu or block != "cpu",
-        "the package triton": block != "triton" or importlib.util.find_spec("triton") is not None,
+        "the package triton": block != "triton" or _has_triton(),
         "training.precision 'bfloat16' or 'float16'": not flash or training.dtype != "float32",
         f"heads of 8, 16, ... {WIDEST} (here {width})": (
             not flash or (width % 8 == 0 and width <= WIDEST)
         ),
         f"scores without a soft cap (attn_logit_softcapping of {hf.model_type} is {cap})": (
-            not flash or not cap
+            not (flash and cap)
         ),
     }
-    lacking = [name for name, there in missing.items() if not there]
+    _refuse_lacking(f"training.sequence.block is {block!r}", needs, "the block to 'auto'")
+
+
+def head_width(text: transformers.PretrainedConfig) -> int:
+    """Width of an attention head, in elements, of a model with the text configuration `text`."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def check_role(
+    name: str,
+    config: RunConfig,
+    hf: transformers.PretrainedConfig,
+    policy: RolePlace,
+    num_ranks: int,
+) -> RolePlace:
+    """Ranks and layout of the model in section `name` of the recipe, such as "reference". Raises
+    `ValueError`, with the setting to change, if the model does not fit its layout, ranks or
+    precision, or has another vocabulary or tokenizer than the policy. `hf`: config.json of the
+    policy's model. `policy`: ranks and layout of the policy. `num_ranks`: ranks of the job.
+    """
+    role, training = config.other_roles[name], config.training
+    head = HEADS.get(type(role), "logprobs")
     require(
-        not lacking,
-        f"training.sequence.block is {block!r}, which needs {' and '.join(lacking)}; set the block"
-        " to 'auto'",
+        role.zero_stage != 0 or (training.dtype == "float32" and not training.offload_optimizer),
+        f"{name}.zero_stage is 0, but training.precision is '{training.precision}' and"
+        f" training.offload_optimizer {training.offload_optimizer}, which need ZeRO; set"
+        f" {name}.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",
     )
+    require(
+        not role.model.tokenizer,
+        f"{name}.model.tokenizer is {role.model.tokenizer}, but the tokens are the policy's; leave"
+        " it out",
+    )
+    place = place_role(name, role, policy=policy, num_ranks=num_ranks)
+    if role.model.path:
+        theirs = load_model_config(role.model, setting=f"{name}.model")
+        refuse_unsupported(theirs)
+        judges, teaches = head == "scalar", head == "states"
+        mine, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+        require(
+            # The further rows of a teacher's larger head belong to no token of the tokenizer.
+            mine == other or (teaches and mine < other),
+            f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
+            f" set a {name} that was made from the same model",
+        )
+        require(
+            not (judges and role.model.from_scratch),
+            f"{name}.model.from_scratch is true, but random weights judge nothing; leave it out",
+        )
+        check_weights(role.model, head, needs_score=judges)
+        if judges or teaches:
+            refuse_other_tokenizer(name, config.model, role.model)
+        if teaches:
+            refuse_transform(theirs, f"{name}.model.path")
+        if isinstance(config, DistillConfig):
+            refuse_transform(hf, "model.path")
+            require(
+                config.distillation.top_k <= mine,
+                f"distillation.top_k is {config.distillation.top_k}, but model.path has {mine}"
+                " tokens; lower it, or set it to 0 for all tokens",
+            )
+        hf = theirs
+    try:
+        refuse_tensor(hf, place.layout.tensor)
+        if role.model.path and place == policy:
+            check_cut(training, role.model, hf, head)
+        elif role.model.path:
+            empty = empty_model(role.model)
+            prove_attention(empty)
+            refuse_kernels(training, hf, empty)
+        if head == "value":
+            refuse_optimizer(role_training(config, name), local_device())
+    except ValueError as error:
+        text = str(error).replace("training.layout", f"{name}.layout")
+        raise ValueError(text.replace("training.optimizer", f"{name}.optimizer")) from None
+    return place
+
+
+def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -> None:
+    """Raise `ValueError` if the tokenizer of `model` has other tokens or ids than that of `policy`;
+    a padding token of its own is allowed. A model folder without a tokenizer is let through.
+    `name`: section of the recipe of `model`, for messages.
+    """
+    folder = Path(model.path)
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return
+    theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    mine = load_tokenizer(
+        policy.tokenizer or policy.path, trust_remote_code=policy.trust_remote_code
+    )
+    known = mine.get_vocab()
+    # A reward model may have got a padding token of its own, which no policy writes.
+    own = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
+    require(
+        known in (own, theirs.get_vocab()),
+        f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
+        f" policy's tokens; set a {name} of the same family",
+    )
+
+
+HEADS: dict[type[RoleConfig], HeadName] = {
+    RewardModelRoleConfig: "scalar",
+    TeacherConfig: "states",
+    CriticConfig: "value",
+}
+"""{settings of a role beside the policy: what it computes}; others compute log-probs."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files by which a folder is known to have a tokenizer."""
+
+
+def check_positions(
+    config: RunConfig, hf: transformers.PretrainedConfig, roles: Iterable[str], longest: int
+) -> None:
+    """Raise `ValueError` if a model cannot read the longest prompt with the longest response
+    (`rollout.max_new_tokens`). `hf`: config.json of the policy's model. `roles`: sections of the
+    recipe with further models, such as "reference". `longest`: tokens of the longest prompt.
+    """
+    models = {"model.path": hf}
+    for name in roles:
+        if (model := config.other_roles[name].model).path:
+            models[f"{name}.model.path"] = load_model_config(model, setting=f"{name}.model")
+    new = config.rollout.max_new_tokens
+    for name, model in models.items():
+        limit = positions(model)
+        require(
+            limit is None or longest + new <= limit,
+            f"the longest prompt of the data has {longest} tokens, with rollout.max_new_tokens ="
+            f" {new} {longest + new}, but the max_position_embeddings of {name} is {limit}; lower"
+            " rollout.max_new_tokens, or max_prompt_tokens with prompts.too_long 'drop'",
+        )

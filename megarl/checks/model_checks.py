@@ -1,7 +1,8 @@
-"""Checks of model and tokenizer."""
+"""Checks of model, tokenizer and adapters (`training.lora`)."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -10,19 +11,27 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, written_for
+from megarl.config import RunConfig
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
+from megarl.rollout.engine import VLLM_RANKS
 from megarl.schema import require, shortened
 from megarl.third_party import opening
 from megarl.trainer.attention import refuse_unsupported
-from megarl.trainer.config import ModelConfig
+from megarl.trainer.config import LoraConfig, ModelConfig
+from megarl.trainer.heads import SCORING, HeadName
+from megarl.trainer.loading import empty_model
+from megarl.trainer.lora import A, B, chosen_layers
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.weights import base_digest
 
 
 def check_model(
     config: ModelConfig,
 ) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
-    """Load (tokenizer, model configuration) of a recipe. Raises `ValueError` if they do not
-    match.
+    """Load (tokenizer, transformers configuration) of the model that `config` names. Raises
+    `ValueError`, with the setting to change, if one cannot be read, they do not match, megarl
+    cannot train the model, or its folder has no weights.
     """
     hf = load_model_config(config)
     refuse_unsupported(hf)
@@ -41,7 +50,9 @@ def check_model(
 def check_export(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf: transformers.PretrainedConfig
 ) -> None:
-    """Raise `ValueError` unless config and tokenizer can be written, as each checkpoint does."""
+    """Raise `ValueError` unless the model's configuration and tokenizer can be written by
+    `save_pretrained`, as each checkpoint does; tried in temporary folders.
+    """
     for name, what, setting in (
         (config.path, hf, "the config of model.path"),
         (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
@@ -57,7 +68,9 @@ def check_export(
 
 
 def unused_weights(config: ModelConfig) -> str:
-    """A warning, or "": the model's folder has weights that a run from random ones leaves out."""
+    """A warning of one line, without a newline, if `from_scratch` is set but the model's folder has
+    weights, which the run does not use; "" otherwise.
+    """
     folder = Path(config.path)
     if not (config.from_scratch and folder.is_dir() and any(folder.glob("*.safetensors"))):
         return ""
@@ -73,10 +86,10 @@ def stop_tokens(
     hf: transformers.PretrainedConfig,
     turns: Iterable[int] = (),
 ) -> list[int]:
-    """Token ids that end a response: those that end a turn in the data (`turns`, see
-    `megarl.chat_template.end_of_turn`), and the end-of-sequence tokens of the tokenizer and of
-    the model's generation config. Raises `ValueError` if the generation config cannot be read, or
-    names a token that the model (configuration `hf`) has not.
+    """Token ids at which a response ends, each once: `turns` (tokens that end a turn in the data),
+    and the end-of-sequence tokens of the tokenizer and of the model's generation_config.json. `hf`:
+    the model's transformers configuration. Raises `ValueError` if generation_config.json cannot be
+    read, or for an id that is not in the model's vocabulary.
     """
     ids = [*turns, tokenizer.eos_token_id, *_generation_ends(config)]
     size = hf.get_text_config().vocab_size
@@ -107,3 +120,71 @@ def _generation_ends(config: ModelConfig) -> list[object]:
                 raise
             more = None  # a model of the hub without one
     return [] if more is None else more if isinstance(more, list) else [more]
+
+
+def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logprobs") -> str:
+    """Raise `ValueError` if the LoRA settings do not fit the model: a target layer that the model
+    has not, or an adapter to start from of another rank, kind or base model. Returns a warning of
+    one line about that adapter, or "". `head`: what the trained model computes, such as "logprobs".
+    """
+    if not lora.is_on:
+        return ""
+    whole = empty_model(model)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in chosen_layers(whole, lora):
+        num_outputs, num_inputs = whole.get_parameter(f"{name}.weight").shape
+        shapes[name + A], shapes[name + B] = (lora.rank, num_inputs), (num_outputs, lora.rank)
+    if head in SCORING:
+        shapes[SCORE] = (1, whole.config.get_text_config().hidden_size)
+    require(
+        not model.from_scratch,
+        "training.lora.rank is above 0 and model.from_scratch true: adapters of random weights"
+        " learn little; set model.from_scratch to false",
+    )
+    if lora.adapter:
+        read_adapter(lora, shapes)
+        written = written_for(Path(lora.adapter))
+        require(
+            not written or written == base_digest(model.path),
+            f"training.lora.adapter {lora.adapter!r} was trained on another base model than"
+            f" model.path {model.path!r}, whose weights differ; set model.path to its base model",
+        )
+    return adapter_warning(lora, model)
+
+
+def adapter_warning(lora: LoraConfig, model: ModelConfig) -> str:
+    """A warning of one line if the adapter in `lora.adapter` names another base model than
+    `model.path`; "" if it does not, or if megarl wrote it with a digest of its base model, by which
+    that is checked elsewhere.
+    """
+    if not lora.adapter or written_for(Path(lora.adapter)):
+        return ""
+    base = json.loads((Path(lora.adapter) / CONFIG).read_text()).get("base_model_name_or_path")
+    if not base or Path(base).name == Path(model.path).name:
+        return ""
+    return (
+        f"training.lora.adapter {lora.adapter!r} was made for {base!r}, and model.path is"
+        f" {model.path!r}: an adapter means something else on other weights"
+    )
+
+
+def check_published_adapters(config: RunConfig) -> str:
+    """Raise `ValueError` if the recipe's LoRA settings do not fit the model, or if adapters alone
+    cannot be sent to the inference engines as the recipe asks (`training.lora.publish: adapter`).
+    Returns a warning of one line about the adapter to start from, or "".
+    """
+    lora, rollout = config.training.lora, config.rollout
+    warning = check_adapters(lora, config.model)
+    if not lora.is_on or lora.publish == "merged":
+        return warning
+    require(
+        lora.rank <= VLLM_RANKS[-1],
+        f"training.lora.rank is {lora.rank} and training.lora.publish 'adapter', but vLLM takes"
+        f" adapters up to rank {VLLM_RANKS[-1]}; set training.lora.publish to 'merged'",
+    )
+    require(
+        rollout.placement != "colocated",
+        "training.lora.publish is 'adapter' and rollout.placement 'colocated', where engines give"
+        " up their weights in each step; set training.lora.publish to 'merged'",
+    )
+    return warning

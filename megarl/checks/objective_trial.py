@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ REWARDS = (1.0, 0.0, 0.5, 1.0, 0.5, 0.5, 0.5, 0.5)
 
 
 class Trial:
-    """Calls a function of the user's own, and tells its mistakes as `ValueError`."""
+    """Calls a function of the user's own that a recipe names, and turns its errors and wrong
+    results into `ValueError` with file and line. Calling the object calls the function. `setting`:
+    name of the setting. `name`: its value, FILE.py:FUNCTION. `arguments`: with what the function is
+    called, in words, for messages.
+    """
 
     def __init__(self, setting: str, name: str, arguments: str) -> None:
         """`setting` is `name`, which names the function; `arguments`: with what it is called."""
@@ -41,11 +45,15 @@ class Trial:
         self.function = function_of(name, {}, setting)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns."""
+        """Call the user's function and return its result. Raises `ValueError`, which names file and
+        line, for any error in it.
+        """
         return self.run(lambda: self.function(*arguments))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, which runs code of the user's."""
+        """Call `call`, which runs code of the user's, and return its result. Raises `ValueError`,
+        which names file and line, for any error in it.
+        """
         try:
             return call()
         except Exception as error:
@@ -53,12 +61,15 @@ class Trial:
             raise ValueError(self._said(f"{said} {self.arguments}", error)) from error
 
     def require(self, condition: object, said: str) -> None:
-        """Raise `ValueError` that begins with file and line unless `condition` holds."""
+        """Unless `condition` is true, raise `ValueError` with the setting, file and line of the
+        function, and `said`: what is wrong with it.
+        """
         require(condition, self._said(said))
 
     def tensor(self, found: Any, like: torch.Tensor, shape: str) -> None:
-        """Raise `ValueError` unless `found` is a tensor of finite numbers in the shape of `like`,
-        which is `shape` in words.
+        """Raise `ValueError` unless `found`, a result of the user's function, is a floating-point
+        tensor of finite numbers in the shape of `like`. `shape`: that shape in words, such as
+        "[N]", for the message.
         """
         is_tensor = isinstance(found, torch.Tensor)
         what = f"{found.dtype} of shape {[*found.shape]}" if is_tensor else type(found).__name__
@@ -80,8 +91,10 @@ class Trial:
 
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:
-    """Try the functions of `algorithm` that are the user's own. Raises `ValueError` for one that
-    fails. `has_empty_ranks`: whether a rank may be without tokens, so that T may be 0.
+    """Call the user's own functions that the section `algorithm` names (advantage, loss,
+    correction) with small tensors on `device`. Raises `ValueError` for one that fails, or returns
+    NaN, a wrong shape or no gradient. `has_empty_ranks`: whether a rank may be without tokens, so
+    that they are also tried with none.
     """
     algorithm = config.algorithm
     if is_own(algorithm.method):
@@ -89,15 +102,27 @@ def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: 
         trial.run(lambda: inspect.signature(trial.function).bind("parts", "batch"))
     for lengths in (LENGTHS, ()) if has_empty_ranks else (LENGTHS,):
         if is_own(algorithm.advantage):
-            try_advantage(algorithm, device, lengths)
+            try_advantage(algorithm, device, lengths, critics=config.critics)
         try_loss(algorithm, device, lengths)
 
 
-def try_advantage(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence[int]) -> None:
-    """Try `algorithm.advantage` on samples of `lengths` response tokens."""
+def try_advantage(
+    algorithm: AlgorithmConfig,
+    device: torch.device,
+    lengths: Sequence[int],
+    *,
+    critics: Iterable[str] = (),
+) -> None:
+    """Call the user's own `algorithm.advantage` with a small batch on `device`; raises `ValueError`
+    if it fails or returns a wrong shape or NaN. `lengths`: number of response tokens of each
+    sample, for a function that gives an advantage to each token; one that gives an advantage to
+    each sample gets a fixed batch of eight. `critics`: names of further critics, whose values are
+    all 0.
+    """
     trial = Trial("algorithm.advantage", algorithm.advantage, "(rewards_N, groups_N, tokens_N)")
     if not is_per_token(trial.function):
         rewards_N = torch.tensor(REWARDS, dtype=torch.float64)
+        trial.require(not critics, "is of each sample, without critics; leave critics out")
         found = trial(rewards_N, torch.arange(len(REWARDS)) // 4, torch.tensor(LENGTHS))
         return trial.tensor(found, rewards_N, "[N], of each sample")
     trial.require(algorithm.credit == "response", "is of each token; leave algorithm.credit out")
@@ -106,13 +131,17 @@ def try_advantage(algorithm: AlgorithmConfig, device: torch.device, lengths: Seq
     rewards = torch.tensor([REWARDS[n] * (at == to) for n, at, to in tokens], dtype=torch.float64)
     mask = torch.tensor([at > 0 for _, at, _ in tokens], dtype=torch.bool)
     ids = torch.tensor([n for n, _, _ in tokens], dtype=torch.int64)
-    step = TokenRewards(rewards.to(device), mask.to(device), ids.to(device), lambda part: part)
+    rewards, mask, ids = rewards.to(device), mask.to(device), ids.to(device)
+    values = {name: torch.zeros_like(rewards) for name in critics}
+    step = TokenRewards(rewards, mask, ids, lambda part: part, critics=values)
     return trial.tensor(trial(step, algorithm), rewards, "[T], of each token")
 
 
 def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence[int]) -> None:
-    """Try `algorithm.loss` and `algorithm.correction.kind`, if they are the user's own, on samples
-    of `lengths` response tokens.
+    """Call `algorithm.loss` and `algorithm.correction.kind`, where they are the user's own
+    functions, with small tensors on `device`; raises `ValueError` if one fails, returns a wrong
+    shape or NaN, or the loss has no finite gradient. `lengths`: number of response tokens of each
+    sample that is made up for the call.
     """
     draw = torch.Generator().manual_seed(0)  # that of the run is left alone
     old_T = -0.1 - torch.rand(sum(lengths), generator=draw)
@@ -147,8 +176,8 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
 
 
 def try_filter(config: RunConfig, prompts: PromptList) -> None:
-    """Try `rollout.filter`, if it is the user's own, on groups of the first prompt. Raises
-    `ValueError` if it fails.
+    """Call `rollout.filter`, if it is the user's own function, with two small groups of rollouts of
+    the first prompt. Raises `ValueError` if it fails or does not return True or False.
     """
     if not is_own(config.rollout.filter):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,35 +12,16 @@ import torch
 
 from megarl import console
 from megarl.chat_template import end_of_turn
+from megarl.checkpoints import progress
 from megarl.checkpoints.adapter_files import adapter_digest
-from megarl.checkpoints.progress import (
-    choose,
-    newest_first,
-    read_progress,
-    shapes_fingerprint,
-    written_under,
-)
-from megarl.checks.adapter_checks import check_published_adapters
-from megarl.checks.engine_checks import (
-    check_cache_memory,
-    check_engine_model,
-    check_gpu_share,
-    check_placement,
-)
-from megarl.checks.folder_checks import (
-    check_folder,
-    check_observe,
-    check_time_to_save,
-    check_writable,
-)
-from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
+from megarl.checks import engine_checks, folder_checks, layout_checks, model_checks
 from megarl.checks.objective_trial import try_filter, try_objectives
-from megarl.checks.roles import check_positions, check_role, refuse_rejection
 from megarl.checks.run_files import check_run_files
 from megarl.checks.verifier_trial import check_verifier, try_verifier
 from megarl.cluster.ray_address import ray_address
+from megarl.cluster.recorded_table import recorded_table
 from megarl.config import AnyConfig, RunConfig, with_steps
+from megarl.config_checks import sources
 from megarl.data.source import PromptList, load_prompts
 from megarl.lookup import of_app
 from megarl.objectives.config import AlgorithmConfig
@@ -48,7 +30,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
-from megarl.schema import is_own, require
+from megarl.schema import is_own, replace, require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
@@ -56,24 +38,28 @@ from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.places import RolePlace, policy_ranks, reference_adapter
 from megarl.trainer.precision import has_bfloat16
 from megarl.trainer.weights import base_digest
-from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
+from megarl.types import Prompt
+from megarl.weight_sync.families import needs_recording, parameter_table, refuse_engine_tensor
+from megarl.weight_sync.parameters import ParameterSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def check_train(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl train` on this machine for this run's ranks, or for a run of
-    `ranks` ranks on one host, of which this process plays rank 0. Returns what the checks have
-    loaded, such as model configuration and prompts. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl train` on this machine, before anything is started. `ranks`: None
+    for the ranks of this run, which the launcher tells; or a number of ranks on one host, to check
+    a recipe alone. Returns a `RunInputs` with what the checks have loaded: layout, tokenizer, model
+    configuration and, on rank 0, the prompts and the checkpoint to resume from. Raises
+    `ValueError`, with what to set, if a check fails.
     """
-    size = ranks_to_check(ranks)
-    on_cpu = local_device().type == "cpu"
-    return check_run(config, num_ranks=size, on_cpu=on_cpu, started=ranks is None)
+    return check_run(config, num_ranks=ranks_to_check(ranks), started=ranks is None)
 
 
 def ranks_to_check(ranks: int | None) -> int:
-    """Number of ranks to check for: `ranks`, or what the launcher says, which must be sound."""
+    """The number of ranks to check a recipe for: `ranks`, or if that is None the number that the
+    launcher's environment variables say. Raises `ValueError` if those contradict each other.
+    """
     if ranks is not None:
         return ranks
     launcher.refuse_wrong()
@@ -81,80 +67,82 @@ def ranks_to_check(ranks: int | None) -> int:
 
 
 def warn(message: str) -> None:
-    """Print a warning of one line on standard error."""
+    """Print `message` as a warning of one line on standard error, on rank 0 only; nothing if it is
+    "".
+    """
     if message and launcher.rank() == 0:
         console.say(f"megarl: warning: {message}")
 
 
 def check_run(
-    config: RunConfig, *, num_ranks: int, on_cpu: bool, new: bool = True, started: bool = True
+    config: RunConfig, *, num_ranks: int, new: bool = True, started: bool = True
 ) -> RunInputs:
-    """Run all checks of `megarl train` for `num_ranks` ranks. Raises `ValueError` if one fails.
-
-    With `new` False (evaluation), engine placement, checkpoints and whether the folder holds
-    another run are not checked.
-    With `started` False, the ranks were not started, and are all on this host.
+    """Run all checks of `megarl train` for `num_ranks` ranks. Returns a `RunInputs` with what they
+    have loaded: layout, tokenizer, config.json and, on rank 0, prompts and checkpoint to resume
+    from. Raises `ValueError`, with what to set, if one fails. With `new` False (evaluation), engine
+    placement, checkpoints and whether the folder holds another run are not checked. With `started`
+    False, no launcher has started the ranks, which are all taken to be on this host.
     """
     if launcher.rank() == 0:  # the others are told where Ray is
         ray_address()
     ranks = policy_ranks(config, num_ranks) if new else tuple(range(num_ranks))
-    layout = check_layout(config.training, len(ranks))
-    if not on_cpu:
+    layout = layout_checks.check_layout(config.training, len(ranks))
+    if local_device().type == "cuda":
         check_gpus(config)
-    samples = (
-        config.rollout.groups_per_step
-        * config.rollout.group_size
-        // config.training.num_mini_batches
-    )
+    rollout, training = config.rollout, config.training
+    samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
     require(
         samples >= layout.data,
         f"a mini-batch has {samples} samples for {layout.data} data ranks; raise"
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
     if new:
-        device = torch.device("cpu") if on_cpu else local_device()
-        try_objectives(config, device, has_empty_ranks=layout.size > 1)
+        try_objectives(config, local_device(), has_empty_ranks=layout.size > 1)
         check_places(config)
     else:
-        check_writable(config.folder, setting="folder")
-    tokenizer, hf = check_model(config.model)
-    warn(unused_weights(config.model))
-    check_engine_model(hf)
-    check_cut(config.training, config.model, hf)
-    policy = RolePlace(ranks, layout)
-    names = config.other_roles if new else ()
-    roles = {name: check_role(name, config, hf, policy, num_ranks) for name in names}
-    warn(algorithm_warning(config.algorithm, config.training.optimizer_steps))
-    warn(_of_equal_rewards(config))
+        folder_checks.check_writable(config.folder, setting="folder")
+    tokenizer, hf = model_checks.check_model(config.model)
+    warn(model_checks.unused_weights(config.model))
+    engine_checks.check_engine_kind(rollout.engine.kind, hf)
+    layout_checks.check_cut(config.training, config.model, hf)
+    policy, names = RolePlace(ranks, layout), config.other_roles if new else ()
+    roles = {name: layout_checks.check_role(name, config, hf, policy, num_ranks) for name in names}
+    warn(algorithm_warning(config.algorithm, training.optimizer_steps))
+    warn(EQUAL_REWARDS if is_own(config.algorithm.advantage) and not rollout.filter else "")
     prompts, held_out, tools = read_prompts(config, tokenizer)
     # Ranks without the data leave its lengths to rank 0.
     longest = max((one.longest for one in (prompts, held_out) if one is not None), default=0)
     _check_shared_prompts(config, prompts.longest if prompts is not None else 0)
-    check_positions(config, hf, roles, longest)
+    layout_checks.check_positions(config, hf, roles, longest)
     if new:
-        check_export(config.model, tokenizer, hf)
-        table = parameter_table(hf.to_dict())
-        if not on_cpu:
-            gpu = torch.cuda.get_device_properties(local_device())
-            check_gpu_share(config, table, layout, gpu.total_memory)
-        refuse_engine_tensor(hf.to_dict(), config.rollout.engine.tensor)
-        check_placement(config, layout.size, num_ranks, shares_gpus=not on_cpu, started=started)
+        model_checks.check_export(config.model, tokenizer, hf)
+    table = _check_engines(config, hf, layout, num_ranks, started=started) if new else None
     check_weights(config.model)
-    warn(check_published_adapters(config))
-    if on_cpu:
-        check_cache_memory(config, hf, longest_sequence(config, hf))
+    warn(model_checks.check_published_adapters(config))
+    if local_device().type == "cpu":
+        engine_checks.check_cache(
+            rollout.engine,
+            hf,
+            longest_sequence(config, hf),
+            engines=rollout.num_engines,
+            section="rollout.engine",
+            shorter="rollout.max_new_tokens",
+            fewer="rollout.num_engines",
+        )
     if prompts is not None:
         with_steps(config, len(prompts))
         variables = config.prompts.parts[0].template_variables
         try_verifier(config.environment, prompts, tokenizer, variables)
         try_filter(config, prompts)
+    parts = [part for _, part in sources(config) if part.names_data]
+    ends = [end_of_turn(tokenizer, one.template, one.template_variables) for one in parts]
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     return RunInputs(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf, _ends(config, tokenizer)),
+        model_checks.stop_tokens(tokenizer, config.model, hf, ends),
         data,
         prompts,
         held_out,
@@ -162,27 +150,37 @@ def check_run(
         ranks=ranks,
         roles=roles,
         tools=tools,
+        table=table,
     )
 
 
-def _of_equal_rewards(config: RunConfig) -> str:
-    """What to know of an advantage of one's own, "" without one."""
-    if not is_own(config.algorithm.advantage) or config.rollout.filter:
-        return ""
-    return (
-        "algorithm.advantage is a function of your own: groups of equal rewards are trained on;"
-        " set rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
+def _check_engines(
+    config: RunConfig,
+    hf: PretrainedConfig,
+    layout: Layout,
+    num_ranks: int,
+    *,
+    started: bool,
+) -> list[ParameterSpec] | None:
+    """The model's parameter table; None where vLLM's loader has to tell it, and this rank is not
+    the policy's first, which asks. Raises `ValueError` unless the engines fit the model, the
+    policy's layout and the devices; `num_ranks` and `started`: see `check_run`.
+    """
+    on_gpus, tensor, table = local_device().type == "cuda", config.rollout.engine.tensor, None
+    lora = config.training.lora
+    records = not started or launcher.rank() == policy_ranks(config, num_ranks)[0]
+    if not needs_recording(hf.to_dict()):
+        table = parameter_table(hf.to_dict())
+        refuse_engine_tensor(hf.to_dict(), tensor)
+    elif records and not (lora.is_on and lora.publish == "adapter"):
+        table = recorded_table(config.model.path, tensor, on_cpu=not on_gpus)
+    if on_gpus and table is not None:
+        gpu = torch.cuda.get_device_properties(local_device())
+        engine_checks.check_gpu_share(config, table, layout, gpu.total_memory)
+    engine_checks.check_placement(
+        config, layout.size, num_ranks, shares_gpus=on_gpus, started=started
     )
-
-
-def _ends(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a turn, as the prompts of training and evaluation are written."""
-    return [
-        end_of_turn(tokenizer, part.template, part.template_variables)
-        for data in (config.prompts, config.evaluation.prompts)
-        if data.names_data
-        for part in data.parts
-    ]
+    return table
 
 
 def _check_shared_prompts(config: RunConfig, longest: int) -> None:
@@ -191,29 +189,29 @@ def _check_shared_prompts(config: RunConfig, longest: int) -> None:
     longest prompt.
     """
     budget = config.training.micro_batch_tokens * config.training.layout.sequence
+    response, is_on = config.rollout.max_new_tokens, config.training.share_prefix == "on"
+    packed = f"a packed sequence of {budget} (training.micro_batch_tokens x layout.sequence)"
+    begun = f"training.share_prefix is 'on', but a prompt of {longest} tokens"
     require(
-        config.training.share_prefix != "on" or longest < budget,
-        f"training.share_prefix is 'on', but a prompt has {longest} tokens"
-        f" and a packed sequence has {budget}"
-        " (training.micro_batch_tokens x layout.sequence), which leaves no room for responses;"
-        " raise training.micro_batch_tokens, or set training.share_prefix to 'auto'",
+        not is_on or longest < budget,
+        f"{begun} fills {packed}, which leaves no room for responses; raise"
+        " training.micro_batch_tokens, or set training.share_prefix to 'auto'",
     )
-    response = config.rollout.max_new_tokens
-    if config.training.share_prefix == "on" and longest + 2 * response > budget:
-        console.say(
-            f"megarl: warning: training.share_prefix is 'on', but a prompt of {longest} tokens"
-            f" and two responses of {response}"
-            f" (rollout.max_new_tokens) exceed a packed sequence of {budget}"
-            " (training.micro_batch_tokens x layout.sequence): such a group shares nothing"
+    if is_on and longest + 2 * response > budget:
+        warn(
+            f"{begun} and two responses of {response} (rollout.max_new_tokens) exceed {packed}:"
+            " such a group shares nothing"
         )
 
 
 def read_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptList | None, PromptList | None, list[dict[str, Any]]]:
-    """(prompts, held-out prompts, tools that they show), after loading the verifier, the session or
-    the tools once. Prompts are None except on rank 0, which reads for all: it hands them to the
-    rollout service, the only one to use them. Held-out ones are None too where there are none.
+    """Read the recipe's data. Returns (training prompts, held-out prompts, tools that prompts show,
+    in OpenAI's format), after loading the recipe's verifier, session (multi-turn environment) or
+    tools once. On ranks above 0 both prompts are None: rank 0 reads for all. Held-out prompts are
+    None too where the recipe has none. Raises `ValueError` for data or a verifier that cannot be
+    used.
     """
     tools = check_verifier(config.environment)
     if launcher.rank() != 0:
@@ -223,25 +221,38 @@ def read_prompts(
     if config.evaluation.prompts.names_data:
         held_out = read(config.evaluation.prompts, setting="evaluation.prompts")
     check_environments(config, prompts, held_out)
-    for setting, one in (("prompts", prompts), ("evaluation.prompts", held_out)):
-        if one is not None:
-            warn(one.warning)
-            if config.environment.programs:
-                of_app("check_rows")(config.environment, one, setting)
+    _check_problems(config, prompts, "prompts")
+    _check_problems(config, held_out, "evaluation.prompts")
     return prompts, held_out, tools
+
+
+def _check_problems(config: RunConfig, prompts: PromptList | None, setting: str) -> None:
+    """Warn of what the user should know of prompts. Raises `ValueError` for rows that a verifier
+    which runs programs cannot use. `setting`: where they are named.
+    """
+    if prompts is not None:
+        warn(prompts.warning)
+        if config.environment.programs:
+            of_app("check_rows")(config.environment, prompts, setting)
 
 
 def check_places(config: RunConfig) -> None:
     """Raise `ValueError` if a folder of the run cannot be written or holds another run, if a
-    package is missing that its metrics need, or if dynamic sampling and reward models are used
-    together.
+    package is missing that its metrics need, if torchrun leaves too little time to save, or if
+    dynamic sampling and reward models are used together.
     """
-    refuse_rejection(config)
-    check_folder(config.folder, resume=bool(config.resume))
-    check_time_to_save(config.training.checkpoint)
+    require(
+        not config.reward_models
+        or not config.rollout.dynamic_sampling.enabled
+        or config.group_filter != "differing",
+        "rollout.dynamic_sampling.enabled is true, but groups are rejected before reward_models"
+        " score them; set it to false",
+    )
+    folder_checks.check_folder(config.folder, resume=bool(config.resume))
+    folder_checks.check_time_to_save(config.training.checkpoint)
     if config.weight_sync.folder:
-        check_writable(config.weight_sync.folder, setting="weight_sync.folder")
-    check_observe(config.observe)
+        folder_checks.check_writable(config.weight_sync.folder, setting="weight_sync.folder")
+    folder_checks.check_observe(config.observe)
 
 
 def find_checkpoint(
@@ -256,9 +267,10 @@ def find_checkpoint(
 
     Args:
         layout: of the policy, or of the model that is trained.
-        data: fingerprint of the prompts or demonstrations.
-        roles: {name: layout} of the other roles that are trained, such as the critic.
-        head: output of the trained model: log-probs, values or scores.
+        data: digest of the prompts or demonstrations and their order.
+        roles: {name: text} of the other models that are trained, such as the critic, as
+            `trained_roles` returns it; the text has layout, ZeRO stage, precision and optimizer.
+        head: output of the trained model: "logprobs", "value" or "scalar" (a score).
 
     Raises:
         ValueError: `resume` is true and there is no checkpoint; there are some, but none can be
@@ -277,7 +289,7 @@ def _chosen(
     """What `find_checkpoint` finds for a run that resumes."""
     folder = Path(config.folder) / "checkpoints"
     require(
-        config.resume == "auto" or bool(newest_first(folder)),
+        config.resume == "auto" or bool(progress.newest_first(folder)),
         f"resume is true, but {folder} has no checkpoint; set resume to auto to begin a new run"
         " where there is none, or to false",
     )
@@ -285,10 +297,10 @@ def _chosen(
     if head in SCORING:
         use_score_head(model)
     started = reference_adapter(config)
-    chosen = choose(
+    chosen = progress.choose(
         folder,
-        layout=written_under(layout, config.training),
-        model=shapes_fingerprint(whole_shapes(model, {})),
+        layout=progress.written_under(layout, config.training),
+        model=progress.shapes_fingerprint(whole_shapes(model, {})),
         seed=config.seed,
         data=data,
         roles=roles,
@@ -296,21 +308,25 @@ def _chosen(
         reference=None if started is None else adapter_digest(started),
     )
     if chosen is not None and isinstance(config, RunConfig):
-        why = refusal(config.rollout.dispatch, read_progress(chosen).cursor)
+        why = refusal(config.rollout.dispatch, progress.read_progress(chosen).cursor)
         require(not why, f"checkpoint {chosen} cannot be resumed: {why}")
     if chosen is None:
         console.say(f"resume is auto, and {folder} has no checkpoint: the run begins with step 1")
     return chosen
 
 
+EQUAL_REWARDS = (
+    "algorithm.advantage is a function of your own: groups of equal rewards are trained on; set"
+    " rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
+)
 WIDEST_SEQUENCE_CLIP = 0.05
 """Clip width above which the ratio of a whole sequence, a mean over tokens, is hardly ever
 clipped. The paper's widths are 3e-4 and 4e-4."""
 
 
 def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
-    """What the user should know about the algorithm's settings; empty if nothing. `num_updates`:
-    optimizer steps for each step's batch.
+    """A warning of one line about settings of the algorithm that hardly make sense together, or "".
+    `num_updates`: optimizer steps for the batch of one training step.
     """
     if algorithm.loss == "reinforce" and num_updates > 1:
         return (
@@ -330,8 +346,9 @@ def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raise `ValueError` if engines or ranks need what the GPUs of this machine do not have. All
-    GPUs are taken to be of one kind.
+    """Raise `ValueError` if the recipe asks for what the GPUs of this machine do not have: bfloat16
+    in inference engines on GPUs older than Ampere, or several ranks on a MIG slice. Needs a GPU;
+    all are taken to be of one kind.
     """
     name, engine = torch.cuda.get_device_name(0), config.rollout.engine
     require(
@@ -349,15 +366,12 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
-    """Raise `ValueError` where rows of the data name a verifier that is not in
-    `environment.mixture`, or no row names one that is there.
+    """Raise `ValueError` where a row of the data names a verifier that is not in
+    `environment.mixture`, or no row names one that is there. `lists`: training and held-out
+    prompts; None is passed over.
     """
-    known = config.environment.mixture
-    read = [prompts for prompts in lists if prompts is not None]
-    if not known or not read:
-        return
-    named: set[str] = set()
-    for prompts in read:
+    known, named = config.environment.mixture, set[str]()
+    for prompts in (one for one in lists if known and one is not None):
         for index, name in enumerate(prompts.environments or ()):
             require(
                 name in known,
@@ -371,3 +385,79 @@ def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
         not never,
         f"environment.mixture has {', '.join(never)}, which no row of the data names; remove it",
     )
+
+
+@dataclass(frozen=True)
+class EvalCase:
+    """One model that `megarl eval` is to evaluate, with all that is needed for it: the recipe with
+    this model (`config`), its tokenizer, configuration and layout (`inputs`), and {data set: list
+    of problems, tokenised for it} (`sets`).
+    """
+
+    config: RunConfig
+    """The recipe with this model as `model.path`."""
+    inputs: RunInputs
+    sets: dict[str, list[Prompt]]
+    """{source: problems}, rendered and tokenised for this model."""
+
+
+@dataclass(frozen=True)
+class EvalInputs:
+    """What `megarl eval` evaluates, after its checks: `cases` has one `EvalCase` (recipe, tokenizer
+    and problems) for each model.
+    """
+
+    cases: list[EvalCase]
+
+    def __str__(self) -> str:
+        sets = self.cases[0].sets.items()
+        counts = ", ".join(f"{len(prompts)} problems of {source}" for source, prompts in sets)
+        return f"{len(self.cases)} models, {counts}"
+
+
+def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
+    """Run all checks of `megarl eval`, which runs as one process, for each model of
+    `evaluation.models`, or for `model.path` if there are none. `ranks`: number of ranks to check
+    for; None for what the launcher says. Returns an `EvalInputs`, whose `cases` has for each model
+    the recipe with this model, its tokenizer and its problems by data set. Raises `ValueError`,
+    with what to set, if a check fails.
+    """
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl eval runs as one process, but was started as {size} ranks")
+    require(
+        config.evaluation.prompts.names_data,
+        "evaluation.prompts.source is empty; set it to held-out problems",
+    )
+    require(
+        config.evaluation.samples == 1 or config.rollout.temperature > 0,
+        f"evaluation.samples is {config.evaluation.samples}, but rollout.temperature is 0, at which"
+        " all samples are the same; raise it",
+    )
+    models = [*dict.fromkeys(config.evaluation.models)] or [config.model.path]
+    return EvalInputs([check_evaluated_model(config, path) for path in models])
+
+
+def check_evaluated_model(config: RunConfig, path: str) -> EvalCase:
+    """Check the recipe with the model at `path` (a folder or hub name) as `model.path`, and read
+    the data sets with its tokenizer and chat template. Returns the recipe with this model, what was
+    loaded (tokenizer, layout) and the problems by data set, as an `EvalCase`. Raises `ValueError`,
+    with what to set, if a check fails.
+    """
+    own = replace(config, model=replace(config.model, path=path))
+    inputs = check_run(own, num_ranks=1, new=False)
+    assert inputs.held_out is not None
+    first = config.evaluation.prompts
+    require(
+        not (first.sources and config.evaluation.sources),
+        "evaluation.sources is set beside evaluation.prompts.sources; evaluation.sources are read"
+        " as evaluation.prompts.source is, so set that, or leave evaluation.sources out",
+    )
+    sets = {first.label: list(inputs.held_out)}
+    options: dict[str, Any] = {"seed": config.seed, "setting": "evaluation.prompts"}
+    options["tools"] = inputs.tools
+    for source in config.evaluation.sources:
+        rows = load_prompts(replace(first, source=source), inputs.tokenizer, **options)
+        layout_checks.check_positions(own, inputs.hf, (), rows.longest)
+        _check_problems(config, rows, f"evaluation.sources {source}")
+        sets[source] = list(rows)
+    return EvalCase(own, inputs, sets)

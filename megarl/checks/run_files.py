@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 def check_run_files(folder: Path, checkpoint: Path | None) -> None:
-    """Raise `ValueError` for a file of the run folder `folder` with which a run cannot go on from
-    `checkpoint` (None: from its beginning): the file, the number of the broken line, and a way out.
-    A last line that a killed process has left half written is sound: the run cuts it off. Files
-    that are lost, and a recipe that cannot be read, are warned of on standard error.
+    """Raise `ValueError` for a file of the run folder `folder` that is damaged, so that a run
+    cannot go on from `checkpoint` (None: from its beginning): metrics, evaluations, transcripts or
+    ledger. The message names the file, the number of the broken line, and a way out. A last line
+    that a killed process has left half written is allowed. Missing files, and a recipe.yaml that
+    cannot be read, are warned of on standard error.
     """
     progress = read_progress(checkpoint) if checkpoint is not None else None
     step = progress.step if progress is not None else 0
@@ -54,8 +55,9 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
 
 
 def outlook(config: AnyConfig, inputs: RunInputs) -> str:
-    """What `--check` says of the run that the run folder holds: where it stands, and what a start
-    would do with it. "" where a start begins a new run.
+    """One line, without a newline, on the run that the run folder holds: at which step it stands,
+    and what a start would do with it. "" where a start begins a new run. `inputs`: on rank 0, what
+    the checks of `config` have returned: checkpoint to resume from and number of prompts are read.
     """
     if inputs.resume_from is None:
         return ""

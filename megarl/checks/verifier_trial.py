@@ -42,13 +42,13 @@ def try_verifier(
     tokenizer: PreTrainedTokenizerBase,
     variables: Variables | None = None,
 ) -> None:
-    """Call the verifier with some rows and their reference answers as responses, or begin a session
-    and take a step. Of a mixture, each named verifier is called. `variables`: of the chat template,
-    with which tools are shown.
+    """Call the recipe's verifier (`environment.verifier`) with some rows of `prompts` and their
+    reference answers as responses, or begin a session and take a step; each verifier of a mixture
+    is called. `variables`: {name: value} of further variables that the chat template reads.
 
-    Raises `ValueError` with the first failure's message if at least `environment.max_failure_share`
-    of the calls fail, of any verifier. Which score they give does not matter, except that `math`
-    must find every reference answer equal to itself.
+    Raises `ValueError` with the first failure's message if at least the fraction
+    `environment.max_failure_share` of the calls fail, of any verifier. Which score they give does
+    not matter, except that `math` must find every reference answer equal to itself.
     """
     codec = Codec.of(tokenizer, whole=config.tools.are_used, variables=variables)
     tried = asyncio.run(_try(config, prompts, codec))
@@ -56,26 +56,24 @@ def try_verifier(
         part, where = config, "environment"
         if config.mixture and not config.has_sessions:
             part, where = config.named_parts[name], f"environment.mixture.{name}"
-        calls = [verdict for prompt, verdict in tried if prompt.environment == name]
-        failed = [pair for pair in tried if pair[0].environment == name and pair[1] is not None]
-        if not failed:
-            continue
-        prompt, verdict = failed[0]
-        assert verdict is not None
+        calls = [(prompt, verdict) for prompt, verdict in tried if prompt.environment == name]
+        failed = [(prompt, verdict) for prompt, verdict in calls if verdict is not None]
         setting = setting_of(part).removeprefix("environment.")
         several = part.tools.functions or part.tools.servers or part.rewards
         named = part.session or ", ".join(several) or part.verifier
-        said = " ".join((verdict.detail or verdict.failure).split())
-        require(
-            len(failed) < max(1.0, config.max_failure_share * len(calls)),
-            f"{where}.{setting} '{named}' failed for {len(failed)} of {len(calls)} rows on which it"
-            f" was tried, first for row {prompt.index}: {said}; mend it, or set another",
-        )
+        for prompt, verdict in failed[:1]:
+            said = " ".join((verdict.detail or verdict.failure).split())
+            require(
+                len(failed) < max(1.0, config.max_failure_share * len(calls)),
+                f"{where}.{setting} '{named}' failed for {len(failed)} of {len(calls)} rows on"
+                f" which it was tried, first for row {prompt.index}: {said}; mend it, or set"
+                " another",
+            )
 
 
 def rows_to_try(prompts: PromptList) -> list[Prompt]:
-    """The first rows in training order; of a mixture, the first rows in file order of each named
-    verifier, in turns.
+    """The prompts with which the verifier is tried, about 32: the first in training order, or with
+    several verifiers (`environment.mixture`) the first rows in file order of each, in turns.
     """
     if not prompts.environments:
         return [prompts.at(ordinal) for ordinal in range(min(MOST_ROWS, len(prompts)))]
@@ -102,11 +100,11 @@ async def _try(
                 break
             whether = is_math.get(prompt.environment, config.verifier == "math")
             found = await _call(environment, prompt, is_math=whether)
-            has_failed = isinstance(found, Verdict) and found.failure
-            tried.append((prompt, found if isinstance(found, Verdict) and has_failed else None))
+            failed = found if isinstance(found, Verdict) and found.failure else None
+            tried.append((prompt, failed))
             if len(tried) == 1:  # which imports what the verifier needs
                 until = time.monotonic() + ENOUGH_S
-            if isinstance(found, Verdict) and found.failure == "timeout":
+            if failed and failed.failure == "timeout":
                 break
     finally:
         await environment.close()
@@ -147,7 +145,8 @@ async def _call(
 
 def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
     """Raise `ValueError` unless the environment's verifier, session or tools can be loaded in a
-    worker process. Returns the tools, as `megarl.apps.tools.tool.Schema`.
+    worker process, which is started and ended here. Returns the tools in OpenAI's format: {"type":
+    "function", "function": {name, description, parameters}}; an empty list without tools.
     """
     if config.programs:
         of_app("say_protection")(config)

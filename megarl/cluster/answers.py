@@ -1,4 +1,4 @@
-"""What the engines answer to one call of all of them, and which of them are lost."""
+"""The results of one call to all inference engines, and which engines are lost."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 
 class Answers:
-    """Pending results of one call to every engine that takes part in a publication. The numbers of
-    engines, also those of `EngineLost`, are positions among these.
+    """Waits for the results of one Ray call that was made to several inference engines at once,
+    such as the call to receive new weights. The constructor takes the Ray object reference of each
+    engine's call; engines are numbered by their positions in that list, also in
+    `EngineLost.engines`.
     """
 
     def __init__(self, references: list[Any]) -> None:
         self._references = references
 
     def poll(self) -> None:
-        """Check the results there are, without waiting. Raises `EngineLost` if an engine failed,
-        and `Aborted` if an engine only stopped because it was told to abort.
+        """Check the results that are there, without waiting. Raises `EngineLost` if an engine is
+        dead or its call failed, and `Aborted` if an engine only stopped because another process
+        gave the transfer up.
         """
         self._check(self._done(0.0))
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait for the results of all engines, by engine number. Raises like `poll`; raises
-        `EngineLost` if an engine has no result within `timeout_s`.
+        """Wait until the Ray call has ended on all engines, and return its results in the order of
+        the engines. Raises `EngineLost` if an engine is dead, its call failed, or it has no result
+        within `timeout_s` seconds; raises `Aborted` if an engine only stopped because another
+        process gave the transfer of weights up.
         """
         self._done(timeout_s)
         return self._check(range(len(self._references)))
 
     def refused(self, *, timeout_s: float) -> dict[int, str]:
-        """Wait for all engines: {engine number: error message} of engines that are alive but
-        failed.
+        """Wait for all engines, at most `timeout_s` seconds. Returns {engine number: error message}
+        of the engines that are alive but whose call failed; empty if all succeeded.
 
         Raises `EngineLost` if an engine is dead, or has no result within `timeout_s`.
         """
@@ -46,8 +51,9 @@ class Answers:
         return {number: why for number, (_, why, _) in found.items() if why}
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """Wait until the call has ended on every engine, at most `timeout_s`. Returns the numbers
-        of the engines where it failed or still runs.
+        """After a transfer was aborted, wait at most `timeout_s` seconds until the call has ended
+        on every engine. Returns the numbers of the engines where it still runs, or failed by an
+        error of its own and not because of the abort.
         """
         self._done(timeout_s)
         found = {number: self._outcome(number)[1] for number in range(len(self._references))}
@@ -83,7 +89,7 @@ class Answers:
 
 
 def is_dead(error: RayTaskError) -> bool:
-    """Whether an engine's error means that one of vLLM's processes is dead. Compares the
-    exception's name, since vLLM must not be imported here.
+    """Whether the error of an engine's Ray call means that one of vLLM's processes is dead.
+    Compares the name of the exception's class, since vLLM must not be imported here.
     """
     return type(error.cause).__name__ == "EngineDeadError"

@@ -1,4 +1,6 @@
-"""Questions to Ray actors, and their end, each with a deadline, and errors that name the actor."""
+"""Waiting for the answers of Ray actors, and ending actors, each with a deadline; errors name the
+actor.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,19 @@ from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import UserError
 
 UNREACHABLE_S = 15.0
-"""Seconds for which the rollout service may be unreachable, while it is asked again."""
+"""Seconds for which a call to the rollout service is repeated while the service cannot be reached.
+"""
 ASK_AGAIN_S = 0.5
 
 KILL_S = 5.0
-"""Seconds that Ray has to kill an actor. On a node whose raylet hangs, it may never return."""
+"""Seconds that Ray gets to kill an actor. On a node whose raylet hangs, `ray.kill` may never
+return."""
 
 
 def done_within(seconds: float, work: Callable[[], object]) -> bool:
-    """Do `work` in a thread, for calls of Ray that have no deadline of their own; returns whether
-    it has ended within `seconds`. Errors of `work` are dropped.
+    """Call `work` in a thread and wait for it at most `seconds`: for calls of Ray that have no
+    deadline of their own. Returns whether `work` has ended; otherwise its thread goes on. Result
+    and exceptions of `work` are dropped.
     """
 
     def run() -> None:
@@ -42,24 +47,30 @@ def done_within(seconds: float, work: Callable[[], object]) -> bool:
 
 
 def kill_actor(handle: Any) -> None:
-    """Have Ray kill an actor; returns after at most `KILL_S` seconds."""
+    """Have Ray kill the actor of the Ray handle `handle`; returns after at most 5 seconds,
+    without an error if that fails.
+    """
     done_within(KILL_S, lambda: ray.kill(handle))
 
 
 class ActorDied(RuntimeError):
-    """A Ray actor died before it answered."""
+    """Error of a call to a Ray actor that died before it answered; the message names the actor."""
 
 
 class ActorUnreachable(ActorDied):
-    """A Ray actor could not be reached. It may live, and may have heard the question."""
+    """Error of a call to a Ray actor that could not be reached. The actor may be alive, and may
+    have received the call.
+    """
 
 
 def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = "") -> list[Any]:
-    """`ray.get` of {name of the actor: object reference} with a deadline; returns the results in
-    order.
+    """Wait for the results of calls to Ray actors, together at most `timeout_s` seconds, and return
+    them in order. `references`: {name of the actor, for messages: Ray object reference}. `doing`:
+    what the calls do, and `fix`: advice if an actor is late, both for messages.
 
-    An error names the actor that failed, was late or died (`ActorDied`), and the reason; a
-    `UserError` of an actor is raised as it is. `fix` is the advice given where an actor is late.
+    Raises `RuntimeError` with the actor's name and the reason if a call failed or is late,
+    `ActorDied` if the actor died, `ActorUnreachable` if it may be alive, and `UserError` unchanged
+    if the call raised one.
     """
     deadline = time.monotonic() + timeout_s
     answers = []
@@ -85,9 +96,13 @@ def ask(references: Mapping[str, Any], timeout_s: float, doing: str, fix: str = 
 
 
 def ask_service(call: Callable[[], Any], timeout_s: float, doing: str) -> Any:
-    """The answer of the rollout service. `call` asks, and returns the object reference; it is
-    called again while the service cannot be reached, so the question must be one that may be asked
-    twice. Raises like `ask`.
+    """Call the rollout service and wait for its answer, which is returned. `call`: makes the Ray
+    call and returns its object reference; it is made again, for 15 seconds, while the
+    service cannot be reached, so a second call must do no harm. `timeout_s`: seconds that the
+    service has for an answer. `doing`: what the call does, for messages.
+
+    Raises `RuntimeError` if the call failed or is late, `ActorDied` if the service died,
+    `ActorUnreachable` if it stays away, and `UserError` if the call raised one.
     """
     deadline = time.monotonic() + UNREACHABLE_S
     while True:

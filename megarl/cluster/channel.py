@@ -35,14 +35,14 @@ from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import EngineLost, EngineUnreachable
 
 MAX_AT_ONCE = 64
-"""Messages that are handled before the event loop does something else."""
+"""Messages that are handled before the event loop does other work."""
 
 TICK_S = 0.02
 """Seconds after which a socket is read again while messages come, all that have come by then: to
 wake an event loop for each message costs more than the message."""
 
 LOOK_S = 0.5
-"""Seconds between two looks of an actor whether its connection lasts."""
+"""Seconds between two checks by an actor whether its connection to the service lasts."""
 
 CONNECT_S = 60.0
 """Seconds that an actor has to connect to the service."""
@@ -65,25 +65,32 @@ since vLLM is not imported here."""
 
 @dataclass(frozen=True, slots=True)
 class ChannelPlace:
-    """Where a channel can be reached."""
+    """How an actor connects to a `Channel`, the ZeroMQ socket of the rollout service: the path of a
+    Unix socket, the address of an encrypted TCP port, and that port's public key. Sent to an actor
+    in the Ray call `attach`.
+    """
 
     path: str
-    """Of its socket, on its machine; empty if it has none."""
+    """Absolute path of its Unix socket, for actors of its machine; empty if it has none."""
     address: str
-    """Of its port, such as tcp://10.0.0.5:4321; empty if it has none."""
+    """Address of its TCP port, such as tcp://10.0.0.5:4321; empty if it has none."""
     key: bytes
-    """Public key of the port, which is told to the actors only."""
+    """Public CurveZMQ key of the port, which is told to the actors only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception raised in an actor, as text: the caller may be unable to import its class."""
+    """The answer of an actor whose `serve` raised an exception: class name and message of the
+    exception as text, since the caller may be unable to import its class.
+    """
 
     kind: str
     message: str
 
     def exception(self) -> Exception:
-        """What is raised in the caller."""
+        """The exception to raise in the caller: `EngineLost` where one of vLLM's processes is dead,
+        `ValueError` for one, and `RuntimeError` with the class's name for any other.
+        """
         if self.kind == ENGINE_DEAD:
             return EngineLost("one of its processes died")
         if self.kind == "ValueError":
@@ -92,19 +99,27 @@ class Failure:
 
 
 def packed(message: Any) -> list[Any]:
-    """The frames of a message: the pickled message, and the arrays in it as they are."""
+    """Convert a Python object to the frames of a ZeroMQ message: the pickled object, then the
+    memory of each numpy array in it, without a copy. `unpacked` is the inverse.
+    """
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
     return [body, *(one.raw() for one in arrays)]
 
 
 def unpacked(frames: list[bytes]) -> Any:
-    """The message of these frames."""
+    """The Python object of which `packed` made these `frames`; its numpy arrays are read-only views
+    of the frames. Unpickles, so the sender must be trusted.
+    """
     return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - see the top of the file
 
 
 class EventSocket:
-    """A ZeroMQ socket in the running event loop, which hands each message's frames to `hear`."""
+    """A ZeroMQ socket whose messages are handled in the running event loop. The constructor takes
+    `kind`, such as `zmq.ROUTER`, and `hear`, a function that is called in the event loop with the
+    frames (a list of bytes) of each message that comes. The socket itself is `plain`, which the
+    caller binds or connects.
+    """
 
     def __init__(self, kind: int, hear: Callable[[list[bytes]], None]) -> None:
         self.plain = zmq.Context.instance().socket(kind)
@@ -114,7 +129,9 @@ class EventSocket:
         self._loop.add_reader(self.plain.fileno(), self._read)
 
     def send(self, frames: list[Any]) -> None:
-        """Hand a message over to ZeroMQ's thread; one to a closed socket is dropped."""
+        """Hand a message of these frames (bytes or buffers) to ZeroMQ's thread, without waiting.
+        After `close` the message is dropped.
+        """
         if not self.plain.closed:
             self.plain.send_multipart(frames, zmq.NOBLOCK)
             if not self._is_due and self._has_message:  # else nothing tells of it any more
@@ -125,7 +142,7 @@ class EventSocket:
         return bool(self.plain.get(zmq.EVENTS) & zmq.POLLIN)
 
     def _read_in(self, seconds: float) -> None:
-        """Read after this time, whatever comes."""
+        """Read what has come after this time."""
         if not self._is_due:
             self._is_due = True
             self._loop.remove_reader(self.plain.fileno())
@@ -145,7 +162,7 @@ class EventSocket:
             self._loop.add_reader(self.plain.fileno(), self._read)
 
     def close(self) -> None:
-        """End the connections. A second call does nothing."""
+        """Close the socket, which ends its connections. A second call does nothing."""
         if not self.plain.closed:
             self._loop.remove_reader(self.plain.fileno())
             # Else ZeroMQ's thread waits without end to report an event that nobody reads any more.
@@ -154,16 +171,22 @@ class EventSocket:
 
 
 class Channel:
-    """The service's end of all its connections. All calls must come from one event loop."""
+    """The rollout service's end of the connections to all actors that it asks: one ZeroMQ socket,
+    which the constructor opens, and to which actors connect at the addresses in `place`. Give it to
+    one `Remote` for each actor, which sends requests through it. Create and use it in one event
+    loop.
+    """
 
     def __init__(self, folder: str, host: str = "") -> None:
-        """`folder`: the run's private folder; empty for no socket there, as where Ray was started
-        by hand. `host`: address at which other machines reach this one; empty for no port.
+        """Open the socket. `folder`: absolute path of the run's private folder, in which the socket
+        gets a file; empty for none, as where Ray was started by hand. `host`: address at which
+        other machines reach this one, for an encrypted TCP port; empty for no port.
         """
         self.socket = EventSocket(zmq.ROUTER, self._hear)
-        """Socket whose messages begin with the route of a connection."""
+        """Its messages begin with a frame that names the connection, its route."""
         self.hearers: dict[bytes, Callable[[list[bytes]], None]] = {}
-        """{route: who gets what comes from it}. Other messages are dropped."""
+        """{route of a connection: function that gets the frames of a message from there, without
+        the route}. Messages of other connections are dropped."""
         plain, path, address = self.socket.plain, "", ""
         if folder:
             path = f"{folder}/{secrets.token_hex(4)}"
@@ -181,10 +204,16 @@ class Channel:
 
 
 class Remote:
-    """A Ray actor that is asked through a channel."""
+    """Sends requests to one Ray actor, whose class is a `ChannelActor`, by ZeroMQ messages instead
+    of Ray calls: `await ask(request)`. The constructor takes this process's socket (a `Channel`)
+    and the actor's Ray handle. It has the actor connect at the first request, and again at the next
+    request after the connection has ended.
+    """
 
     def __init__(self, channel: Channel, handle: Any, busy: Busy) -> None:
-        """`handle`: of the actor, a `ChannelActor`. `busy`: records the waits for its answers."""
+        """`channel`: this process's socket. `handle`: Ray handle of the actor, whose class is a
+        `ChannelActor`. `busy`: records how long this process waits for answers.
+        """
         self.channel, self._handle, self._busy = channel, handle, busy
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
@@ -258,18 +287,24 @@ class Remote:
 
 
 class ChannelActor(abc.ABC):
-    """Base class of a Ray actor that is asked through a channel; a subclass defines `serve`."""
+    """Base class of a Ray actor that answers requests over ZeroMQ instead of Ray calls. A subclass
+    defines `serve`; the process that asks uses `Remote`.
+    """
 
     _socket: EventSocket | None = None
 
     @abc.abstractmethod
     async def serve(self, request: Any) -> Any:
-        """The answer to one request."""
+        """The answer to one request; both are any objects that can be pickled. Many calls run at
+        the same time in one event loop. An exception is sent to the caller as text.
+        """
 
     async def attach(self, place: ChannelPlace, route: bytes) -> None:
-        """Serve the requests of the channel at `place`, to which this connection is `route`, until
-        the connection breaks or the channel asks for another one. Raises `ConnectionError` if there
-        is none within `CONNECT_S`.
+        """Connect to the process that asks, and answer its requests by `serve` until the connection
+        breaks, or until that process calls `attach` again. That process makes this Ray call, whose
+        end tells it that the connection has ended. `place`: addresses to connect to. `route`: name
+        of the connection, random bytes. Raises `ConnectionError` if there is no connection within
+        `CONNECT_S` (60) seconds.
         """
         busy, serving = Busy("responses", kind="generate"), dict[bytes, asyncio.Task[None]]()
 

@@ -1,4 +1,5 @@
-"""Why a Ray actor died, in one line; of a machine whose memory was full, whose memory that was.
+"""Why a Ray actor died, in one line; where a machine's memory was full, also which processes used
+it.
 
 Ray ends actors where 95 % of the host's memory are used (`RAY_memory_usage_threshold`), whoever
 uses it. Calls of such an actor raise `OutOfMemoryError`, which is no `RayActorError`, with some
@@ -18,7 +19,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from megarl.private_folder import is_of_this_run
 
 DEATHS = (RayActorError, OutOfMemoryError)
-"""What a call of an actor raises that is dead, or that could not be reached."""
+"""The exceptions of a Ray call whose actor is dead or could not be reached."""
 
 NODE = re.compile(r"\(IP: ([^,]+),.*?was ([\d.]+)GB used / ([\d.]+)GB limit")
 THRESHOLD = re.compile(r"exceeded threshold of (\d+)B")
@@ -31,7 +32,9 @@ LONGEST_NAME = 40
 
 @dataclass(frozen=True)
 class User:
-    """A process that used memory when Ray looked."""
+    """A process of the machine whose memory was full, from Ray's list of the largest ones. As text:
+    "python train.py (process 12, 3.4 GiB, of ann, not of this run)".
+    """
 
     pid: int
     gib: float
@@ -48,7 +51,10 @@ class User:
 
 
 def why_dead(error: BaseException) -> str:
-    """One line about one of `DEATHS`."""
+    """One line, without a line break, that says why an actor died. `error`: Ray's `RayActorError`
+    or `OutOfMemoryError`, raised by a Ray call. For a machine whose memory was full the line names
+    the largest processes, this run's part, and what to change.
+    """
     if isinstance(error, OutOfMemoryError) and (node := NODE.search(str(error))):
         address, used, total = node[1], float(node[2]), node[3]
         users, limit = _users(str(error)), THRESHOLD.search(str(error))
@@ -66,7 +72,9 @@ def why_dead(error: BaseException) -> str:
 
 
 def others_filled_memory(error: OutOfMemoryError) -> bool:
-    """Whether processes of this run used less than half of the memory in use."""
+    """Whether processes of this run used less than half of the memory in use, on the machine where
+    Ray ended an actor because memory was full. False if Ray's message `error` does not tell.
+    """
     node = NODE.search(str(error))
     own = sum(one.gib for one in _users(str(error)) if one.is_own)
     return node is not None and own < float(node[2]) / 2

@@ -1,5 +1,6 @@
-"""The engines as rank 0 and the rollout service see them: calls with deadlines, losses by number,
-processes surely theirs.
+"""All inference engines of a run as one object on trainer rank 0: calls to all of them with
+deadlines, errors that number the engines that are lost, and the start of new engines in their
+place.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ START_POLL_S = 0.5
 
 
 class EngineGroup:
-    """All inference engines of a run, as rank 0 controls them.
+    """All inference engines of a run, Ray actors numbered from 0, as trainer rank 0 controls them.
 
-    Each call to the engines raises within its time limit, naming the engine that failed. Two
-    threads of rank 0 use the group: the training loop, and the supervisor
-    (`megarl.cluster.supervisor`). While the loop publishes, or a colocated trainer has the GPUs
-    (`hold`), only the loop replaces engines; otherwise only the supervisor does.
+    Each call to the engines ends within its time limit, and its error names the engine that failed.
+    A publication is the sending of the trainer's weights to all engines that run. Two threads of
+    rank 0 use this object: the training loop, and the supervisor, which looks for dead engines
+    (`megarl.cluster.supervisor`). From `hold` or `sleep` to `let_go` only the training loop starts
+    engines in the place of dead ones; at other times only the supervisor does.
     """
 
     def __init__(
@@ -47,16 +49,17 @@ class EngineGroup:
         *,
         fewest: int | None = None,
     ) -> None:
-        """`start(number)` starts the actor of an engine. `timeout_s`: seconds that an engine may
-        take to be ready. `fewest`: engines that a publication needs, and waits for; the run goes on
-        while as many can be started. All by default.
+        """Begin to start `count` engines, without waiting. `start(number)` makes the Ray actor of
+        an engine and returns its handle. `timeout_s`: seconds that an engine may take to be ready.
+        `fewest`: number of engines that a publication needs and waits for; the run goes on while as
+        many can be started. None: all.
         """
         self._start, self._timeout_s = start, timeout_s
         self._fewest = count if fewest is None else fewest
         self.members = list(range(count))
-        """Numbers of the engines that take part in the present publication, ascending."""
+        """Numbers of the engines that get weights in the present publication, ascending."""
         self.given_up: set[int] = set()
-        """Engines without which the run goes on, since they cannot be started."""
+        """Numbers of the engines without which the run goes on, since they cannot be started."""
         self.started_at: dict[int, float] = {}
         """{engine: time at which the engine that has this number was started, if it replaces
         another}, by `time.monotonic`."""
@@ -70,7 +73,7 @@ class EngineGroup:
         self._fresh: set[int] = set()
         """Engines that have replaced others and that the rollout service does not know yet."""
         self.dead: set[int] = set()
-        """Engines that were ended and are not yet started again."""
+        """Numbers of the engines that have died or were killed, and are not yet started again."""
         self._replaced = 0
         self._is_under_way = False
         """Whether all engines have been ready once."""
@@ -80,15 +83,16 @@ class EngineGroup:
         """Why no engine can be started any more; empty as long as it is possible."""
         self.is_held = False
         self.lock = threading.RLock()
-        """Held by whoever replaces engines or changes who may."""
+        """Held by the thread that starts or kills engines, or changes `is_held`."""
         self.service: ActorHandle = None
         """The rollout service, which `admit` tells of replaced engines; None for a run without one.
         """
 
     def wait(self) -> float:
-        """Wait until every starting engine is ready. An engine whose process dies meanwhile, or, in
-        a run that is under way, whose start fails, is started again, up to `ENGINE_STARTS` times,
-        all within one start's time limit. Returns the seconds that the slowest took.
+        """Block until every engine that is starting is ready. An engine whose process dies
+        meanwhile (or, after the first call, whose start fails) is started again, up to
+        `ENGINE_STARTS` (3) times. Returns the seconds that the slowest start took. Raises
+        `RuntimeError` if an engine is not ready within one start's time limit, or fails too often.
         """
         slowest, deadline = 0.0, time.monotonic() + self._timeout_s
         again: type[RuntimeError] = RuntimeError if self._is_under_way else ActorDied
@@ -108,8 +112,9 @@ class EngineGroup:
         return slowest
 
     def finish_start(self, number: int, timeout_s: float) -> float:
-        """Wait until the starting engine `number` is ready; returns its start-up time in seconds.
-        Raises `ActorDied` if its process dies, and `RuntimeError` if it cannot start or is late.
+        """Block until the starting engine `number` is ready, at most `timeout_s` seconds; returns
+        its start-up time in seconds. Raises `ActorDied` if its process dies, and `RuntimeError` if
+        it cannot start or is late.
         """
         reference, deadline = self._starting[number], time.monotonic() + timeout_s
         while not ray.wait([reference], timeout=START_POLL_S)[0]:
@@ -125,27 +130,37 @@ class EngineGroup:
 
     @property
     def starting(self) -> dict[int, Any]:
-        """{engine number: object reference of its start's result} of engines that start."""
+        """{engine number: Ray object reference} of the engines that are starting. A reference is
+        ready when the start has ended: {"processes": the engine's, "seconds": that it took}, or the
+        start's error.
+        """
         return dict(self._starting)
 
     @property
     def fresh(self) -> set[int]:
-        """Numbers of the engines that have replaced others and do not serve requests yet."""
+        """Numbers of the engines that have replaced others and get no requests yet from the rollout
+        service, because they lack the current weights or the service was not told of them.
+        """
         return set(self._fresh)
 
     @property
     def replaceable(self) -> set[int]:
-        """Numbers of the dead engines in whose place others are to be started."""
+        """Numbers of the dead engines in whose place new ones are to be started: not of those that
+        could not be started several times in a row.
+        """
         return self.dead - self.given_up
 
     @property
     def missing(self) -> int:
-        """Number of engines that do not take part in the present publication."""
+        """Number of the run's engines that do not take part in the present sending of the trainer's
+        weights to the engines, because they are dead or starting.
+        """
         return len(self.handles) - len(self.members)
 
     def start_failed(self, number: int, problem: str) -> None:
-        """Start an engine again whose start has failed. After `ENGINE_STARTS` failures in a row the
-        run goes on without the engine; raises `RuntimeError` if too few are left for that.
+        """Start engine `number` again, whose start has failed because of `problem`, a sentence for
+        the log; returns at once. After 3 failures in a row the run goes on without
+        the engine. Raises `RuntimeError` if fewer engines than the run needs are left then.
         """
         self._failures[number] = self._failures.get(number, 0) + 1
         if self._failures[number] < ENGINE_STARTS:
@@ -165,15 +180,19 @@ class EngineGroup:
         )
 
     def is_one_host(self) -> bool:
-        """Whether the Ray cluster has only this host."""
+        """Whether the Ray cluster has only one node, this host, so that all engines run here."""
         return sum(node["Alive"] for node in ray.nodes()) == 1
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Send each member `info(position)`: where it receives its weights from
-        (`Engine.connect`). The position is that among `members`.
+        """Tell each engine of `members`, those that are to get weights, where its weights come
+        from, and block until all have connected. `info(position)`: the dict for the engine at this
+        index of `members`, with "transport" (its name), "spec" (the fields of a `RouteSpec`, by
+        which both sides plan the transfer), "engine" (the index), "init_info" (what the transport's
+        sender says, such as addresses), and "table" (the model's parameter table as JSON text, or
+        "").
 
-        Raises `EngineLost` if an engine is dead or late, and `RuntimeError` if a living engine
-        cannot receive weights.
+        Raises `EngineLost` if an engine is dead or has no answer within `timeout_s` seconds, and
+        `RuntimeError` if a living engine cannot receive weights.
         """
         answers = Answers(
             [handle.connect.remote(info(position)) for position, handle in self._numbered()]
@@ -188,14 +207,19 @@ class EngineGroup:
             )
 
     def update(self, version: int, *, timeout_s: float) -> Answers:
-        """Have every member start to receive weights of `version`; returns at once with the
-        `Answers`.
+        """Have every engine of `members` (those that are to get weights) begin to receive the
+        weights of `version`; returns at once. `result` of the returned `Answers` waits, and gives
+        for each engine a list with a dict for each of its ranks: "version", "digests" (an int64 for
+        each tensor), "seconds" and "problem" (error message or ""). An engine itself gives up after
+        `timeout_s` seconds.
         """
         return Answers([handle.update.remote(version, timeout_s) for _, handle in self._numbered()])
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Answers:
-        """Have every member start to load the adapters in `files` (PEFT's format) as weights of
-        `version`; returns at once with the `Answers`.
+        """Have every engine of `members` (those that are to get weights) begin to load LoRA
+        adapters as the weights of `version`; returns at once. `files`: {file name: content} in
+        PEFT's format. `result` of the returned `Answers` waits, and gives for each engine
+        {"version", "receipt": digest of the adapters, as hex text}. `timeout_s` is unused.
         """
         shared = ray.put(files)
         return Answers(
@@ -203,8 +227,10 @@ class EngineGroup:
         )
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory; generation pauses. An engine that is lost is
-        ended, and replaced by the next publication. No engine is started until then.
+        """Have every engine free its GPU memory for a colocated trainer, and block until it has, at
+        most `timeout_s` seconds. Generation pauses until the trainer sends weights again. An engine
+        that is dead or late is killed, and replaced when weights are sent; until then no engine is
+        started. Raises `RuntimeError` if a living engine fails.
         """
         with self.lock:
             self.is_held = True
@@ -212,16 +238,20 @@ class EngineGroup:
         self._each("sleep", timeout_s)
 
     def wake(self, *, timeout_s: float) -> None:
-        """Have every engine allocate its GPU memory again, without the weights: publish a version
-        before generation. An engine that is lost is ended, and replaced by that publication.
+        """Have every engine allocate its GPU memory for weights again, uninitialised, and block
+        until it has, at most `timeout_s` seconds. Generation goes on only after the trainer has
+        next sent weights, when an engine that is lost here is replaced too. Raises `RuntimeError`
+        if a living engine fails.
         """
         self._each("wake", timeout_s)
 
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
-        """For each member, the log-probs of `token_ids[1:]`, at temperature 1; with `adapted` False
-        without LoRA adapters. Raises `EngineLost` if an engine is dead or late.
+        """Have every engine of `members` (those that get the present weights) score one sequence:
+        for each engine, the log-probs of `token_ids[1:]`, each given the tokens before it, at
+        temperature 1. With `adapted` False without LoRA adapters. Raises `EngineLost` if an engine
+        is dead, fails or has no answer within `timeout_s` seconds.
         """
         answers = Answers(
             [handle.score.remote(token_ids, adapted) for _, handle in self._numbered()]
@@ -229,17 +259,24 @@ class EngineGroup:
         return answers.result(timeout_s=timeout_s)
 
     def processes(self) -> list[Process]:
-        """The processes of all engines."""
+        """The processes of all engines that are ready, each as (host name, process id, start time
+        in seconds since 1970).
+        """
         return [process for found in self._processes.values() for process in found]
 
     def pids(self, number: int) -> list[int]:
-        """Process ids of engine `number`: its Ray actor first, then vLLM's processes."""
+        """Process ids of engine `number`, which is ready: its Ray actor first, then vLLM's
+        processes.
+        """
         return [pid for _, pid, _ in self._processes[number]]
 
     def hold(self) -> list[int]:
-        """From now on only the caller replaces engines. Begins to start new ones in the place of
-        those that are dead. `members` are then the engines that are ready; waits while they are
-        fewer than the publication needs. Returns the numbers of those that have no weights yet.
+        """Begin to send a weight version to the engines: from now until `let_go` only the caller
+        starts engines in the place of dead ones, not the supervisor thread. Begins to start new
+        ones for those that are dead, and sets `members` to the engines that are ready; blocks while
+        these are fewer than the run needs. Returns the numbers of the engines of `members` that are
+        new and have no weights yet. Raises `RuntimeError` if too few engines can be started in
+        time.
         """
         with self.lock:
             self.is_held = True
@@ -284,12 +321,16 @@ class EngineGroup:
         return list(enumerate(self.handles[number] for number in self.members))
 
     def let_go(self) -> None:
-        """End what `hold` has begun: from now on the supervisor replaces engines."""
+        """End what `hold` or `sleep` began: from now on the supervisor, a thread of rank 0 that
+        looks for dead engines, starts new engines in the place of dead ones again.
+        """
         with self.lock:
             self.is_held = False
 
     def kill(self, number: int, handle: ActorHandle) -> None:
-        """Kill the processes of engine `number`, if its actor still is `handle`."""
+        """Kill the processes of engine `number`, which then counts as dead and is not started again
+        by this call. Does nothing if another actor than `handle` has this number by now.
+        """
         with self.lock:
             if self.handles[number] is not handle:
                 return
@@ -300,8 +341,8 @@ class EngineGroup:
         end(processes, patience_s=0.0)
 
     def restart(self, numbers: Sequence[int]) -> None:
-        """Kill what is left of the engines `numbers`, and begin to start new ones under the same
-        numbers.
+        """Kill what is left of the engines with these `numbers`, and begin to start new ones under
+        the same numbers, without waiting until they are ready.
         """
         for number in numbers:
             self.kill(number, self.handles[number])
@@ -316,9 +357,10 @@ class EngineGroup:
                 self.dead.discard(number)
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Kill the processes that are left of the engines `numbers`, and begin to start new engines
-        with the same numbers, all at once. Waits while fewer engines are ready than a publication
-        needs; `members` are then the engines that are ready.
+        """Kill what is left of the engines with these `numbers`, and begin to start new engines
+        under the same numbers, all at once. Sets `members` to the engines that are ready; blocks
+        while these are fewer than the run needs. Raises `RuntimeError` if too few engines can be
+        started in time.
         """
         self.restart(numbers)
         self._find_members()
@@ -330,8 +372,9 @@ class EngineGroup:
         return []
 
     def admit(self) -> int:
-        """Hand the replaced engines to the rollout service, which then sends them requests. Call it
-        once they have the current weights. Returns how many engines were replaced in the run so
+        """Tell the rollout service to send requests to the engines of `members` (those that get the
+        present weights) that have replaced others. Call it once they have the current weights;
+        blocks until the service has answered. Returns how many engines were replaced in the run so
         far.
         """
         fresh = sorted((self._fresh & set(self.members)) - set(self._starting) - self.dead)

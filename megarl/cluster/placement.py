@@ -1,7 +1,7 @@
 """Where engines run: on GPUs of their own, or on those of trainer ranks, with whom they take turns.
 
-disaggregated   one bundle of a Ray placement group for each engine: its ranks share a node, engines
-                fill nodes in turn
+disaggregated   one bundle of a Ray placement group for each engine: its ranks are on one node, and
+                engines fill nodes in turn
 colocated       engine e on the node and GPUs of trainer ranks [e * tensor, (e + 1) * tensor)
 """
 
@@ -29,7 +29,10 @@ that Ray does not limit the number of engines; the operating system shares out t
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one inference engine is to run: a Ray reservation, or the GPUs of trainer ranks."""
+    """Where one inference engine is to run: the Ray options of its actor, which name a reservation
+    of Ray or the node of the trainer ranks whose GPUs the engine shares, and environment variables
+    for its process.
+    """
 
     options: dict[str, Any]
     """Ray options (`num_gpus`, `scheduling_strategy`, ...) of the engine's actor."""
@@ -39,7 +42,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a trainer rank runs."""
+    """Host and GPU of a trainer rank, which decide where colocated engines run."""
 
     host: str
     gpu: str
@@ -47,7 +50,10 @@ class RankPlace:
 
     @staticmethod
     def mine(*, on_cpu: bool) -> RankPlace:
-        """The host and the GPU of the calling rank."""
+        """The host name and the GPU of the calling rank, from LOCAL_RANK and CUDA_VISIBLE_DEVICES.
+        The GPU is text as in CUDA_VISIBLE_DEVICES, such as "3". `on_cpu`: the rank uses no GPU, and
+        the text is empty.
+        """
         if on_cpu:
             return RankPlace(socket.gethostname(), "")
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -58,8 +64,10 @@ class RankPlace:
 def engine_bundle(
     tensor: int, *, gpus: bool, limited: bool = False
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(resources that Ray reserves for a disaggregated engine of `tensor` ranks, resources that its
-    actor asks for of them). `limited`: the cluster counts engine ranks without GPUs.
+    """(resources {name: amount} that Ray reserves for one disaggregated engine of `tensor` ranks,
+    keyword arguments by which the engine's Ray actor asks for them). `gpus`: each rank gets a GPU.
+    `limited`: on CPUs, the Ray cluster limits the engine ranks of each node, as under
+    `megarl launch`.
     """
     if gpus:
         return {"GPU": float(tensor)}, {"num_gpus": tensor, "num_cpus": 0}
@@ -68,10 +76,11 @@ def engine_bundle(
 
 
 def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[Seat]:
-    """Reserve in Ray, which must be running, a `Seat` for each of `count` disaggregated engines:
-    engines on GPUs that no trainer rank uses. Each engine has `tensor` ranks on one node.
+    """Reserve resources in Ray, which must be running, for `count` disaggregated engines (on GPUs
+    that no trainer rank uses), each with `tensor` ranks on one node. Returns a `Seat` for each:
+    where its Ray actor is to run. Blocks until they are reserved.
 
-    Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s`.
+    Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s` seconds.
     """
     limited = not gpus and ENGINE_RANKS in ray.cluster_resources()
     bundle, asked = engine_bundle(tensor, gpus=gpus, limited=limited)
@@ -90,11 +99,12 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
 
 
 def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list[Seat]:
-    """A `Seat` for each of `count` colocated engines: engine e shares the GPUs of `ranks[e * tensor
-    : (e + 1) * tensor]`. Ray must be running.
+    """Where the Ray actors of `count` colocated engines are to run: a `Seat` for each, by which
+    engine e shares host and GPUs of the trainer ranks `ranks[e * tensor : (e + 1) * tensor]`. Ray
+    must be running.
 
-    Raises `ValueError` if the ranks of one engine are on several nodes. Raises `RuntimeError` if
-    Ray does not run on the node of a rank.
+    Raises `ValueError` if the trainer ranks of one engine are on several nodes. Raises
+    `RuntimeError` if Ray does not run on the node of a rank.
     """
     nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     seats = []

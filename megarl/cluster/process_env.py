@@ -1,5 +1,5 @@
-"""Environment variables that third parties read, set here and nowhere else. Imports none of them:
-they read at import.
+"""Environment variables that Ray, vLLM, torch, DeepSpeed and tokenizers read, set here and nowhere
+else. This file imports none of these libraries: they read the variables when they are imported.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ many engine ranks a node may have. A Ray without it has no such limit."""
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Set the environment variables that libraries read when they are imported, among them
-    OMP_NUM_THREADS to `num_threads`. Call it before torch is imported.
+    """Set the environment variables of this process that torch, DeepSpeed, tokenizers and Ray read
+    when they are imported. Call it before torch is imported. `num_threads`: value of
+    OMP_NUM_THREADS. Of the other variables, those that the user has set are left as they are.
     """
     _use_built_operators()
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -70,7 +71,10 @@ def _use_built_operators() -> None:
 
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
-    """Environment variables to set for the process of a vLLM engine."""
+    """{name: value} of the environment variables to set for the process of a vLLM engine, before
+    vLLM is imported there. `num_threads` (threads of the engine's kernels) and `kv_cache_gib` (GiB
+    of its key-value cache) matter only `on_cpu`.
+    """
     settings = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -104,14 +108,16 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
 
 
 def own_cluster_token() -> str:
-    """The authentication token of the run's Ray cluster: the one the user has set, else a new
-    random one.
+    """The authentication token of the run's Ray cluster, as text: the value of RAY_AUTH_TOKEN, or,
+    where the variable is not set, a new random one, which is then set in this process.
     """
     return os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def use_cluster_token(token: str) -> None:
-    """Use `token`, received from rank 0, to authenticate to the Ray cluster."""
+    """Set RAY_AUTH_TOKEN of this process to `token`, so that Ray can join a cluster that asks for
+    this authentication token. Call it before `ray.init`.
+    """
     os.environ["RAY_AUTH_TOKEN"] = token
 
 

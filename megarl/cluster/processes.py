@@ -1,4 +1,6 @@
-"""Processes that are surely those that were meant: named by host, process id and start time."""
+"""Processes that surely are those that were meant, since a process is named by host, process id and
+start time.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from collections.abc import Sequence
 import psutil
 
 Process = tuple[str, int, float]
-"""(host, process id, start time of the process). The process id alone is not unique: another host,
-or a later process, may have the same."""
+"""(host name, process id, start time in seconds since 1970) of a process. The process id alone is
+not unique: another host, or a later process, may have the same."""
 
 TRACKER_S = 2.0
 END_TIMEOUT_S = 10.0
@@ -21,7 +23,9 @@ END_TIMEOUT_S = 10.0
 
 
 def with_descendants(process: Process) -> list[Process]:
-    """A process of this host and all below it; empty if it does not run on this host."""
+    """`process` and all its descendants that run now, each as (host name, process id, start time in
+    seconds since 1970); empty if `process` has ended or belongs to another host.
+    """
     if not is_alive(process):
         return []
     with contextlib.suppress(psutil.Error):
@@ -34,8 +38,8 @@ def with_descendants(process: Process) -> list[Process]:
 
 
 def is_alive(process: Process) -> bool:
-    """Whether `process` runs on this host. False for a process of another host, which Ray must
-    end.
+    """Whether `process` still runs on this host; a zombie does not. False for a process of another
+    host, about which nothing is known here.
     """
     host, pid, born = process
     if host != socket.gethostname():
@@ -48,9 +52,11 @@ def is_alive(process: Process) -> bool:
 
 
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
-    """Wait `patience_s` seconds for processes to end by themselves, kill those left, and wait until
-    they are gone. Python's resource trackers, which remove the shared memory of killed processes,
-    are killed only if they are still there `TRACKER_S` seconds after the others.
+    """Wait `patience_s` seconds for these processes of this host to end by themselves, kill those
+    that are left with SIGKILL, and wait at most `END_TIMEOUT_S` (10) seconds until they are gone.
+    Processes of other hosts, and those that have ended, are passed over. Python's resource
+    trackers, which remove the shared memory of killed processes, are killed only if they are still
+    there `TRACKER_S` (2) seconds after the others.
     """
     deadline = time.monotonic() + patience_s
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
@@ -73,7 +79,9 @@ def _kill(processes: Sequence[Process]) -> None:
 
 
 def is_tracker(process: Process) -> bool:
-    """Whether `process` is a resource tracker of Python's multiprocessing that runs here."""
+    """Whether `process` runs on this host and is a resource tracker of Python's multiprocessing,
+    the helper that removes the shared memory of ended processes.
+    """
     if not is_alive(process):
         return False
     with contextlib.suppress(psutil.Error):

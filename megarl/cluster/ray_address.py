@@ -1,5 +1,5 @@
-"""The Ray cluster that RAY_ADDRESS names, looked at before Ray is: Ray waits for minutes, without a
-word, for a cluster that is gone.
+"""The address of a running Ray cluster in RAY_ADDRESS, tried by a plain connection before Ray uses
+it: Ray waits for minutes, without a word, for a cluster that is gone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def ray_address() -> str:
-    """Address of the Ray cluster to join, from RAY_ADDRESS; "" to start Ray on this machine.
+    """Value of the environment variable RAY_ADDRESS, the Ray cluster to join: "host:port", "auto",
+    or "" to start Ray on this machine. A host:port is tried by a connection, which may take
+    `CONNECT_TIMEOUT_S` (5) seconds.
 
-    Raises `ValueError` if nothing answers there, or if the address is neither host:port nor auto.
+    Raises `ValueError` if nothing answers there, or if the value has another form.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "auto"):  # for auto, Ray looks for a running head itself

@@ -36,7 +36,7 @@ from megarl.signals import SIGNALS, ignore_while_closing
 from megarl.types import Prompt
 
 RAY_ATTEMPTS = 3
-"""Times that Ray is started before its failure ends the run."""
+"""How often Ray is started where it is late, before its error is raised and ends the run."""
 
 _leaves_group = False
 """Whether a process that is forked now leaves the process group of this one."""
@@ -53,9 +53,10 @@ os.register_at_fork(after_in_child=_leave)
 
 @contextlib.contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Ray's processes that are started in the block get process groups of their own, which what
-    they start is in too. torchrun sends SIGTERM to the whole process group of each rank: engines in
-    that group would end before the rank has finished the step and saved its checkpoint.
+    """A context manager: processes that Ray starts in its block get process groups of their own,
+    which their child processes share. torchrun sends SIGTERM to the whole process group of each
+    rank: engines in that group would end before the rank has finished the step and saved its
+    checkpoint.
     """
     global _leaves_group
     _leaves_group = True
@@ -66,9 +67,11 @@ def own_process_groups() -> Iterator[None]:
 
 
 def start_ray(folder: Path, **options: Any) -> None:
-    """Start a Ray of its own on this machine, with its files in the private folder `folder` and the
-    options of `ray.init`. Ray gives itself 30 s, which cannot be set and which a busy machine
-    exceeds: then it is started again. Raises `UserError` if Ray opens the folder to other users.
+    """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
+    until it runs. `folder`: an absolute path, a folder with mode 700, in which Ray's files go to
+    ray/. `options`: further arguments of `ray.init`. Ray gives itself 30 s, which cannot be set and
+    which a busy machine exceeds: then it is started again, up to 3 times in all.
+    Raises `UserError` if Ray opens the folder to other users, and Ray's own error otherwise.
     """
     for attempt in range(1, RAY_ATTEMPTS + 1):
         try:
@@ -85,18 +88,21 @@ def start_ray(folder: Path, **options: Any) -> None:
 
 
 STOP_TIMEOUT_S = 5.0
-"""Seconds an engine or service has to stop before it is killed."""
+"""Seconds an engine or the rollout service has to stop before it is killed."""
 
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Minimum size of Ray's object store. Memory is only used as objects are stored."""
 
 IMPATIENT_STOP_TIMEOUT_S = 0.5
-"""As `STOP_TIMEOUT_S`, for a run that ends by a signal or an error."""
+"""Seconds an engine or the rollout service has to stop before it is killed, in a run that ends by a
+signal or an error."""
 
 
 class Cluster:
-    """A Ray cluster and the actors of a run. As a context manager it ends, on exit, all processes
-    it started.
+    """This process's connection to a run's Ray cluster, and the actors that it starts there:
+    inference engines and the rollout service. Rank 0 starts Ray or joins a running cluster; the
+    other ranks join that cluster and start no actors. A context manager: on exit it ends all
+    processes it started.
     """
 
     def __init__(
@@ -109,9 +115,11 @@ class Cluster:
         hidden: str = "",
     ) -> None:
         """Start Ray on this machine with an object store of `object_store_bytes`, or join the
-        cluster at `address` (or RAY_ADDRESS), authenticated by `token`. Ray spills to disk what
-        exceeds the object store. `hidden`: name of an environment variable that a Ray started here
-        does not get. Raises `UserError` if RAY_ADDRESS names no cluster.
+        cluster at `address` ("host:port", or what RAY_ADDRESS says); blocks until connected. What
+        exceeds the object store is spilled to disk by Ray. `namespace`: Ray's, in which the run's
+        actors are found by name. `token`: Ray's authentication token, the same in all processes of
+        the run. `hidden`: name of an environment variable, such as that of a secret, that a Ray
+        started here does not inherit. Raises `UserError` if RAY_ADDRESS names no running cluster.
         """
         try:
             address = address or ray_address()
@@ -167,8 +175,11 @@ class Cluster:
         fewest: int | None = None,
         **arguments: Any,
     ) -> EngineGroup:
-        """Start an engine on every seat, in parallel, without waiting; call `.wait()` on the result
-        before use. `fewest`: see `EngineGroup`.
+        """Start a Ray actor with an inference engine on every seat (reserved place), and return at
+        once; call `.wait()` on the result before use. `timeout_s`: seconds that an engine may take
+        to be ready. `environment`: variables to set in the engines' processes. `fewest`: number of
+        engines with which the run can go on if others cannot be started; None: all. `arguments`:
+        keyword arguments of the engine class (`megarl.rollout.engine.Engine`), the same for all.
         """
 
         def start(number: int) -> ActorHandle:
@@ -185,8 +196,9 @@ class Cluster:
         return self._groups[-1]
 
     def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:
-        """Watch started engines from now on, and replace those that die or hang. `loads`: the
-        engines read their weights from disk, and nothing is published to them.
+        """Start a thread that watches started engines from now on, and replaces those that die or
+        hang; returns at once. `loads`: the engines read their weights from disk and the trainer
+        sends none, so that a new engine serves requests as soon as it is ready.
         """
         supervisor = EngineSupervisor(
             engines,
@@ -197,10 +209,11 @@ class Cluster:
         self._supervisors.append(supervisor)
 
     def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
-        """Start the rollout service in a named actor that every rank can look up; `build`
-        constructs it there. Call `wait_for_service` before use. `held_out`: the problems it
-        evaluates on. It runs on this process's node, where the run folder is, since it writes the
-        ledger there.
+        """Start the rollout service as a Ray actor named "rollouts", on this process's node, and
+        return its handle at once; call `wait_for_service` before use. `build`: is pickled and
+        called in the actor; returns (`RolloutService`, `Environment`). `held_out`: the problems
+        that the service evaluates on. The service must be on this node, since it writes the ledger,
+        the record of what became of every prompt, to the run folder.
         """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         handle = (
@@ -213,14 +226,16 @@ class Cluster:
         return handle
 
     def wait_for_service(self, timeout_s: float) -> None:
-        """Wait until the rollout service is ready. Raises `RuntimeError` if it fails or is not
-        ready within `timeout_s`.
+        """Block until the rollout service that `start_service` has started is ready. Raises
+        `RuntimeError` if its start fails or takes longer than `timeout_s` seconds from now.
         """
         starting = {"the rollout service": self._service_ready}
         ask(starting, timeout_s, "starting", "raise rollout.engine.start_timeout_s")
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the actors, then Ray, then kill the processes of vLLM that still run."""
+        """Stop the actors that this process started, then end Ray, then kill the processes of vLLM
+        that still run; blocks. `stop_timeout_s`: seconds that actors get to stop by themselves.
+        """
         for supervisor in self._supervisors:
             supervisor.close(stop_timeout_s)
         done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
@@ -258,8 +273,9 @@ LINGER_S = 1.0
 
 
 def started_processes() -> list[Process]:
-    """The processes of Ray that this process has started, and all below them, such as actors; none
-    where it has joined another's Ray.
+    """The Ray processes that this process has started, with all their descendants, such as actors,
+    each as (host, process id, start time). Empty if this process has joined a Ray that another
+    process started.
     """
     node = worker._global_node
     found: list[Process] = []
@@ -272,8 +288,9 @@ def started_processes() -> list[Process]:
 
 
 def shut_down(timeout_s: float = SHUTDOWN_S) -> None:
-    """End Ray, and kill what is left of the processes that were started here, stopped ones too.
-    Returns within a few seconds more than `timeout_s`.
+    """End Ray in this process, and kill what is left of the Ray processes that it has started, also
+    those that a signal has stopped. `timeout_s`: seconds that `ray.shutdown` gets; the call returns
+    a few seconds after that at the latest.
     """
     processes = started_processes()
 

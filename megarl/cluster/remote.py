@@ -1,11 +1,14 @@
-"""Engines as Ray actors, and as the rollout service sees them."""
+"""Inference engines as Ray actors (`EngineActor`), and as the rollout service calls them
+(`RemoteEngine`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +21,37 @@ from megarl.activity.recording import Recording, close_recording
 from megarl.activity.spans import activity
 from megarl.cluster.channel import Channel, ChannelActor, Remote
 from megarl.cluster.deaths import DEATHS, why_dead
-from megarl.cluster.processes import Process
+from megarl.cluster.processes import Process, with_descendants
+from megarl.environments.user_code import function_of
 from megarl.errors import EngineLost, EngineUnreachable
+from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine import Engine
+from megarl.rollout.inference_engine import InferenceEngine, Pulse
 from megarl.signals import die_with_parent, keep_blocked_signals
 from megarl.types import Segment
 
 PAUSED_WITHIN_S = 10.0
 """Seconds that an engine has to say how long its generation was paused."""
 NAMED_WITHIN_S = 2.0
-"""Seconds without that answer after which the wait for the engine is reported: a process that is
-stopped is to be named soon after the deadline, although it is not given up yet."""
+"""Seconds without an answer about pauses after which the request to that engine is reported as
+late: a process that is stopped is to be named soon after the deadline, although it is not given up
+yet."""
 JUDGE_S = 1.5 * PAUSED_WITHIN_S
 """Seconds after the deadline of a request within which it is known whether the engine was paused,
 unless the event loop of this process hangs."""
 
 
 def engine_name(number: int) -> str:
-    """Name of the process of engine `number` in the run's activity files."""
+    """Name of the process of engine `number` in the run's activity files, the record of what each
+    process does, such as "engine3".
+    """
     return f"engine{number}"
 
 
 def own_process() -> Process:
-    """(host, process id, start time) of this process, which no other process has."""
+    """(host name, process id, start time in seconds since 1970) of this process, which no other
+    process has.
+    """
     return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
 
@@ -53,54 +64,65 @@ def die_with_raylet() -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What the rollout service sends to an engine to have the next segment of a rollout."""
+    """The message by which the rollout service asks an engine for the next model segment of a
+    rollout: the prompt, what came after it so far, and how to sample.
+    """
 
     prompt_ids: np.ndarray
     """[P] int32 prompt tokens."""
     earlier: list[np.ndarray]
-    """[T] int32 tokens of each earlier segment of the rollout."""
+    """For each earlier segment of the rollout, the model's and the environment's, [T] int32 tokens.
+    """
     seed: int
     max_tokens: int
     temperature: float
 
 
-class EngineActor(ChannelActor, Engine):
-    """Ray actor of an inference engine that answers the rollout service's requests."""
+ENGINES: dict[str, Callable[..., InferenceEngine]] = {"vllm": Engine}
+"""{value of the setting `rollout.engine.kind`: class of the inference engine}"""
 
-    def __init__(self, *, recording: Recording | None = None, **arguments: Any) -> None:
-        """`recording`: where the actor records what it does. For the others see `Engine`."""
+
+class EngineActor(ChannelActor):
+    """Ray actor that holds one inference engine, which runs in the actor's process. Rank 0 calls
+    its methods through Ray; the rollout service sends it a `GenerateRequest` over ZeroMQ. The
+    methods not explained here, such as `score`, `update` and `sleep`, call the engine's method of
+    the same name with the same arguments and return its result.
+    """
+
+    def __init__(
+        self, *, config: EngineConfig, recording: Recording | None = None, **arguments: Any
+    ) -> None:
+        """Make the engine, without starting it. `config.kind` names its class. `recording`: where
+        this process records what it does, or None. `arguments`: further keyword arguments of the
+        engine's class, such as `number` and `model` of `megarl.rollout.engine.Engine`.
+        """
         if recording is not None:
             recording.open(engine_name(arguments["number"]))
         die_with_raylet()
         keep_blocked_signals()  # vLLM starts processes
-        super().__init__(**arguments)
-
-    async def start(self) -> dict[str, Any]:
-        """Start vLLM as `Engine.start` does, and record how long it takes."""
-        with activity("start of vLLM", kind="load"):
-            return await super().start()
-
-    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Receive weights as `Engine.update` does, and record how long it takes."""
-        with activity(f"weights {version}", kind="publish"):
-            return await super().update(version, timeout_s)
-
-    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
-        """Load LoRA adapters as `Engine.load_adapter` does, and record how long it takes."""
-        with activity(f"adapters {version}", kind="publish"):
-            return await super().load_adapter(version, files)
-
-    async def stop(self) -> None:
-        """Stop vLLM as `Engine.stop` does, and close this process's activity file."""
-        await super().stop()
-        close_recording()
+        made = function_of(config.kind, ENGINES, "rollout.engine.kind", is_class=True)
+        self.engine: InferenceEngine = made(config=config, **arguments)
 
     async def process(self) -> Process:
-        """The actor's process; answered before `start` is called."""
+        """(host name, process id, time at which the process started) of the process that this Ray
+        actor runs in, by which it can be found and ended. May be called before `start`.
+        """
         return own_process()
 
+    async def start(self) -> dict[str, Any]:
+        """Start the engine and return once it is ready: {"processes": [(host, process id, start
+        time)] of the actor and all processes below it, "seconds": that the start took}.
+        """
+        began = time.monotonic()
+        with activity("start of the engine", kind="load"):
+            await self.engine.start()
+        seconds = time.monotonic() - began
+        return {"processes": with_descendants(own_process()), "seconds": seconds}
+
     async def serve(self, request: GenerateRequest) -> Segment:
-        """Generate the next segment of a rollout."""
+        """Generate the next model segment of a rollout: at most `request.max_tokens` int32 token
+        ids, their float32 log-probs, and the weight versions that generated them.
+        """
         token_ids = np.concatenate([request.prompt_ids, *request.earlier])
         return await self.generate(
             token_ids.tolist(),
@@ -109,17 +131,55 @@ class EngineActor(ChannelActor, Engine):
             temperature=request.temperature,
         )
 
+    async def generate(self, prompt_ids: list[int], **asked: Any) -> Segment:
+        return await self.engine.generate(prompt_ids, **asked)
+
+    async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
+        return await self.engine.score(token_ids, adapted)
+
+    async def connect(self, info: dict[str, Any]) -> None:
+        await self.engine.connect(info)
+
+    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
+        with activity(f"weights {version}", kind="publish"):
+            return await self.engine.update(version, timeout_s)
+
+    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
+        with activity(f"adapters {version}", kind="publish"):
+            return await self.engine.load_adapter(version, files)
+
+    async def pulse(self) -> Pulse:
+        return await self.engine.pulse()
+
+    async def paused_s(self, last_s: float) -> float:
+        return await self.engine.paused_s(last_s)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def stop(self) -> None:
+        """Stop the engine's processes, and close this process's activity file."""
+        await self.engine.stop()
+        close_recording()
+
 
 class RemoteEngine:
-    """An engine actor as the rollout service calls it; implements
-    `megarl.rollout.requests.EngineHandle`.
+    """The rollout service's object for one inference engine, which runs in a Ray actor: `await
+    generate(...)` sends a request to the actor over ZeroMQ and returns the segment (token ids and
+    log-probs) that the engine has generated. Late requests are reported in the run's activity
+    files.
     """
 
     def __init__(
         self, handle: Any, channel: Channel, *, number: int = 0, deadline_s: float = 0.0
     ) -> None:
-        """`handle`: its actor. `deadline_s`: seconds after which an unanswered request is reported,
-        not counting those of which `paused_s` says that the engine was paused; 0 for none.
+        """`handle`: Ray handle of the `EngineActor`. `channel`: the rollout service's ZeroMQ
+        socket. `number`: the engine's number in the run. `deadline_s`: seconds after which a
+        request without an answer is reported in the activity files, not counting seconds in which
+        the engine was paused; 0 for none.
         """
         name = engine_name(number)
         busy = self._busy = Busy(
@@ -142,15 +202,19 @@ class RemoteEngine:
         return await self._remote.ask(request)
 
     def replaced_by(self, handle: Any) -> RemoteEngine:
-        """The actor `handle`, which takes the place of this one."""
+        """A new `RemoteEngine` for the Ray actor `handle` of an engine that replaces this one, with
+        the same channel, number and deadline.
+        """
         channel, deadline_s = self._remote.channel, self.deadline_s
         return RemoteEngine(handle, channel, number=self.number, deadline_s=deadline_s)
 
     async def paused_s(self, last_s: float) -> float:
-        """See `megarl.rollout.requests.EngineHandle`. 0 if the engine does not say it within
-        `PAUSED_WITHIN_S`: an engine that hangs is not paused. A request that has lasted for
-        `last_s`, and is late without the pauses, is reported; it is reported too if the engine says
-        nothing for `NAMED_WITHIN_S`.
+        """Ask the engine for how many of the last `last_s` seconds its generation was paused on
+        purpose, because weights arrived or it slept. Called when a request has lasted for `last_s`;
+        the request is reported as late if it is so without the pauses, or if the engine says
+        nothing for 2 seconds. Returns 0 if there is no answer within
+        10 seconds: an engine that hangs is not paused. Raises `EngineLost` if the engine is
+        dead, and `EngineUnreachable` if it may be alive.
         """
         asked: asyncio.Future[float] = asyncio.ensure_future(self.handle.paused_s.remote(last_s))
         is_named = not (await asyncio.wait([asked], timeout=NAMED_WITHIN_S))[0]

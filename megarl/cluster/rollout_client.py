@@ -29,7 +29,7 @@ STOP_POLL_S = 0.2
 of the service ends the wait at once."""
 
 SERVICE_TIMEOUT_S = 120.0
-"""Seconds the rollout service has to answer a call that waits for nothing."""
+"""Seconds the rollout service has to answer a call that does not wait for rollouts."""
 
 PROGRESS_POLL_S, POLL_SHARE = 5.0, 1 / 60
 """Seconds between two questions of data rank 0 whether the rollouts that it waits for make
@@ -38,17 +38,19 @@ allow without progress: the questions of hundreds of ranks would take much of th
 
 
 class RolloutClient:
-    """A trainer rank's interface to the rollout service. Every call has a timeout; a call that
-    waits for rollouts has one for the time without progress.
+    """A trainer rank's interface to the rollout service, a Ray actor that has rollouts generated
+    and deals them out. Every call blocks and has a timeout; a call that waits for rollouts ends
+    with an error only after some time without any progress.
 
-    Once `stop` is set, the service is told to give out no further work, and `take` and `evaluate`
-    return None, on all ranks after the same step.
+    Once `stop` is set, the service is told to give out no further batches, and `take` and
+    `evaluate` return None, on all ranks after the same step. Steps and weight versions count from
+    0; step k trains weights of version k.
     """
 
     def __init__(self, data_rank: int, *, silence_s: float) -> None:
         """Find the rollout service in the Ray cluster that this process has joined. `data_rank`:
         this rank's number on the data axis, whose samples `take` returns. `silence_s`: seconds
-        without progress of the rollouts, after which a wait for them ends with an error
+        without progress of the rollouts, after which a wait for them ends with `RuntimeError`
         (`megarl.config.silence_s`).
         """
         self._service = ray.get_actor(SERVICE)
@@ -58,15 +60,21 @@ class RolloutClient:
         """Set by a signal that ends the run."""
 
     def start(self, receipts: Sequence[str] = ()) -> None:
-        """Have the rollout service start to generate, with the weights of these `receipts`."""
+        """Have the rollout service start to generate; one rank calls it, once the engines have the
+        weights of the run's first step. `receipts`: digests of those weights, one of which each
+        response must carry; empty to check nothing.
+        """
         # Not asked twice: a service starts once.
         started = {"the rollout service": self._service.start.remote(receipts)}
         ask(started, SERVICE_TIMEOUT_S, "starting rollouts")
 
     def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
-        """The samples of this rank for `step`; the token arrays are read from Ray's object
-        store. None if the run is to end before that step. `publish_again` publishes the present
-        weights; it is called, on all ranks alike, whenever an engine was replaced meanwhile.
+        """Wait for the batch of `step` and return the samples that this rank trains on: a
+        `StepBatch`, with token ids, log-probs and rewards for each mini-batch. None if the run is
+        to end before that step. `publish_again`: sends the trainer's present weights to all
+        engines, by collectives; it is called while waiting, on all ranks alike, whenever an engine
+        was replaced meanwhile. Raises `RuntimeError` if generation failed or makes no progress, and
+        `UserError` if the verifier failed for too many responses.
         """
         plan = self._ask_unless_stopped(
             lambda count: self._service.take.remote(step, self._data_rank, count),
@@ -78,20 +86,25 @@ class RolloutClient:
         return assemble(plan, partial(self._fetch, f"segments of step {step + 1}"))
 
     def release(self, step: int, receipts: Sequence[str] = ()) -> None:
-        """Tell the service that `step` is trained and weight version `step + 1`, which has these
-        `receipts`, is on the engines.
+        """Tell the service that `step` is trained and that the engines have the weights of version
+        `step + 1`, so that further groups may start; every rank may call it. `receipts`: digests of
+        those weights, one of which each response of that version must carry.
         """
         release = self._service.release.remote
         self._ask(lambda: release(step + 1, receipts), f"releasing step {step + 1}")
 
     def cursor(self, step: int) -> Cursor:
-        """The groups that the first `step` steps have used."""
+        """The position in the data, for the checkpoint after the first `step` steps: which groups
+        (prompts with their rollouts) these steps have used. A `Cursor` names groups by their
+        positions in the training order: all below `first`, and those in `beyond`.
+        """
         doing = f"reading the prompt cursor after {step} steps"
         return self._ask(lambda: self._service.cursor.remote(step), doing)
 
     def unused(self, step: int) -> list[Group]:
-        """The finished groups that the first `step` steps have not used and that this data rank is
-        to write into a checkpoint, with their token arrays.
+        """The finished groups (all rollouts of a prompt) that the first `step` steps have not used
+        and that this data rank is to write into a checkpoint, with their token arrays in this
+        process.
         """
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
@@ -102,8 +115,12 @@ class RolloutClient:
     def evaluate(
         self, temperature: float, name: str, publish_again: Callable[[], object]
     ) -> Evaluated | None:
-        """Generate and score one response to each held-out problem: (metrics, transcripts). None if
-        the run is to end. `publish_again`: see `take`.
+        """Have one response to each held-out problem generated and scored, and wait. Returns
+        (metrics {name: value}, a list with a dict for each of the first 128 problems: "prompt",
+        "response", "reward" and others); None if the run is to end. All ranks may call it and get
+        the same result. `name`: of the evaluation, which decides the sampling seeds.
+        `publish_again`: sends the trainer's present weights to all engines, by collectives; called
+        on all ranks alike whenever an engine was replaced while they wait.
         """
         return self._ask_unless_stopped(
             lambda count: self._service.evaluate.remote(temperature, name, count),
@@ -112,11 +129,13 @@ class RolloutClient:
         )
 
     def stop_early(self) -> None:
-        """End the run on all ranks after the present step: its metric is good enough."""
+        """End the run on all ranks after the present step, because its metric is good enough; one
+        rank calls it.
+        """
         self._ask(lambda: self._service.interrupt.remote(True), "stopping early")
 
     def is_early_stop(self) -> bool:
-        """Whether `stop_early`, and no signal, has ended the run."""
+        """Whether the run ends because `stop_early` was called, and not by a signal."""
         try:
             return self._ask(self._service.is_early_stop.remote, "asking why the run ended")
         except ActorDied:
@@ -132,15 +151,20 @@ class RolloutClient:
         *,
         inspects: bool = False,
     ) -> Any:
-        """Ask for one scored response to each problem, without waiting; see `collect`.
-        `inspects`: see `megarl.rollout.evaluation.answers`.
+        """Ask for one scored response to each of `prompts`, and return without waiting: a Ray
+        object reference to give to `collect`. `temperature` 0 is greedy. `name`: decides the
+        sampling seeds together with the prompt. Where the verifier fails for too many responses,
+        `collect` raises an error, but not with `inspects`: then each of its dicts also has
+        "segments", the response's `Segment` objects (token ids, log-probs, weight versions).
         """
         return self._service.answers.remote(list(prompts), temperature, name, inspects)
 
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
-        """Wait for evaluation results. `pending` are what calls of `answers` returned.
+        """Wait for the results of calls of `answers`, whose return values are `pending`.
 
-        Yields one list of records per call, in the order of the calls.
+        Yields, in the order of the calls, one list each, with a dict for each prompt: "prompt",
+        "response" (text), "reward", "correct", "tokens" and others. Raises `RuntimeError` if a call
+        failed or the rollouts make no progress.
         """
         for reference in pending:
             with self._wait("responses") as span:

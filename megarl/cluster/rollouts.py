@@ -48,7 +48,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass
 class Generation:
-    """The engines and the rollout service of a run. `cluster` and `engines` are None except on rank
+    """One trainer rank's handle on the part of a run that generates rollouts (Ray, the engines and
+    the rollout service): waits until it is ready, and puts colocated engines to sleep and wakes
+    them. `start_generation` makes it on every rank. `cluster` and `engines` are None except on rank
     0.
     """
 
@@ -58,7 +60,10 @@ class Generation:
     engines: EngineGroup | None
 
     def wait(self) -> None:
-        """On rank 0, wait until engines and service are ready; other ranks return at once."""
+        """On rank 0, block until engines and rollout service are ready, then start to watch the
+        engines; other ranks return at once. Raises `RuntimeError` if one fails, or is not ready
+        within `rollout.engine.start_timeout_s` seconds.
+        """
         if self.cluster is not None and self.engines is not None:
             began, timeout_s = time.monotonic(), self.config.rollout.engine.start_timeout_s
             self.engines.wait()
@@ -68,7 +73,9 @@ class Generation:
             self.cluster.supervise(self.engines, self.config.rollout, loads=False)
 
     def join(self, stack: ExitStack) -> None:
-        """Connect the other ranks to rank 0's Ray cluster. All ranks call it together."""
+        """Connect the other ranks to rank 0's Ray cluster. All ranks call it together; it blocks.
+        `stack`: ends the connection when it closes.
+        """
         place = None
         if self.cluster is not None:
             place = (self.cluster.address, self.cluster.namespace, own_cluster_token())
@@ -78,12 +85,15 @@ class Generation:
             stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
 
     def sleep(self) -> None:
-        """Have colocated engines free their GPU memory for training. All ranks call it together."""
+        """Have colocated engines free their GPU memory for training, and block until they have. All
+        ranks call it together. Raises `RuntimeError` on every rank if an engine fails.
+        """
         self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
 
     def wake(self) -> None:
-        """Have colocated engines allocate the memory of their weights again; the content comes with
-        the next publication. All ranks call it together.
+        """Have colocated engines allocate the memory of their weights again, uninitialised, and
+        block until they have. The values come when the trainer next sends its weights. All ranks
+        call it together. Raises `RuntimeError` on every rank if an engine fails.
         """
         self._ask_engines("waking the engines up", EngineGroup.wake)
 
@@ -98,8 +108,12 @@ class Generation:
 def start_generation(
     config: RunConfig, inputs: RunInputs, mesh: ProcessMesh, stack: ExitStack, *, on_cpu: bool
 ) -> Generation:
-    """On rank 0, start Ray, the engines and the rollout service, without waiting: the caller builds
-    the model meanwhile. Call `Generation.wait` before use.
+    """On rank 0, start Ray, begin to start the engines and the rollout service, and return without
+    waiting for them: the caller builds the model meanwhile. All ranks call it together. Call
+    `Generation.wait` on the result before use. `inputs`: made by `megarl.checks.preflight`; has, on
+    rank 0, the prompts for training and evaluation, the tokenizer, the tokens that end a response,
+    and the folder of the checkpoint to resume from. `stack`: ends all that was started when it
+    closes. `on_cpu`: whether trainer and engines run without GPUs.
     """
     ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
     if mesh.world.rank != 0:
@@ -146,8 +160,10 @@ def start_generation(
 
 
 def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> list[Group]:
-    """The finished groups of a checkpoint, with their arrays in Ray's object store, which this
-    process owns. Groups that were made with other settings are left out, which is said.
+    """The finished groups (all rollouts of a prompt) in the checkpoint folder `checkpoint` that no
+    step has trained on, in the order of their prompts. Their token arrays are put into Ray's object
+    store and live as long as this process. Groups that were made with other settings are left out,
+    which a line on the console says.
     """
     assert inputs.prompts is not None
     groups, left_out = read_groups(checkpoint, made_with(config), inputs.prompts.at)
@@ -165,8 +181,9 @@ def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> li
 
 
 def object_store_bytes(rollout: RolloutConfig) -> int:
-    """Size of Ray's object store: the token arrays of all rollouts generated at the same time, but
-    at most a third of the free shared memory, and at least `MIN_OBJECT_STORE_BYTES`.
+    """Size in bytes of Ray's object store: the token arrays of all rollouts that may be kept at the
+    same time under the settings `rollout`, but at most a third of the free shared memory, and at
+    least `MIN_OBJECT_STORE_BYTES` (512 MiB).
     """
     draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
     groups = draws * max(
@@ -189,10 +206,14 @@ def start_engines(
     adapter_rank: int = 0,
     recording: Recording | None = None,
 ) -> EngineGroup:
-    """Start the recipe's engines without waiting. Colocated engines use the GPUs of the trainer's
-    `ranks`, which are none where nothing is trained. With `load` they read the model's weights
-    from disk instead of waiting for version 0. `adapter_rank`: rank of the LoRA adapters that are
-    published, 0 for none. `recording`: where the engines record what they do, or None.
+    """Begin to start the engines that `config` asks for, and return without waiting; call `.wait()`
+    on the result before use. Called on rank 0.
+
+    `stop_token_ids`: tokens that end a response. `ranks`: host and GPU of each trainer rank, whose
+    GPUs colocated engines use; empty where nothing is trained. `load`: engines read the model's
+    weights from disk instead of waiting for the trainer's weights of version 0. `adapter_rank`:
+    rank of the LoRA adapters that will be sent to the engines, 0 for none. `recording`: the run's
+    folder of activity files, to which the engines write what they do; None: they write none.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -239,11 +260,15 @@ def start_service(
     recording: Recording | None = None,
     carried: Sequence[Group] = (),
 ) -> None:
-    """Start the rollout service. The prompts of `inputs`, which only rank 0 has, are moved to the
-    service, so that they are read and tokenised only once. `cursor`: the groups that the steps
-    before `first_step` have used. `records`: whether the service records what becomes of every
-    group in the ledger of the run folder. `recording`: where service and environment record what
-    they do, or None. `carried`: finished groups that the run goes on with.
+    """Begin to start the rollout service in a Ray actor, and set `engines.service` to its handle.
+    Called on rank 0; does not wait (`Cluster.wait_for_service` does). The prompts of `inputs`,
+    which only rank 0 has, are moved to the service, so that they are read and tokenised only once.
+
+    `first_step`: step, from 0, with which the run begins or is resumed. `cursor`: the prompts that
+    earlier steps have used. `records`: whether the service records what becomes of every group of
+    rollouts in the ledger, a file of the run folder. `recording`: the run's folder of activity
+    files, to which service and environment write what they do; None: they write none. `carried`:
+    finished groups, in the checkpoint from which the run is resumed, that no step has trained on.
     """
     assert inputs.prompts is not None
     builder = functools.partial(

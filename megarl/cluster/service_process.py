@@ -22,8 +22,7 @@ from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import Environment
-from megarl.errors import UserError
-from megarl.ledger.journal import FILE, LostError
+from megarl.ledger.journal import FILE
 from megarl.ledger.recorder import Recorder
 from megarl.parallel.layout import Layout
 from megarl.private_folder import MARK
@@ -48,12 +47,18 @@ def build_service(
     carried: Sequence[Group] = (),
     windows: Sequence[int | None] = (),
 ) -> tuple[RolloutService, Environment]:
-    """Create the rollout service and its environment. `handles`: the engine actors. `layout`: the
-    policy's. A resumed run begins at `first_step`; the steps before have used the groups of
-    `cursor`. `token`: of the reward servers, which only rank 0 can read. `recording`: where
-    the process records what it does, or None. `carried`: finished groups of the checkpoint that
-    the run goes on from. `windows`: the sliding window of each layer of the policy, or None. The
-    service has no ledger; see `megarl.cluster.service_process.with_ledger`.
+    """Create the rollout service, which has engines generate and the environment score rollouts,
+    and deals them out to trainer ranks. Called in the service's process. Returns (service,
+    environment). The service has no ledger (the record of what became of each prompt);
+    `with_ledger` adds one.
+
+    `handles`: the Ray actors of the engines. `layout`: the policy's degrees of parallelism.
+    `codec`: decodes and encodes token ids. `first_step`: the step, from 0, with which the run
+    begins or is resumed. `cursor`: the prompts that earlier steps have used. `token`: bearer token
+    for reward servers, which only rank 0 can read. `recording`: the run's folder of activity files,
+    to which the process writes what it does, or None. `carried`: finished groups in the checkpoint
+    from which the run is resumed. `windows`: the sliding window of each layer of the policy in
+    tokens, None for a layer without one.
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
@@ -91,7 +96,10 @@ def build_service(
 
 
 class ServiceEnvironment(Environment):
-    """The environment of a run, which is asked for texts of finished groups, too."""
+    """Scores a run's rollouts with its verifiers, and answers the model in rollouts of several
+    turns; runs in the rollout service's process. Unlike its base class it also decodes to text
+    those segments (parts of a rollout) whose token arrays are in Ray's object store.
+    """
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
         return await super().texts([await loaded(part) for part in segments])
@@ -104,8 +112,10 @@ look through them for a tenth of its time."""
 
 
 class ServiceActor:
-    """Ray actor of a `RolloutService`. The service is created inside the actor, since verifiers
-    cannot be pickled.
+    """Ray actor with the rollout service. Trainer ranks call its methods through `RolloutClient`,
+    rank 0's supervisor of engines some of them too. A method not explained here passes its
+    arguments on to the method of `RolloutService` with the same name. `build()` must be called
+    first: it creates service and environment in the actor, since verifiers cannot be pickled.
     """
 
     def __init__(self, build: Callable[[], Any], held_out: list[Prompt]) -> None:
@@ -163,14 +173,16 @@ class ServiceActor:
         return self._service.progress(engine_steps)
 
     async def silent_s(self) -> float:
-        """Seconds since rollouts have made progress."""
+        """Seconds since an engine has made a step, or an engine or the environment has answered, as
+        far as the service was told.
+        """
         self._service.progress()
         return self._service.moved.silent_s
 
     async def use_engine(self, number: int, handle: Any) -> None:
-        """From now on send the requests of engine `number` to the actor `handle`, a new engine that
-        has the current weights. A second call with the same actor changes nothing, so a caller may
-        repeat a call whose answer was lost.
+        """From now on send the requests of engine `number` to `handle`, the Ray actor of a new
+        engine that has the current weights. A second call with the same actor changes nothing, so a
+        caller may repeat a call whose answer was lost.
         """
         known = self._service.engines.engines[number]
         assert isinstance(known, RemoteEngine)
@@ -187,14 +199,14 @@ Built = tuple[RolloutService, Environment]
 
 
 def with_ledger(build: Callable[[], Built], folder: Path, claim: Claim | None) -> Built:
-    """What `build` returns, with a service that records in the ledger of the run folder `folder`
-    as long as `claim` holds. Called in the service's process. Raises `OSError` or `ValueError` for
-    a ledger that cannot be continued, and `UserError` where another run owns the folder.
+    """Call `build`, which creates (rollout service, environment), and return both, the service with
+    a ledger: it records what becomes of each group of rollouts in a file of the run folder
+    `folder`. Called in the service's process. `claim`: says whether this run still owns the folder;
+    once it does not, the service fails instead of writing. None: not checked. Raises `OSError` or
+    `ValueError` if the folder has a ledger that cannot be continued, and `UserError` if another run
+    owns the folder.
     """
     service, environment = build()
     lost = claim.problem if claim is not None else str
-    try:
-        service.ledger = Recorder(folder / FILE, lost)
-    except LostError as error:
-        raise UserError(str(error)) from None
+    service.ledger = Recorder(folder / FILE, lost)
     return service, environment

@@ -21,16 +21,23 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredArrays:
-    """Token arrays in Ray's object store. See `Segment.arrays`."""
+    """Reference to the token arrays (ids and log-probs) of one rollout segment, the tokens of one
+    turn, in Ray's object store; the value of `Segment.arrays` while the arrays are not in this
+    process.
+    """
 
     ref: Any
-    """`ray.ObjectRef` of a list of arrays."""
+    """`ray.ObjectRef` of a list with one (token_ids, logprobs) for each of several segments."""
     position: int
     """Index of the arrays in the list that `ref` refers to."""
 
 
 def store(groups: Sequence[Group]) -> list[Group]:
-    """Put the token arrays of groups into Ray's object store: the groups with references."""
+    """Put the token arrays (ids and log-probs) of `groups` (all rollouts of a prompt each, which
+    consist of segments) into Ray's object store. Returns new groups in which each `Segment.arrays`
+    is a `StoredArrays`, a reference. Blocks. The stored arrays are lost when the calling process
+    ends.
+    """
     parts, found = segments_of(groups), list[StoredArrays]()
     for start in range(0, len(parts), MAX_BATCH):
         batch = [tuple(part.arrays) for part in parts[start : start + MAX_BATCH]]
@@ -40,12 +47,19 @@ def store(groups: Sequence[Group]) -> list[Group]:
 
 
 async def stored(group: Group) -> Group:
-    """As `store`, for one group; the event loop goes on meanwhile."""
+    """Put the token arrays (ids and log-probs) of one group (all rollouts of a prompt, which
+    consist of segments) into Ray's object store, in a thread, so that the event loop goes on.
+    Returns a new group in which each `Segment.arrays` is a `StoredArrays`, a reference.
+    """
     return (await asyncio.to_thread(store, [group]))[0]
 
 
 async def loaded(segment: Segment) -> Segment:
-    """The segment with its token arrays in this process, of which Ray is asked without blocking."""
+    """A rollout's segment (the tokens of one turn) with its token ids and log-probs in this
+    process: a copy in which `Segment.arrays` is a `TokenArrays`, fetched from Ray's object store
+    without blocking the event loop. A segment whose arrays are in this process already is returned
+    unchanged.
+    """
     if not isinstance(segment.arrays, StoredArrays):
         return segment
     batch = await segment.arrays.ref
@@ -55,11 +69,12 @@ async def loaded(segment: Segment) -> Segment:
 def fetch(
     arrays: Sequence[StoredArrays], timeout_s: float, what: str = "segments"
 ) -> list[TokenArrays]:
-    """Read token arrays from Ray's object store, without a copy, in the order of the references.
-    `what`: whose they are, for errors.
+    """Read the token arrays of rollout segments from Ray's object store, without a copy where they
+    are on this node; returns one `TokenArrays` for each reference, in the order of `arrays`.
+    Blocks for at most `timeout_s` seconds. `what`: what the arrays belong to, for error messages.
 
-    With a `timeout_s` given, has the type `megarl.rollout.batch.Fetch`. Raises `RuntimeError` if
-    the node that stored the arrays is lost, or if they do not arrive within `timeout_s`.
+    Raises `RuntimeError` if the node that stored the arrays is lost, or if they do not arrive
+    within `timeout_s`.
     """
     refs = list({one.ref: None for one in arrays})
     try:

@@ -26,18 +26,18 @@ from megarl.cluster.asking import ask_service
 from megarl.cluster.deaths import DEATHS, others_filled_memory, why_dead
 from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup
 from megarl.console import say
-from megarl.rollout.engine import Pulse
+from megarl.rollout.inference_engine import Pulse
 
 ANSWER_S = 20.0
 """Seconds that Ray's head has to list the cluster's nodes."""
 
 ASK_EVERY_S = 3.0
-"""Seconds between two questions."""
+"""Seconds between two questions to Ray's head."""
 
 
 class RayHealth:
-    """Asks Ray's head for the state of this machine's node, in threads of its own, since the
-    question may never be answered.
+    """Asks Ray's head (GCS) whether it answers and whether this machine's node is alive, in threads
+    of its own, since the question may never be answered. Call `problem` again and again.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,10 @@ class RayHealth:
         self._found: dict[str, Any] = {}
 
     def problem(self) -> str:
-        """Why Ray cannot be relied on; empty if it is well, as far as is known. Does not wait."""
+        """Why Ray cannot be relied on, as a phrase for an error message; empty if nothing is wrong
+        as far as is known by now. Does not wait: it judges the last answer and asks again, at most
+        every `ASK_EVERY_S` (3) seconds.
+        """
         now = time.monotonic()
         if self._thread is not None and self._thread.is_alive():
             silent_s = now - self._asked_at
@@ -84,20 +87,26 @@ BEAT_S = 1.0
 
 @dataclass
 class Watched:
-    """What the supervisor knows of one engine actor."""
+    """What the supervisor, the thread that looks for dead and hanging engines, knows of one engine
+    actor: its last sign of life and the time of its last progress, by which `problem` tells whether
+    the engine is to be replaced.
+    """
 
     handle: Any
     moved_at: float
     """Time of the last sign of progress, by `time.monotonic`."""
     asked: Any = None
-    """Object reference of the sign of life that is under way."""
+    """Object reference of the call `pulse` that is not answered yet; None if there is none."""
     pulse: Pulse | None = None
-    """The last sign of life."""
+    """The engine's last answer; None before the first."""
     is_away: bool = False
-    """Whether the last question did not reach the engine."""
+    """Whether the last call of `pulse` did not reach the engine."""
 
     def hears(self, pulse: Pulse, now: float) -> int:
-        """Take in a sign of life; returns the engine steps since the one before."""
+        """Note the engine's sign of life `pulse` (counts of its steps and open requests, whether it
+        is paused or dead), which came at the time `now` (`time.monotonic`). Returns the number of
+        engine steps since the one before.
+        """
         before = self.pulse.steps if self.pulse is not None else 0
         if pulse.steps != before or pulse.requests == 0 or pulse.is_paused or self.pulse is None:
             self.moved_at = now
@@ -105,7 +114,10 @@ class Watched:
         return pulse.steps - before
 
     def problem(self, now: float, stall_s: float) -> str:
-        """Why the engine is to be replaced; empty if it is well."""
+        """Why the engine is to be replaced, as a phrase that continues "engine 3"; empty if it is
+        well. It is not well if a process of it is dead, or if it has made no progress for more than
+        `stall_s` seconds until `now` (`time.monotonic`).
+        """
         if self.pulse is not None and self.pulse.is_dead:
             return "has lost one of vLLM's processes"
         silent_s = now - self.moved_at
@@ -117,12 +129,16 @@ class Watched:
 
 
 class EngineSupervisor:
-    """The thread that watches the engines of `group`."""
+    """A thread of trainer rank 0 that watches the engines of `group`: it kills engines that hang
+    and starts new ones in the place of dead ones. If that is impossible, or Ray fails, it ends the
+    run by having whoever waits for rollouts or engines get an error.
+    """
 
     def __init__(self, group: EngineGroup, *, stall_s: float, start_s: float, loads: bool) -> None:
-        """`stall_s`: seconds without progress after which an engine is taken for hung. `start_s`:
-        seconds that an engine may take to start. `loads`: the engines read their weights from disk,
-        so that a new one serves requests as soon as it is ready.
+        """Start the thread. `stall_s`: seconds without progress after which an engine is taken for
+        hung. `start_s`: seconds that an engine may take to start. `loads`: the engines read their
+        weights from disk, so that a new one serves requests as soon as it is ready; otherwise it
+        needs the trainer's weights first.
         """
         self._group, self._stall_s, self._start_s, self._loads = group, stall_s, start_s, loads
         self._watched: dict[int, Watched] = {}
@@ -140,7 +156,9 @@ class EngineSupervisor:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread: from now on nobody replaces engines. Waits at most `timeout_s` for it."""
+        """End the thread: from now on nobody starts engines in the place of dead ones. Blocks until
+        the thread has ended, at most `timeout_s` seconds.
+        """
         self._close.set()
         self._thread.join(timeout_s)
 

@@ -1,1 +1,3 @@
-"""The words of the command line: the table of commands, the pages of `--help`, completion."""
+"""The words of the command line: the table of commands, the pages of `--help`, completion of
+words.
+"""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megarl import config as configs
-from megarl.command_line.pages import ASKS
+from megarl.command_line.pages import ASKS, OTHERS
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
@@ -43,12 +43,14 @@ _megarl() {
 compdef _megarl megarl
 """,
 }
-OTHERS = ("completion", "--help", "--version")
-"""First words that are no commands of the table."""
 
 
 def answer(words: Sequence[str]) -> str:
-    """What `megarl completion words` prints. Raises `UserError` for another shell."""
+    """The text that `megarl completion WORDS` prints, without a newline at the end. `words`: `bash`
+    or `zsh` for that shell's script, by which it completes commands of megarl; or `words --
+    TYPED...`, which the script calls, for the candidates of the last word, one a line. Raises
+    `UserError` for another shell.
+    """
     if words[:1] == ["words"]:
         return "\n".join(candidates(words[2:]))
     if len(words) != 1 or words[0] not in SCRIPTS:
@@ -57,8 +59,9 @@ def answer(words: Sequence[str]) -> str:
 
 
 def candidates(typed: Sequence[str]) -> list[str]:
-    """The words that may stand for the last one of those typed after `megarl`, of which the last
-    one is begun, or empty. Empty where the shell is to complete files.
+    """The words that may stand in place of the last one in `typed`, the words after `megarl` on an
+    unfinished command line; the last word is incomplete or "". Empty where the shell should
+    complete file names.
     """
     typed = [word for word in typed if word != "="] + [""] * (list(typed[-1:]) == ["="])
     *before, begun = typed or [""]

@@ -27,34 +27,33 @@ ASKS = ("-h", "--help")
 
 
 def width() -> int:
-    """Columns of the page: those of the terminal, within reason; 80 where there is none."""
+    """Width of a page of help in characters: that of the terminal, from 40 to 100; 80 where there
+    is no terminal.
+    """
     return min(100, max(40, shutil.get_terminal_size().columns))
 
 
+OTHERS = {
+    "--help": "after a command: its options and settings",
+    "--version": "of megarl, and of what it stands on",
+    "completion": "of words by the Tab key: megarl completion bash, or zsh",
+}
+"""{first word of a command line that is not in the table of commands: meaning}"""
+
+
 def usage() -> str:
-    """The page about all commands."""
-    return "\n".join(
-        [
-            "usage: megarl COMMAND ...",
-            "",
-            *_columns({name: command.summary for name, command in COMMANDS.items()}),
-            "",
-            *_columns(
-                {
-                    "--help": "after a command: its options and settings",
-                    "--version": "of megarl, and of what it stands on",
-                    "completion": "of words by the Tab key: megarl completion bash, or zsh",
-                }
-            ),
-            "",
-            "example: bash launch/quickstart.sh, then README.md",
-        ]
-    )
+    """The text of `megarl --help`, which lists all commands."""
+    commands = _columns({name: command.summary for name, command in COMMANDS.items()})
+    example = "example: bash launch/quickstart.sh, then README.md"
+    lines = ["usage: megarl COMMAND ...", "", *commands, "", *_columns(OTHERS), "", example]
+    return "\n".join(lines)
 
 
 def page(name: str, words: Sequence[str]) -> str:
-    """The page that `megarl NAME words` asks for, where `--help` is among the words. Raises
-    `UserError` for a recipe that cannot be read, and for a topic that is no setting.
+    """The text of `megarl NAME WORDS...` where `--help` is among the words: about the command, or
+    about the settings that the words after `--help` name. A recipe (.yaml) among the words gives
+    the values. Raises `UserError` for a recipe that cannot be read, and for a topic that is no
+    setting.
     """
     at = next(number for number, word in enumerate(words) if asks(word))
     inner = next((number for number in range(at) if words[number] in COMMANDS), None)
@@ -78,14 +77,14 @@ def page(name: str, words: Sequence[str]) -> str:
 
 
 def asks(word: str) -> bool:
-    """Whether a word of the command line asks for help."""
+    """Whether a word of the command line asks for help: `--help`, `-h` or `--help=TOPIC`."""
     return word.partition("=")[0] in ASKS
 
 
 def refuse_unknown(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option that command `name` does not have. What may be a setting of
-    the recipe, or an option that launch or torchrun refuse, is refused only if it looks like one
-    of the command's.
+    """Raise `UserError` for an option among `words` that command `name` does not have. For a
+    command with a recipe, for launch and for torchrun, whose other options are checked later, an
+    option is refused only if it is a misspelling of one of the command's.
     """
     command = COMMANDS[name]
     options = [*command.option_names, *ASKS]
@@ -104,8 +103,8 @@ def refuse_unknown(name: str, words: Sequence[str]) -> None:
 
 
 def closest(word: str, known: Sequence[str]) -> str:
-    """The sentence "; did you mean ...?" with the closest of the words that are known; empty if
-    none is close.
+    """The text "; did you mean X?" with the most similar of the words `known`; "" if none is
+    similar to `word`.
     """
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
@@ -117,32 +116,25 @@ def _about(name: str, command: Command) -> Iterator[str]:
     yield f"usage: {' '.join(['megarl', name, *filter(None, words)])}"
     yield ""
     yield from textwrap.wrap(f"{command.summary[0].upper()}{command.summary[1:]}.", width())
-    if command.about:
-        yield from textwrap.wrap(command.about, width())
+    yield from textwrap.wrap(command.about, width())
     yield ""
-    yield from _columns({**command.all_options(), **HELP[bool(command.config)]})
+    topics = {"--help SECTION|WORD|all": "settings, with the recipe's values where one is named"}
+    own_help = topics if command.config else {"--help": "this page"}
+    yield from _columns(command.all_options | own_help)
     yield ""
     yield f"example: megarl {name} {command.example}"
     yield f"more:    {command.docs}"
 
 
-HELP = {
-    True: {"--help SECTION|WORD|all": "settings, with the recipe's values where one is named"},
-    False: {"--help": "this page"},
-}
-"""{whether a command has a recipe: what is said of its option --help}"""
-
-
 def _overview(name: str, known: Sequence[Setting]) -> Iterator[str]:
     """The lines about the recipe as a whole."""
-    yield "settings of the recipe:"
-    yield ""
+    yield from ("settings of the recipe:", "")
     rows: dict[str, str] = {}
     for one in known:
         if "." not in one.key:
-            inside = sum(1 for other in known if other.key.startswith(f"{one.key}."))
-            first = f"{one.meaning.partition('. ')[0].rstrip('.')}."
-            rows[one.key] = f"{first} ({inside} settings)" if one.is_section else first
+            inside = sum(other.key.startswith(f"{one.key}.") for other in known)
+            rows[one.key] = f"{one.meaning.partition('. ')[0].rstrip('.')}."
+            rows[one.key] += f" ({inside} settings)" if one.is_section else ""
     yield from _columns(rows)
     yield ""
     yield from textwrap.wrap(
@@ -158,7 +150,13 @@ def _chosen(topic: str, known: Sequence[Setting]) -> list[Setting]:
     keys = [one for one in known if not one.is_section]
     if topic == "all":
         return list(known)
-    found = [one for one in known if one.key == topic or one.key.startswith(f"{topic}.")]
+    words = topic.split(".")  # NAME stands for a name of the user's
+    found = [
+        one
+        for one in known
+        if len(parts := one.key.split(".")) >= len(words)
+        and all(part in (word, "NAME") for word, part in zip(words, parts, strict=False))
+    ]
     found = found or [one for one in keys if topic in one.key.lower()]
     found = found or [one for one in keys if topic in one.meaning.lower()]
     parts = {part for one in known for part in (one.key, one.key.rpartition(".")[2])}
@@ -176,13 +174,9 @@ def _shown(one: Setting, written: Any) -> str:
         value = value.get(part, value) if isinstance(value, dict) and part in value else None
     said = default if value is None else as_yaml(value)
     note = f"; default {default}" if said != default else ""
-    return "\n".join(
-        [
-            _paragraph(f"{one.key}: {said}", ""),
-            *filter(None, [_paragraph(one.meaning, "    ")]),
-            _paragraph(f"({one.values}{note})", "    "),
-        ]
-    )
+    parts = [_paragraph(f"{one.key}: {said}", "")]
+    parts += [_paragraph(text, "    ") for text in (one.meaning, f"({one.values}{note})")]
+    return "\n".join(filter(None, parts))
 
 
 def _paragraph(text: str, indent: str) -> str:

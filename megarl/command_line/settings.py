@@ -19,7 +19,9 @@ from megarl.schema import FILE, Config, Range
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a recipe, or a section of keys."""
+    """One key of a recipe, or a section of keys, as `--help` lists it: its name, type, default and
+    meaning. Made by `settings`.
+    """
 
     key: str
     """Dotted path, as in "rollout.engine.tensor"; in a table of the user's own names NAME stands
@@ -34,21 +36,25 @@ class Setting:
 
     @property
     def values(self) -> str:
-        """The values that the setting may have, in words."""
+        """The values that the setting may have, in words, such as "whole number from 1 to 4096"."""
         return _values(self.kind)
 
     @property
     def choices(self) -> list[str]:
-        """The values as YAML writes them, if they are known; otherwise empty."""
+        """The values that the setting may have, as YAML writes them, if there is a list of them (a
+        truth value, or fixed names); otherwise empty.
+        """
         return [as_yaml(value) for value in _choices(self.kind)]
 
 
 def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator[Setting]:
-    """The settings of configuration class `kind` in their order, each section before its keys.
+    """Iterate over the settings of configuration class `kind`, each as a `Setting` (name, type,
+    default, meaning), in their order, each section before its keys, all levels deep.
 
     Args:
         kind: a configuration class.
-        prefix: dotted path of the class in the recipe, with a dot at the end.
+        prefix: dotted path of the class in the recipe, with a dot at the end; ""
+            for the whole recipe.
         made: an object of the class with the defaults; None for those that the class declares.
     """
     for name, field in kind.model_fields.items():
@@ -68,8 +74,9 @@ def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator
 
 @functools.cache
 def meanings(kind: type) -> dict[str, str]:
-    """{field: the text below its declaration} of a class and those that it inherits from. Python
-    keeps no docstrings of fields, so that these are read from the source.
+    """{field: the string below its declaration, on one line} of a configuration class and those
+    that it inherits from. Python keeps no docstrings of fields, so that these are read from the
+    source code.
     """
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
@@ -86,7 +93,9 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def as_yaml(value: Any) -> str:
-    """A plain value as a recipe writes it, on one line."""
+    """A value (number, text, truth value, None, tuple or dict) as a recipe writes it in YAML, on
+    one line.
+    """
     if isinstance(value, tuple):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, dict):

@@ -7,16 +7,11 @@ from dataclasses import dataclass, field
 
 from megarl import signals
 
-END_WITHIN_S = 6.0
-"""Seconds after a signal until everything this process started has ended, by force if need be."""
-
-SAVED_AND_ENDED_WITHIN_S = signals.SAVE_WITHIN_S + 1.0
-"""The same for a command that saves a checkpoint first."""
-
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of `megarl`.
+    """A subcommand of `megarl`, such as `train`, as the table `COMMANDS` lists them: the functions
+    that check its recipe and run it, its options and the texts of its help.
 
     The functions are named, not imported, so that a mistake in a recipe is reported before
     DeepSpeed and Ray are imported.
@@ -25,15 +20,16 @@ class Command:
     summary: str
     """What the command does, for the help text."""
     run: str
-    """"module:function" of (config, inputs) -> exit code; of (arguments) for a command without
-    recipe."""
+    """"module:function" of (config, inputs) -> exit code, where inputs is what `check` returned; of
+    (arguments) -> exit code for a command without recipe."""
     config: str = ""
     """Class in `megarl.config` for the recipe; empty for a command without recipe."""
     check: str = ""
-    """"module:function" of (config) -> inputs; raises `ValueError` for what the user can
-    correct."""
-    ends_s: float = 0.0
-    """Of a command that takes longer than others: see `end_within_s`."""
+    """"module:function" of (config, ranks or None) -> inputs; raises `ValueError` for what the user
+    can correct."""
+    end_within_s: float = signals.SAVE_WITHIN_S + 1.0
+    """Seconds after a signal until everything this process started has ended, by force if need
+    be."""
     owns_folder: bool = False
     """Whether the command writes to its run folder, which then belongs to it alone."""
     arguments: str = ""
@@ -52,20 +48,19 @@ class Command:
     docs: str = "docs/runs.md"
     """The page about the command."""
 
+    @property
     def all_options(self) -> dict[str, str]:
-        """`options`, and those that every command with a recipe has."""
+        """{option as --help writes it, such as "--num N": meaning} of the command's own options,
+        and for a command with a recipe of the options that all such commands have.
+        """
         return self.options | (RECIPE_OPTIONS if self.config else {})
 
     @property
-    def end_within_s(self) -> float:
-        """Seconds after a signal until everything the command started has ended."""
-        usual = SAVED_AND_ENDED_WITHIN_S if self.owns_folder else END_WITHIN_S
-        return self.ends_s or usual
-
-    @property
     def option_names(self) -> list[str]:
-        """The names of `all_options`."""
-        return re.findall(r"--[a-z-]+(?= |$)", " ".join(self.all_options()))
+        """Names of the options in `all_options`, such as "--dry-run", without the names of their
+        values. Settings of the recipe, such as --training.zero_stage, are none.
+        """
+        return re.findall(r"--[a-z-]+(?= |$)", " ".join(self.all_options))
 
 
 RECIPE_OPTIONS = {
@@ -103,6 +98,14 @@ LAUNCH_OPTIONS = {
 }
 
 COMMANDS = {
+    "init": Command(
+        summary="a folder with a recipe, a reward and problems to begin with",
+        run="megarl.apps.launch.new_task:main",
+        first="FOLDER",
+        options={"--model PATH": "the recipe's model.path (default: Qwen/Qwen2.5-0.5B-Instruct)"},
+        example="my_task --model ~/models/mine",
+        docs="docs/tutorials/own_reward.md",
+    ),
     "train": Command(
         summary="reinforcement learning",
         config="RunConfig",
@@ -149,7 +152,7 @@ COMMANDS = {
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",
         config="RunConfig",
-        check="megarl.checks.evaluation_checks:check_eval",
+        check="megarl.checks.preflight:check_eval",
         run="megarl.loops.evaluate:main",
         example="recipe.yaml --model.path runs/mine/checkpoints/step_000100/model",
     ),
@@ -184,16 +187,16 @@ COMMANDS = {
     "serve-reward": Command(
         summary="verifiers, a reward model or a judge as an HTTP server",
         config="ServeRewardConfig",
-        check="megarl.apps.serve.reward_server_checks:check_serve_reward",
+        check="megarl.apps.serve.serve_reward:check_serve_reward",
         run="megarl.apps.serve.serve_reward:main",
-        ends_s=70.0,  # more than server.drain_s may be
+        end_within_s=70.0,  # more than server.drain_s may be
         example="launch/recipes/serve_reward.yaml",
         docs="docs/rewards.md",
     ),
     "launch": Command(
         summary="train, distill or sft with Ray and engines, here or on Slurm's nodes",
         run="megarl.apps.launch.launch:main",
-        ends_s=90.0,  # more than the launcher gives the ranks, and then Ray
+        end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
         options=LAUNCH_OPTIONS,
         about=(
             "Starts Ray, if there are engines, and the trainer ranks, and ends them. GPUs are those"
@@ -257,7 +260,7 @@ COMMANDS = {
     "torchrun": Command(
         summary="a training command on several ranks",
         run="megarl.parallel.torchrun:command",
-        ends_s=90.0,
+        end_within_s=90.0,
         first="COMMAND RECIPE.yaml",
         options={
             "--nproc-per-node N": "ranks on this node",

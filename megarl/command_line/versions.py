@@ -16,7 +16,8 @@ ROOT = Path(megarl.__file__).resolve().parents[1]
 
 
 def versions() -> str:
-    """A line for megarl, with the commit where it is a git checkout, and one for each package that
+    """The text of `megarl --version`: a line for megarl, with the commit if it runs from a git
+    checkout, one for Python, and one for each of torch, vllm, ray, deepspeed and transformers that
     is installed.
     """
     lines = [f"megarl {megarl.__version__}{commit()}", f"Python {platform.python_version()}"]
@@ -27,18 +28,15 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """ ", commit ..." of the checkout, with + where files differ from it; empty without git."""
+    """Text ", commit HASH" of the git checkout that megarl runs from, with + if files differ from
+    the commit; "" if it runs from no checkout, or git is not there. Runs git, for at most 10
+    seconds.
+    """
     if not (ROOT / ".git").exists():  # a folder above may be a repository of something else
         return ""
-    told = []
-    for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"]):
-        try:
-            done = subprocess.run(
-                ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        if done.returncode:
-            return ""
-        told.append(done.stdout.strip())
-    return f", commit {told[0]}{'+' if told[1] else ''}"
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f", commit {done.stdout.strip()}" if done.returncode == 0 else ""

@@ -1,11 +1,12 @@
-"""Data: rows of a data set become prompts or demonstrations, rendered and tokenised.
+"""Data: rows of a data set become prompts, demonstrations or preferences, rendered and tokenised.
 
-rows            files and data sets of the hub -> rows
-render, tokens  a row's columns -> texts -> token ids
-order           which row is used as number n
-fingerprint     digest of the rows that are used, for checkpoints
-source          prompts for reinforcement learning
-demonstrations  (prompt, response) pairs for supervised fine-tuning
+    rows            files and data sets of the hub -> rows -> values of columns; digests of rows
+    chats           values that hold chats, and the tools of a row
+    reading         rows -> texts -> token ids: what all kinds of data have in common
+    order           which row is used as number n
+    source          prompts for reinforcement learning
+    demonstrations  (prompt, response) pairs for supervised fine-tuning
+    preferences     better and worse responses
 
 To add a file format, add a reader to `READERS` in `rows.py`.
 """

@@ -1,20 +1,23 @@
-"""Chats (lists of {role, content}) of a row: as prompts, and as whole conversations to imitate.
+"""Chats (lists of {role, content}) of a row.
 
-row --turns_of--> [{role, content: text}] --conversation--> pieces: what is given, what is
-trained
+    row --turns_of--> [{role, content: text}] --conversation--> pieces: what is given, what is
+    trained
+
+They are used as prompts, and as whole conversations to imitate.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Tools, Turn
-from megarl.data.rows import Row, Table, kind_of
+from megarl.data.rows import Cells, Row, Table, kind_of, text_of
 from megarl.data.tokens import TokenLists, tokenised
-from megarl.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,9 +30,10 @@ JSON_FILE = re.compile(
 
 
 def as_written(table: Table, tools_column: str) -> Table:
-    """The table without the nulls inside the tools and the turns of its rows: Arrow, which holds
-    parquet files and what `datasets` reads, gives every object the keys of all others. The nulls
-    of a JSON file stay, as do those in the text of JSON.
+    """A new table of rows without the null values inside the tools and chat turns of its rows:
+    Arrow, which holds parquet files and data sets of the hub, gives every object the keys of all
+    others. `tools_column`: name of the column with tools. Nulls of a JSON file stay, as do those in
+    a text that is JSON.
     """
 
     def changed(value: Any) -> Any:
@@ -38,17 +42,17 @@ def as_written(table: Table, tools_column: str) -> Table:
         turns = isinstance(value, list) and all(
             isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value
         )
+        if not turns:
+            return value
         # The keys of turns themselves may be null in any file; see `turns_of`.
-        return (
-            [{key: _bare(one) for key, one in turn.items()} for turn in value] if turns else value
-        )
+        return [{key: _bare(one) for key, one in turn.items()} for turn in value]
 
     rows: list[Row] = []
-    for index, row in enumerate(table.rows):
-        if not JSON_FILE.search(table.place(index)):
+    for row, place in zip(table.rows, table.places, strict=True):
+        if not JSON_FILE.search(place):
             row = changed(row) | {key: _bare(row[key]) for key in {tools_column} & row.keys()}
         rows.append(row)
-    return table.holding(rows)
+    return replace(table, rows=rows)
 
 
 def _bare(value: Any) -> Any:
@@ -61,48 +65,62 @@ def _bare(value: Any) -> Any:
 
 
 def parsed_chat(value: Any) -> Any:
-    """The chat that a text is the JSON of, as CSV files and some parquet files store chats; any
-    other value unchanged.
+    """The chat, a list of {role, content, ...}, that a text is the JSON of, as CSV files and some
+    parquet files store chats; any other value is returned unchanged.
     """
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
-    try:
-        chat = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    turns = all(
+    chat = from_json(value)
+    turns = isinstance(chat, list) and all(
         isinstance(turn, dict) and "role" in turn and {"content", "tool_calls"} & set(turn)
         for turn in chat
     )
     return chat if chat and turns else value
 
 
-def turns_of(value: Any, *, place: str, setting: str) -> list[Turn]:
-    """The turns of a chat, each with all its keys but empty ones (null, [] and {}, with which
-    parquet files fill up), and its content as one text. A chat may be given as the text of its
-    JSON. Content may be a text, a list of OpenAI content parts ({type: text, text: ...}), which are
-    joined, or null beside tool calls. Raises `ValueError`, naming the recipe key `setting`, for
-    anything else.
+def plain_prompt(cells: Cells[Any]) -> str:
+    """The text of the prompt in a row, for a recipe whose `template` is not 'chat'. `cells`: the
+    row, with the section of the recipe that names the prompt's column. Raises `ValueError` if the
+    prompt is a chat, or neither a text nor a number.
     """
-    value = parsed_chat(value)
+    value = parsed_chat(cells.value("prompt_column"))
+    cells.require(
+        not isinstance(value, list),
+        f"the prompt is a chat, but {cells.setting}.template is '{cells.config.template}'; set it"
+        " to 'chat'",
+    )
+    return text_of(value, what="the prompt", place=cells.place)
+
+
+def turns_of(cells: Cells[Any], name: str, value: Any = None, *, role: str = "") -> list[Turn]:
+    """The turns of the chat in a row, `cells`: of `value` if that is given, otherwise of the column
+    that the setting `name` of the recipe names ("prompt_column"). Each turn is a new dict with
+    `role`, `content` as one text (None beside tool calls alone), and its other keys but empty ones
+    (null, [] and {}, with which parquet files fill up). A chat may be given as the text of its
+    JSON; with `role` any other text is one turn of that role. Content may be a text, a list of
+    OpenAI content parts ({type: text, text: ...}), which are joined, or null beside tool calls.
+    Raises `ValueError` for anything else.
+    """
+    value = parsed_chat(cells.value(name) if value is None else value)
+    value = [{"role": role, "content": value}] if role and isinstance(value, str) else value
     whole = isinstance(value, list) and all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
         and (isinstance(turn.get("content"), str | list) or _only_calls(turn))
         for turn in value
     )
-    require(
+    cells.require(
         whole and len(value) > 0,
-        f"{place}: the prompt is neither a text nor a chat (a list of objects with the texts role"
-        f" and content); set {setting} to one that is",
+        "the prompt is neither a text nor a chat (a list of objects with the texts role and"
+        f" content); set {cells.setting}.{name} to one that is",
     )
     found: list[Turn] = []
     for turn in value:
         kept = {key: one for key, one in turn.items() if one not in (None, [], {})}
         content = turn.get("content")
-        kept["content"] = None if content is None else _text(content, place)
+        kept["content"] = None if content is None else _text(content, cells)
         if "tool_calls" in kept:
-            kept["tool_calls"] = _calls(kept["tool_calls"], place)
+            kept["tool_calls"] = _calls(kept["tool_calls"], cells)
         found.append(kept)
     return found
 
@@ -111,121 +129,121 @@ def _only_calls(turn: dict[str, Any]) -> bool:
     return turn.get("content") is None and bool(turn.get("tool_calls"))
 
 
-def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, cells: Cells[Any]) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, as chat templates expect them; OpenAI's format
     has the text of their JSON.
     """
     found: list[dict[str, Any]] = []
-    require(isinstance(calls, list), f"{place}: tool_calls is {kind_of(calls)}; make it a list")
+    cells.require(isinstance(calls, list), f"tool_calls is {kind_of(calls)}; make it a list")
     for call in calls:
         inner: Any = call.get("function", call) if isinstance(call, dict) else None
-        require(
+        cells.require(
             isinstance(inner, dict) and isinstance(inner.get("name"), str),
-            f"{place}: a tool call is not {{type: function, function: {{name, arguments}}}}; mend"
-            " the row",
+            "a tool call is not {type: function, function: {name, arguments}}; mend the row",
         )
         arguments = from_json(inner.get("arguments"))
-        require(
+        cells.require(
             isinstance(arguments, dict),
-            f"{place}: the arguments of a call of '{inner['name']}' are neither an object nor the"
-            " text of its JSON; mend the row",
+            f"the arguments of a call of '{inner['name']}' are neither an object nor the text of"
+            " its JSON; mend the row",
         )
         made = inner | {"arguments": arguments}
         found.append(call | {"function": made} if "function" in call else made)
     return found
 
 
-def tools_of(row: Row, name: str, *, place: str, setting: str) -> list[dict[str, Any]]:
-    """The tools that the model is shown with a row: its column `name`, a list of objects or the
-    text of its JSON; none if `name` or the column is empty, or rows have no column of the default
-    name. Raises `ValueError`, naming the recipe key `setting`, for anything else.
+def tools_of(cells: Cells[Any]) -> list[dict[str, Any]]:
+    """The tools that the model is shown with a row, `cells`, as dicts in OpenAI's format, read from
+    the column that the recipe's setting `tools_column` names: a list of objects or the text of its
+    JSON. Empty if the setting or the column is empty, or the row has no column of the default name
+    "tools". Raises `ValueError` for anything else.
     """
-    require(
-        name in row or name in ("", "tools"),
-        f"{place}: no column '{name}'; set {setting} to one of: {', '.join(row)}",
+    name, named = cells.config.tools_column, f"{cells.setting}.tools_column"
+    cells.require(
+        name in cells.row or name in ("", "tools"),
+        f"no column '{name}'; set {named} to one of: {', '.join(cells.row)}",
     )
-    tools = from_json(row.get(name) or [])
-    require(
+    tools = from_json(cells.row.get(name) or [])
+    cells.require(
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools),
-        f"{place}: column '{name}' is {kind_of(tools)}, not a list of tools ({{type: function,"
-        f" function: {{name, description, parameters}}}}); mend the row, or set {setting} to the"
-        " column of the tools, or to '' for none",
+        f"column '{name}' is {kind_of(tools)}, not a list of tools ({{type: function, function:"
+        f" {{name, description, parameters}}}}); mend the row, or set {named} to the column of the"
+        " tools, or to '' for none",
     )
     return tools
 
 
 def from_json(value: Any) -> Any:
-    """What a text is the JSON of; any other value, and a text that is no JSON, unchanged."""
+    """The value that a text is the JSON of; any other value, and a text that is no JSON, is
+    returned unchanged.
+    """
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
 
-def _text(content: str | list[Any], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
+def _text(content: str | list[Any], cells: Cells[Any]) -> str:
+    for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-        require(
+        cells.require(
             kind == "text" and isinstance(part.get("text"), str),
-            f"{place}: the chat has a content part that is {kind!r}, but only parts"
-            " {type: text, text: ...} are read; drop the row or convert it",
+            f"the chat has a content part that is {kind!r}, but only parts {{type: text, text:"
+            " ...}} are read; drop the row or convert it",
         )
-    return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def check_question(chat: Sequence[Turn], *, place: str) -> None:
-    """Raise `ValueError` where a chat is no question to answer: where its last turn is of the
-    assistant, a turn of the user is empty, or no turn asks anything.
+def check_question(chat: Sequence[Turn], cells: Cells[Any]) -> None:
+    """Raise `ValueError` if a chat, a list of turns {role, content}, is no prompt to answer: its
+    last turn is the assistant's, a turn of the user is empty, or all turns are system messages.
+    `cells`: the row, for the message.
     """
-    require(
+    cells.require(
         chat[-1]["role"] != "assistant",
-        f"{place}: the last turn of the prompt is of the assistant, so that the model would read"
-        " the answer; drop the last turn (megarl sft trains on whole conversations with"
+        "the last turn of the prompt is of the assistant, so that the model would read the answer;"
+        " drop the last turn (megarl sft trains on whole conversations with"
         " demonstrations.messages_column)",
     )
     for number, turn in enumerate(chat):
-        require(
+        cells.require(
             turn["role"] != "user" or bool((turn["content"] or "").strip()),
-            f"{place}: the prompt's user message (turn {number}, from 0) is empty; fill it or drop"
-            " the row",
+            f"the prompt's user message (turn {number}, from 0) is empty; fill it or drop the row",
         )
-    require(
+    cells.require(
         any(turn["role"] not in ("system", "developer") for turn in chat),
-        f"{place}: the prompt has a system message only; add a user message or drop the row",
+        "the prompt has a system message only; add a user message or drop the row",
     )
 
 
-def check_reply(turn: Turn, what: str) -> None:
-    """Raise `ValueError`, which begins with `what`, if a turn of the assistant is empty: has
-    neither text nor tool calls.
+def check_reply(turn: Turn, cells: Cells[Any], what: str) -> None:
+    """Raise `ValueError` if an assistant's turn {role, content, ...} has neither text nor tool
+    calls. `what`: the turn in words, and `cells`: the row, for the message.
     """
-    require(
-        bool((turn["content"] or "").strip() or turn.get("tool_calls")),
-        f"{what} is empty; drop the row or fill it",
-    )
+    is_there = bool((turn["content"] or "").strip() or turn.get("tool_calls"))
+    cells.require(is_there, f"{what} is empty; drop the row or fill it")
 
 
 def conversation(
-    template: ChatTemplate, chat: Sequence[Turn], place: str, tools: Tools = ()
+    template: ChatTemplate, chat: Sequence[Turn], cells: Cells[Any], tools: Tools = ()
 ) -> list[tuple[str, bool]]:
-    """(text, whether it is trained on) of the pieces of a whole chat: an assistant turn, up to the
-    token that ends it, is trained on; everything else is given. `tools`: what the model
-    may call.
+    """Render a whole chat by its chat template and cut the text into pieces (text, whether it is
+    trained on): an assistant turn, up to the token that ends it, is trained on; everything else is
+    given. The pieces alternate, begin with one that is given, and end with the last assistant turn.
+    `tools`: in OpenAI's format, what the model may call. `cells`: the row, for messages.
 
     Raises `ValueError` if there is no assistant turn behind another one, if an assistant turn is
     empty, if the template leaves something out, or if it writes a turn in another way once later
     turns follow.
     """
+    place = cells.place
     replies = [number for number, turn in enumerate(chat) if turn["role"] == "assistant"]
-    require(
+    cells.require(
         bool(replies) and replies[0] > 0,
-        f"{place}: a conversation needs a turn of another role and then one of the assistant; drop"
-        " the row",
+        "a conversation needs a turn of another role and then one of the assistant; drop the row",
     )
     for number in replies:
-        check_reply(chat[number], f"{place}: turn {number} (from 0), of the assistant,")
+        check_reply(chat[number], cells, f"turn {number} (from 0), of the assistant,")
     whole = template.text(chat, place, asks=False, tools=tools)
     template.check_whole(chat, place, tools)
     pieces: list[tuple[str, bool]] = []
@@ -234,11 +252,11 @@ def conversation(
         before, reply = template.reply(chat[: number + 1], place, tools)
         if number + 1 == len(chat) and reply is not None:
             whole = before + reply  # of which a template may drop the thoughts once it is over
-        require(
+        cells.require(
             reply is not None and whole.startswith(before + reply) and len(before) >= done,
-            f"{place}: the chat template writes turn {number} (from 0) in another way once it has"
-            " been answered or others follow, so that no text is both trained on and met later;"
-            " make it a row of its own, with prompt_column and response_column",
+            f"the chat template writes turn {number} (from 0) in another way once it has been"
+            " answered or others follow, so that no text is both trained on and met later; make it"
+            " a row of its own, with prompt_column and response_column",
         )
         pieces += [(whole[done : len(before)], False), (str(reply), True)]
         done = len(before) + len(str(reply))
@@ -248,30 +266,26 @@ def conversation(
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]], end: int
 ) -> tuple[TokenLists, TokenLists, TokenLists]:
-    """(prompts, responses, masks) of conversations as `conversation` makes them. A prompt is what
-    is given before the first reply, a response all that follows; its mask is 1 for the tokens of
-    replies, with the token that ends a turn, and 0 for others.
+    """Tokenise conversations, each given as pieces (text, whether it is trained on) that alternate
+    and begin with one that is given, as `conversation` returns them. Returns (prompts, responses,
+    masks) with one list per conversation: a prompt is the first piece, a response all that follows,
+    and its mask is 1 for tokens of pieces that are trained on, 0 for others.
 
-    Pieces are tokenised apart, because that is how a policy meets them. A last reply gets the token
-    `end` if the template writes none.
+    Pieces are tokenised separately, because a policy is given the tokens before its reply and
+    samples the others. A last reply gets the token id `end`, which ends a turn, if the template
+    writes none.
     """
-    encoded = tokenised(
-        tokenizer,
-        [text for pieces in rows for text, _ in pieces],
-        add_special_tokens=False,
-        fix=lambda text, ids: ids,
-    )
-    prompts: list[list[int]] = []
-    responses: list[list[int]] = []
-    masks: list[list[int]] = []
-    place = 0
+    texts = [text for pieces in rows for text, _ in pieces]
+    encoded = iter(tokenised(tokenizer, texts, add_special_tokens=False))
+    prompts, responses, masks = [], [], []
     for pieces in rows:
-        parts = [encoded[place + number] for number in range(len(pieces))]
-        place += len(pieces)
+        prompt, *parts = itertools.islice(encoded, len(pieces))
+        trained = pieces[1:]
         if end not in parts[-1]:
-            parts[-1] = [*parts[-1], end]
-        replies = list(zip(parts, pieces, strict=True))[1:]
-        prompts.append(parts[0])
-        responses.append([token for ids, _ in replies for token in ids])
-        masks.append([int(trained) for ids, (_, trained) in replies for _ in ids])
+            parts[-1].append(end)
+        prompts.append(prompt)
+        responses.append([token for part in parts for token in part])
+        masks.append(
+            [int(one) for part, (_, one) in zip(parts, trained, strict=True) for _ in part]
+        )
     return TokenLists(prompts), TokenLists(responses), TokenLists(masks)

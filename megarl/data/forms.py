@@ -1,10 +1,10 @@
-"""Data sets as others write them, recognised by their columns: rows and settings become those that
-megarl reads.
+"""Data sets with the columns of other libraries, recognised by these columns: rows and settings are
+changed to those that megarl reads.
 
-    Table, DemonstrationsConfig --demonstrations_as_read--> Table, DemonstrationsConfig
+    DemonstrationsConfig, Table --demonstrations_as_read--> DemonstrationsConfig, Table
 
-A form is looked for only where the recipe names no columns and the columns of the defaults are not
-there. Which one was found is said.
+This is done only if the recipe names no columns and the default columns are not there. One line on
+standard error says what was recognised.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from megarl import console
 from megarl.data.chats import parsed_chat
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
-from megarl.data.render import column, text_of
-from megarl.data.rows import Row, Table, kind_of
+from megarl.data.rows import Row, Table, column, kind_of, text_of
 from megarl.schema import replace, require
 
 ROLES = {
@@ -35,15 +34,16 @@ TURN = re.compile(r"\n\n(Human|Assistant): ?")
 def demonstrations_as_read(
     config: DemonstrationsConfig, table: Table, setting: str
 ) -> tuple[DemonstrationsConfig, Table]:
-    """(settings, rows) with which demonstrations are read. Raises `ValueError` for a row that has
-    not the form of the first.
+    """Recognise data for fine-tuning in the form of other libraries (prompt and completion,
+    messages, ShareGPT, Alpaca or whole texts) by the columns of the first row of `table`, the rows
+    as read. Returns copies of (`config`, `table`) with the columns that megarl reads; both
+    unchanged if the recipe names columns or no form is recognised. `setting`: name of the section,
+    for messages. Raises `ValueError` for a row that has not the form of the first, or a `template`
+    that does not fit.
     """
-    plain = DemonstrationsConfig()
-    named = (config.prompt_column, config.response_column, config.messages_column)
-    if named != (plain.prompt_column, plain.response_column, plain.messages_column):
-        return config, table
     first = table.rows[0]
-    if config.text_column or {"prompt", "response"} <= set(first):
+    names = ("prompt_column", "response_column", "messages_column", "text_column")
+    if {"prompt", "response"} <= set(first) or not all(map(config.is_default, names)):
         return config, table
     if {"prompt", "completion"} <= set(first):
         if any(isinstance(parsed_chat(row.get("completion")), list) for row in table.rows):
@@ -78,9 +78,13 @@ def demonstrations_as_read(
 def preferences_as_read(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
-    """(settings, rows) with which preferences are read, as `demonstrations_as_read`. `single`:
-    whether the method trains on single responses with labels. Raises `ValueError` also if the
-    responses of all rows repeat their prompts.
+    """Recognise the form of preferences (prompt, completion and label; Anthropic's Human/Assistant
+    texts; ShareGPT pairs) by the columns of the first row. Returns (settings, table) with the
+    columns that megarl reads; both unchanged if the recipe names columns or no form is recognised.
+    `single`: whether the method trains on single responses with labels, as KTO does. `setting`:
+    name of the section, for messages. Raises `ValueError` for a row that has not the form of the
+    first, a `template` that does not fit, and if the responses of all rows begin with their
+    prompts.
     """
     config, table = _preferences_form(config, table, setting, single=single)
     sides = (config.chosen_column, config.rejected_column)
@@ -98,9 +102,8 @@ def _preferences_form(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
     """As `preferences_as_read`, without the look at repeated prompts."""
-    plain = PreferencesConfig()
     names = ("prompt_column", "chosen_column", "rejected_column", "response_column", "label_column")
-    if any(getattr(config, name) != getattr(plain, name) for name in names):
+    if not all(map(config.is_default, names)):
         return config, table
     first = table.rows[0]
     if {"prompt", "completion", "label"} <= set(first) and "chosen" not in first:
@@ -131,26 +134,35 @@ def _repeats_prompt(row: Row, prompt: str, sides: Sequence[str]) -> bool:
 
 
 def value_or_none(row: Row, name: str) -> Any:
-    """The value of a column, which may be nested (dots); None if there is none."""
+    """The value of column `name` in a row; `"a.b"` is key `b` of the object in column `a`, unless a
+    column has that whole name. None if there is no such column.
+    """
     value: Any = row
     for part in [name] if name in row else name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def prompts_as_read(config: PromptsConfig, table: Table, setting: str) -> PromptsConfig:
-    """The settings with which prompts are read, as `demonstrations_as_read`."""
-    plain, first = PromptsConfig(), table.rows[0]
+def prompts_as_read(
+    config: PromptsConfig, table: Table, setting: str
+) -> tuple[PromptsConfig, Table]:
+    """Recognise prompts with the columns of verl (`reward_model.ground_truth`) or with a column
+    `question` or `problem`, by the first row. Returns (settings with these columns, table
+    unchanged); settings that the recipe has set stay, and all stay where the first row has none of
+    these columns. What was recognised is printed in a line that begins with `setting`, the name of
+    the section.
+    """
+    first = table.rows[0]
     has_truth = isinstance(first.get("reward_model"), dict)
-    if config.answer_column == plain.answer_column and "answer" not in first and has_truth:
+    if config.is_default("answer_column") and "answer" not in first and has_truth:
         _say(setting, "verl's rows (columns 'prompt', 'reward_model.ground_truth')")
         config = replace(config, answer_column="reward_model.ground_truth")
-    if config.prompt_column == plain.prompt_column and "prompt" not in first:
+    if config.is_default("prompt_column") and "prompt" not in first:
         found = [name for name in ("question", "problem") if name in first]
         if len(found) == 1:
             _say(setting, f"problems (column '{found[0]}')")
-            return replace(config, prompt_column=found[0])
-    return config
+            config = replace(config, prompt_column=found[0])
+    return config, table
 
 
 def _say(setting: str, form: str) -> None:
@@ -168,8 +180,8 @@ def _needs_chat(config: Any, setting: str, form: str) -> None:
 
 def _each(table: Table, change: Callable[[Row, str], Row]) -> Table:
     """The table with `change(row, place)` added to each row."""
-    rows = [row | change(row, table.place(index)) for index, row in enumerate(table.rows)]
-    return table.holding(rows)
+    pairs = zip(table.rows, table.places, strict=True)
+    return replace(table, rows=[row | change(row, place) for row, place in pairs])
 
 
 def _value(row: Row, name: str, place: str) -> Any:
@@ -221,8 +233,8 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     """A ShareGPT turn {from, value} as {role, content}. It may have both names of a key, with one
     value.
     """
-    turn = turn if isinstance(turn, Mapping) else {}
-    said, value = turn.get("from"), turn.get("value")
+    turn = dict(turn) if isinstance(turn, Mapping) else {}
+    said, value = turn.pop("from", None), turn.pop("value", None)
     role, content = turn.get("role"), turn.get("content")
     role = ROLES.get(str(said).lower()) if role is None else role
     require(
@@ -238,8 +250,7 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
             is_same,
             f"{place}: a turn has '{one}' {a!r:.40} and '{other}' {b!r:.40}; keep one of the two",
         )
-    more = {key: one for key, one in turn.items() if key not in ("from", "value")}
-    return more | {"role": role, "content": value if content is None else content}
+    return turn | {"role": role, "content": value if content is None else content}
 
 
 def _sharegpt(row: Row, place: str) -> Row:
@@ -260,16 +271,14 @@ def _sharegpt(row: Row, place: str) -> Row:
 
 
 def _sharegpt_pair(row: Row, place: str) -> Row:
-    asked = _sharegpt(row, place)["messages"]
-    sides = {name: _value(row, name, place) for name in ("chosen", "rejected")}
-    return {
-        name: [*asked, _turn(side, place) if isinstance(side, Mapping) else _reply(side, place)]
-        for name, side in sides.items()
-    }
-
-
-def _reply(side: Any, place: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text_of(side, what="the response", place=place)}
+    found, asked = {}, _sharegpt(row, place)["messages"]
+    for name in ("chosen", "rejected"):
+        side = _value(row, name, place)
+        if not isinstance(side, Mapping):
+            said = text_of(side, what="the response", place=place)
+            side = {"role": "assistant", "content": said}
+        found[name] = [*asked, _turn(side, place)]
+    return found
 
 
 def _alpaca(row: Row, place: str) -> Row:
@@ -282,8 +291,7 @@ def _alpaca(row: Row, place: str) -> Row:
         " conversations in a column 'messages'",
     )
     more = "" if more is None else text_of(more, what="the input", place=place)
-    if more.strip():
-        prompt += f"\n{more}"
+    prompt += f"\n{more}" if more.strip() else ""
     return {"prompt": prompt, "response": _value(row, "output", place)}
 
 

@@ -15,8 +15,8 @@ ANSWER_WITHIN_S = 5.0
 
 def hub_state() -> Literal["online", "offline", "unreachable"]:
     """Whether the Hugging Face hub can be used: `offline` if HF_HUB_OFFLINE is set; otherwise
-    `online` if the hub answers within `ANSWER_WITHIN_S`, else `unreachable`. Proxy settings are
-    respected.
+    `online` if the hub (HF_ENDPOINT) answers within 5 seconds, else `unreachable`. Blocks for at
+    most that long, and only at the first call of a process. Proxy settings are respected.
     """
     from huggingface_hub import constants
 
@@ -49,7 +49,7 @@ def _answers(endpoint: str) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether the hub may have a repository of this name: `owner/name` or `name`, of ASCII letters,
-    digits, dots, dashes and underscores.
+    digits, dots, dashes and underscores. The hub is not asked.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -62,8 +62,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def why_absent(name: str) -> str:
-    """Text for an error message, to follow "`name` is not on this machine": why it was not
-    downloaded.
+    """The rest of an error message after "`name` is not on this machine", for a model or data set
+    of the Hugging Face hub: why it was not downloaded, and what to set. Asks the hub, for at most 5
+    seconds.
     """
     state = hub_state()
     if state == "offline":

@@ -1,4 +1,4 @@
-"""The order in which the rows of a data set are used."""
+"""The order in which the rows of a data set, or of a mixture of several, are used in training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from megarl.schema import require
 
 
 class Order:
-    """The order in which rows are used over all epochs; each epoch is shuffled anew. It depends
-    only on the seed and the ordinal.
+    """The order in which the `num_rows` rows of one data set are used over all epochs: `row(n)` for
+    the n-th use. With `shuffle` each epoch is a new permutation, which depends on nothing but
+    `seed` and the epoch, so any position can be asked for at any time; otherwise rows come in file
+    order.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -19,7 +21,9 @@ class Order:
         self._epochs: dict[int, list[int]] = {}
 
     def row(self, ordinal: int) -> int:
-        """Index of the row used at position `ordinal`, from 0."""
+        """Index, from 0, of the row used at position `ordinal` of training, counted from 0 over all
+        epochs. Raises `ValueError` for a negative ordinal.
+        """
         require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         epoch, position = divmod(ordinal, self.num_rows)
         return self._permutation(epoch)[position] if self._shuffle else position
@@ -41,14 +45,15 @@ class Order:
 
 
 class Interleaving:
-    """Which source of a mixture gives the prompt at position n: no draw, but the positions at which
-    rounded shares grow, so that the mixture of any stretch is that of the weights.
+    """Which source of a mixture gives the prompt at each position of training, by fixed arithmetic
+    in place of random draws, so that every stretch of positions has nearly the fractions of the
+    weights. Made from one weight above 0 for each source; `at(ordinal)` answers.
 
     Source j takes the positions at which floor(m r + 1/2) grows, where m counts the positions that
-    the sources before it have left and r is the weight of source j divided by the weights from j
-    on. Of the first n positions a source of k gets n x weight, with an error of at most (k - 1) /
-    2; an independent draw for each position would be off by about the square root of n. In exact
-    arithmetic, any position is computed by itself in O(k).
+    the sources before it have left and r is the weight of source j divided by the sum of the
+    weights from j on. Of the first n positions, each of k sources gets n x its fraction, with an
+    error of at most (k - 1) / 2; an independent draw for each position would be off by about the
+    square root of n. In exact arithmetic, any position is computed by itself in O(k).
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -58,7 +63,10 @@ class Interleaving:
         ]
 
     def at(self, ordinal: int) -> tuple[int, int]:
-        """(index of the source, number of positions before `ordinal` that the source has)."""
+        """(index of the source that gives the prompt at position `ordinal`, number of earlier
+        positions that this source gives). Positions count from 0; raises `ValueError` for a
+        negative one.
+        """
         require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         for number, share in enumerate(self._shares):
             before = _rounded(ordinal * share)
@@ -74,18 +82,23 @@ def _rounded(value: Fraction) -> int:
 
 
 class MixedOrder:
-    """The order of a mixture's rows, which are numbered over all sources: each source has its own
-    shuffled epochs. It depends only on the seed, the weights and the ordinal.
+    """The order in which the rows of a mixture are used: `row(n)` for the n-th use. Rows are
+    numbered over all sources, one source after the other, from 0; each source has its own shuffled
+    epochs (`orders`). The order depends only on the seeds, the weights and the position.
     """
 
     def __init__(self, interleaving: Interleaving, orders: Sequence[Order]) -> None:
-        """`orders`: one for each source."""
+        """`interleaving`: which source gives each position. `orders`: the order of each source's
+        own rows.
+        """
         self._interleaving, self._orders = interleaving, orders
         self._first = [0]
         for order in orders[:-1]:
             self._first.append(self._first[-1] + order.num_rows)
 
     def row(self, ordinal: int) -> int:
-        """Index of the row used at position `ordinal`, from 0."""
+        """Index, from 0 over all sources, of the row used at position `ordinal` of training, from
+        0.
+        """
         number, own = self._interleaving.at(ordinal)
         return self._first[number] + self._orders[number].row(own)

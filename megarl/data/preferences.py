@@ -3,35 +3,30 @@ starts.
 
     PreferencesConfig --load_preferences--> PreferenceList --at(ordinal)--> Preference
 
-Prompt and responses are tokenised apart, because that is how the policy meets them. KTO judges
-single responses: a pair becomes two of them.
+Prompt and responses are tokenised separately, because in generation the prompt's tokens are given,
+and the response starts with a token of its own. KTO trains on single responses: a pair becomes two
+examples.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
-from megarl.data.chats import (
-    as_written,
-    check_question,
-    check_reply,
-    parsed_chat,
-    tools_of,
-    turns_of,
-)
+from megarl.data import chats
 from megarl.data.config import PreferencesConfig
 from megarl.data.forms import preferences_as_read, value_or_none
-from megarl.data.lengths import fit, picked
 from megarl.data.order import Order
-from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import check_texts, lost_text, unwrapped
-from megarl.data.rows import Row, Table, canonical_json, fingerprint, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens, response_tokens
+from megarl.data.reading import Reading, picked
+from megarl.data.rows import Cells, canonical_json, fingerprint, text_of
+from megarl.data.tokens import TokenLists, response_tokens
 from megarl.schema import require, shortened
 from megarl.types import Preference
 
@@ -43,89 +38,86 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 """{label in lower case: whether the response is desirable}"""
 
 
-class Columns(NamedTuple):
-    """The texts of a data set, one entry for each row: of pairs two responses, of singles one."""
+class Judged(NamedTuple):
+    """What one row of the data set says, as texts before they are tokenised: a prompt with two
+    responses, chosen and rejected, or, for KTO, with one response and its label (True: desirable).
+    """
 
-    rows: list[Any]
-    """What each row says, before a template, which may write today's date, has written it."""
-    prompts: list[str]
-    responses: tuple[list[str], ...]
-    """(chosen, rejected) or (response,)."""
-    margins: list[float]
-    labels: list[bool]
-
-    def only(self, rows: list[int]) -> Columns:
-        """The texts of `rows`."""
-        replies = tuple(picked(texts, rows) for texts in self.responses)
-        margins, labels = picked(self.margins, rows), picked(self.labels, rows)
-        prompts = picked(self.prompts, rows)
-        return Columns(picked(self.rows, rows), prompts, replies, margins, labels)
+    said: list[Any]
+    """The prompt and responses of the row before a chat template, which may write today's date, has
+    rendered them."""
+    prompt: str
+    replies: list[str]
+    """[chosen, rejected], or [response]."""
+    margin: float
+    label: bool
 
 
+@dataclass
 class PreferenceList:
-    """The preferences of a run in their training order."""
+    """The tokenised preferences of a run, each a prompt with two responses, made by
+    `load_preferences`. `at(n)` returns the n-th of training as a `Preference`, with lists of token
+    ids; `len` is the number of preferences.
+    """
 
-    def __init__(
-        self,
-        prompts: TokenLists,
-        responses: tuple[TokenLists, TokenLists],
-        order: Order,
-        fingerprint: str,
-        *,
-        margins: list[float],
-        labels: list[bool] | None = None,
-        cuts: np.ndarray | None = None,
-        warning: str = "",
-    ) -> None:
-        """`labels`: whether each response is desirable, for single responses; None for pairs. The
-        second column of `responses` then holds responses to other prompts. `cuts` [N]: the first
-        tokens of each prompt that the second response goes without; None for 0.
-        """
-        self._cuts = np.zeros(len(prompts), np.int64) if cuts is None else cuts
-        self._prompts, self._responses, self._order = prompts, responses, order
-        self._margins, self._labels = margins, labels
-        self.fingerprint = fingerprint
-        """Digest of the preferences and their order."""
-        self.warning = warning
-        """What the user should know of the preferences; empty if nothing."""
+    prompts: TokenLists
+    responses: list[TokenLists]
+    """Two: of pairs the chosen and the rejected responses; of single responses these, and for each
+    a response to another prompt."""
+    margins: list[float]
+    labels: list[bool] | None
+    """Whether each response is desirable, for single responses; None for pairs."""
+    cuts: np.ndarray
+    """[N] int64: how many tokens at the beginning of each prompt are left out before the second
+    response, so that both fit."""
+    order: Order
+    fingerprint: str
+    """Number of rows and xxh3-128 digest of the preferences and their order."""
+    warning: str
+    """What the user should know of the preferences; empty if nothing."""
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.prompts)
 
     def at(self, ordinal: int) -> Preference:
-        """The preference at position `ordinal` of training, over all epochs. It depends only on the
-        seed and the ordinal.
+        """The `Preference` (token ids of a prompt and its two responses, chosen and rejected, or
+        with a label) at position `ordinal` of training, from 0 over all epochs. It depends only on
+        the seed and the ordinal.
         """
-        return self.row(self._order.row(ordinal))
+        return self.row(self.order.row(ordinal))
 
     def row(self, index: int) -> Preference:
-        """The preference with index `index` in the data set."""
-        first, second = self._responses
+        """The `Preference` (token ids of a prompt and its two responses) with index `index`, from 0
+        in file order.
+        """
+        first, second = self.responses
         return Preference(
             index=index,
-            prompt_ids=self._prompts[index],
+            prompt_ids=self.prompts[index],
             responses=(first[index], second[index]),
-            margin=self._margins[index],
-            is_single=self._labels is not None,
-            is_desirable=self._labels is None or self._labels[index],
-            cut=int(self._cuts[index]),
+            margin=self.margins[index],
+            is_single=self.labels is not None,
+            is_desirable=self.labels is None or self.labels[index],
+            cut=int(self.cuts[index]),
         )
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and response together."""
-        first, second = (self._prompts.lengths + one.lengths for one in self._responses)
-        return int(max(first.max(), (second - self._cuts).max()))
+        """Largest number of tokens of a prompt and one of its responses together."""
+        first, second = (self.prompts.lengths + one.lengths for one in self.responses)
+        return int(max(first.max(), (second - self.cuts).max()))
 
     @property
     def digest(self) -> str:
-        """xxh3-128 digest of all token ids, whatever the order of training."""
+        """xxh3-128 digest, in hexadecimal, of the token ids of all prompts and responses in file
+        order; it does not depend on the order of training.
+        """
         hasher = xxhash.xxh3_128()
-        for lists in (self._prompts, *self._responses):
+        for lists in (self.prompts, *self.responses):
             hasher.update(lists.offsets.tobytes())
             hasher.update(lists.ids.tobytes())
-        if self._cuts.any():
-            hasher.update(self._cuts.tobytes())
+        if self.cuts.any():
+            hasher.update(self.cuts.tobytes())
         return hasher.hexdigest()
 
 
@@ -137,211 +129,159 @@ def load_preferences(
     single: bool = False,
     setting: str = "preferences",
 ) -> PreferenceList:
-    """Read, check and tokenise all preferences. With `single`, as KTO wants them: a pair becomes a
-    desirable and an undesirable response. `setting`: the section of the recipe.
+    """Read, check and tokenise all preferences of the section `config` of a recipe; blocks until
+    that is done. Returns a `PreferenceList`, whose `at(n)` gives the token ids of prompt and
+    responses of the n-th preference in training. With `single`, for KTO, each example has one
+    response and a label: a pair becomes a desirable and an undesirable response. `seed`: of
+    shuffling. `setting`: name of the section, for messages.
 
     Raises `ValueError` that names the file, the row and the setting to change.
     """
-    table = read_rows(
-        config.source,
-        split=config.split,
-        limit=config.limit,
-        setting=setting,
-        subset=config.subset,
-    )
-    table = as_written(table, config.tools_column)
-    config, table = preferences_as_read(config, table, setting, single=single)
-    template = chat_template(tokenizer, config, setting)
+    as_read = partial(preferences_as_read, single=single)
+    data = Reading(config, tokenizer, seed, setting, as_read)
+    config = data.config
     end = end_of_turn(tokenizer, config.template, config.template_variables)
-    columns = _columns(config, table, template, setting)
-    check_texts(table, setting, columns.prompts, *columns.responses)
-    prompts = prompt_tokens(tokenizer, columns.prompts, config.template)
-    replies = [without_end(tokenizer, texts, end) for texts in columns.responses]
-    responses = [response_tokens(tokenizer, texts, end) for texts in replies]
-    _check_sides(table, responses)
-    warning = lost_text(tokenizer, columns.prompts, prompts, what=f"prompts of {setting}")
-    bare = unwrapped(tokenizer, columns.prompts, config.template, setting)
-    for texts, ids in zip(replies, responses, strict=True):
-        warning = warning or lost_text(tokenizer, texts, ids, what=f"responses of {setting}")
-    kept, prompts, note = fit(
-        table,
-        prompts,
-        np.max([lists.lengths for lists in responses], axis=0),
-        limit=config.max_tokens,
-        key="max_tokens",
-        too_long=config.too_long,
-        setting=setting,
+    rows = [_judged(cells, data.template) for cells in data.rows]
+    desirable = {row.label for row in rows}
+    require(
+        not config.response_column or len(desirable) == 2,
+        f"{data.source}: all responses are {'' if True in desirable else 'un'}desirable (column"
+        f" '{config.label_column}'), so that there is nothing to tell apart; set"
+        f" {setting}.label_column or other data",
     )
+    texts, sides = [row.prompt for row in rows], [*zip(*(row.replies for row in rows), strict=True)]
+    data.check_texts(texts, *sides)
+    prompts = data.prompt_tokens(texts)
+    replies = [without_end(tokenizer, side, end) for side in sides]
+    responses = [response_tokens(tokenizer, side, end) for side in replies]
+    for index, cells in enumerate(data.rows):
+        cells.require(
+            len(responses) == 1 or responses[0][index] != responses[1][index],
+            "the chosen and the rejected response are equal as tokens, so that there is nothing to"
+            " learn; drop the row",
+        )
+    for side, ids in zip(replies, responses, strict=True):
+        data.note_lost(side, ids, "responses")
+    kept, prompts = data.fit(prompts, np.max([lists.lengths for lists in responses], axis=0))
     prompts, responses = prompts.only(kept), [lists.only(kept) for lists in responses]
-    columns = columns.only(kept)
-    settings: list[Any] = [config.template, config.shuffle, single]
-    settings += template_settings(tokenizer, config)
-    labels, margins, cuts = None, columns.margins, None
+    rows = picked(rows, kept)
+    margins, labels, cuts = [row.margin for row in rows], None, np.zeros(len(rows), np.int64)
     if single:
-        prompts, responses, labels = _singles(prompts, responses, columns, setting)
-        cuts, more = _cuts(config, prompts, responses[1], setting)
-        margins, warning = [0.0] * len(labels), "; ".join(filter(None, (warning, more)))
-    if (note and config.too_long == "truncate_left") or (cuts is not None and cuts.any()):
-        settings.append(f"truncated to {config.max_tokens}")
-    marks = zip(columns.margins, columns.labels, strict=True)
-    digest = fingerprint(
-        settings, zip(columns.rows, (canonical_json(mark) for mark in marks), strict=True)
-    )
+        prompts, responses, labels = _singles(prompts, responses, rows, setting)
+        margins, cuts = [0.0] * len(labels), _cuts(data, prompts, responses[1])
+    settings = [config.template, config.shuffle, single, *data.settings, *data.cut_settings]
+    marks = ((row.said, canonical_json((row.margin, row.label))) for row in rows)
     return PreferenceList(
         prompts,
-        (responses[0], responses[1]),
-        Order(len(prompts), seed=seed, shuffle=config.shuffle),
-        digest,
-        margins=margins,
-        labels=labels,
-        cuts=cuts,
-        warning="; ".join(filter(None, (warning, note, bare))),
+        responses,
+        margins,
+        labels,
+        cuts,
+        data.order(len(prompts)),
+        fingerprint(settings, marks),
+        data.warning,
     )
 
 
-def _columns(
-    config: PreferencesConfig, table: Table, template: ChatTemplate | None, setting: str
-) -> Columns:
-    """The rendered texts of all rows."""
+def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> Judged:
+    """The rendered texts of a row, and how they are judged."""
+    config = cells.config
     single = bool(config.response_column)
-    names = (
-        ("response_column",) if single else ("chosen_column", "rejected_column")
-    )  # settings that name the columns of responses
-    found = Columns([], [], tuple([] for _ in names), [], [])
-    for index, row in enumerate(table.rows):
-        place = table.place(index)
-        texts = [_texts(config, row, name, template, place, setting) for name in names]
-        require(
-            len({prompt for prompt, _, _ in texts}) == 1,
-            f"{place}: the conversations of columns '{config.chosen_column}' and"
-            f" '{config.rejected_column}' differ before their last turn; drop the row",
-        )
-        found.rows.append([said for _, _, said in texts])
-        found.prompts.append(texts[0][0])
-        for place_of, (_, reply, _) in zip(found.responses, texts, strict=True):
-            place_of.append(reply)
-        found.margins.append(_margin(config, row, place, setting))
-        found.labels.append(_label(config, row, place, setting) if single else True)
-    if single:
-        require(
-            len(set(found.labels)) == 2,
-            f"{table.source}: all responses are {'' if found.labels[0] else 'un'}desirable (column"
-            f" '{config.label_column}'), so that there is nothing to tell apart; set"
-            f" {setting}.label_column or other data",
-        )
-    return found
-
-
-def _check_sides(table: Table, responses: list[TokenLists]) -> None:
-    """Raise `ValueError` if the two responses of a row have the same tokens."""
-    for index in range(len(responses[0])):
-        require(
-            len(responses) == 1 or responses[0][index] != responses[1][index],
-            f"{table.place(index)}: the chosen and the rejected response are equal as tokens, so"
-            " that there is nothing to learn; drop the row",
-        )
+    names = ("response_column",) if single else ("chosen_column", "rejected_column")
+    texts = [_texts(cells, name, template) for name in names]
+    cells.require(
+        len({prompt for prompt, _, _ in texts}) == 1,
+        f"the conversations of columns '{config.chosen_column}' and '{config.rejected_column}'"
+        " differ before their last turn; drop the row",
+    )
+    margin = _margin(cells) if config.margin_column else 0.0
+    label = not single or _label(cells)
+    _, replies, said = zip(*texts, strict=True)
+    return Judged([*said], texts[0][0], [*replies], margin, label)
 
 
 def _texts(
-    config: PreferencesConfig,
-    row: Row,
-    name: str,
-    template: ChatTemplate | None,
-    place: str,
-    setting: str,
+    cells: Cells[PreferencesConfig], name: str, template: ChatTemplate | None
 ) -> tuple[str, str, Any]:
     """(prompt, response, both as the row has them) of the column that the setting `name` names, the
     first two as texts of the model.
     """
-    key, named = getattr(config, name), f"{setting}.{name}"
-    value = parsed_chat(column(row, key, place=place, setting=named))
-    what = f"{place}: the response (column '{key}')"
+    key = f"column '{getattr(cells.config, name)}'"
+    value, what = chats.parsed_chat(cells.value(name)), f"the response ({key})"
     if template is None:
-        require(
+        cells.require(
             not isinstance(value, list),
-            f"{place}: column '{key}' holds a chat; set {setting}.template to 'chat'",
+            f"{key} holds a chat; set {cells.setting}.template to 'chat'",
         )
-        reply = text_of(value, what=f"the response (column '{key}')", place=place)
-        check_reply({"content": reply}, what)
-        asked = column(row, config.prompt_column, place=place, setting=f"{setting}.prompt_column")
-        text = render(parsed_chat(asked), None, place=place, setting=setting)
-        return text, reply, [asked, reply]
-    reply = value if isinstance(value, list) else text_of(value, what="the response", place=place)
-    reply = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
-    reply = turns_of(reply, place=place, setting=named)
-    chat = _joined(config, row, reply, f"{place}: column '{key}'", place, setting)
-    require(
+        reply = text_of(value, what=what, place=cells.place)
+        chats.check_reply({"content": reply}, cells, what)
+        return chats.plain_prompt(cells), reply, [cells.value("prompt_column"), reply]
+    if not isinstance(value, list):
+        value = text_of(value, what="the response", place=cells.place)
+    chat = _joined(cells, chats.turns_of(cells, name, value, role="assistant"), key)
+    cells.require(
         chat[-1]["role"] == "assistant",
-        f"{place}: column '{key}' ends with a turn of {chat[-1]['role']!r}, not of the assistant;"
-        " drop the row",
+        f"{key} ends with a turn of {chat[-1]['role']!r}, not of the assistant; drop the row",
     )
-    check_reply(chat[-1], what)
-    check_question(chat[:-1], place=place)
-    tools = tools_of(row, config.tools_column, place=place, setting=f"{setting}.tools_column")
-    return *template.answered(chat, place, tools), [chat, tools]
+    chats.check_reply(chat[-1], cells, what)
+    chats.check_question(chat[:-1], cells)
+    tools = chats.tools_of(cells)
+    return *template.answered(chat, cells.place, tools), [chat, tools]
 
 
-def _joined(
-    config: PreferencesConfig, row: Row, reply: list[Turn], side: str, place: str, setting: str
-) -> list[Turn]:
+def _joined(cells: Cells[PreferencesConfig], reply: list[Turn], side: str) -> list[Turn]:
     """The prompt and a response as one chat. The response may repeat the prompt, or its last turns;
     or hold turns before a prompt that is its last question. Raises `ValueError`, which begins with
     `side`, if prompt and response are two conversations.
     """
-    named = config.prompt_column
+    named = cells.config.prompt_column
     goes_on = reply[0]["role"] in ("assistant", "tool")
-    if len(reply) > 1 and (not named or (not goes_on and value_or_none(row, named) is None)):
+    has_no_prompt = not named or (not goes_on and value_or_none(cells.row, named) is None)
+    if len(reply) > 1 and has_no_prompt:
         return reply
-    key = f"{setting}.prompt_column"
-    value = parsed_chat(column(row, named, place=place, setting=key))
-    asked = turns_of(
-        [{"role": "user", "content": value}] if isinstance(value, str) else value,
-        place=place,
-        setting=key,
-    )
+    asked = chats.turns_of(cells, "prompt_column", role="user")
     size = len(asked)
     if not goes_on and any(reply[at : at + size] == asked for at in range(len(reply) - size)):
         return reply
     for count in range(min(size, len(reply)), 0, -1):
         if asked[-count:] == reply[:count]:
             return asked + reply[count:]
-    require(
+    cells.require(
         goes_on or all(turn["role"] in ("system", "developer") for turn in asked),
         f"{side} is a conversation that neither goes on from the prompt (column '{named}') nor"
-        f" repeats it; mend the row, or set {key} to '' if the conversations hold their prompt",
+        f" repeats it; mend the row, or set {cells.setting}.prompt_column to '' if the"
+        " conversations hold their prompt",
     )
     return asked + reply
 
 
-def _margin(config: PreferencesConfig, row: Row, place: str, setting: str) -> float:
-    if not config.margin_column:
-        return 0.0
-    value = column(row, config.margin_column, place=place, setting=f"{setting}.margin_column")
+def _margin(cells: Cells[PreferencesConfig]) -> float:
+    value = cells.value("margin_column")
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # CSV files hold texts
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    require(
+    cells.require(
         math.isfinite(number),
-        f"{place}: the margin (column '{config.margin_column}') is {shortened(repr(value))}, not a"
+        f"the margin (column '{cells.config.margin_column}') is {shortened(repr(value))}, not a"
         " finite number; drop the row or mend it",
     )
     return number
 
 
-def _label(config: PreferencesConfig, row: Row, place: str, setting: str) -> bool:
-    value = column(row, config.label_column, place=place, setting=f"{setting}.label_column")
+def _label(cells: Cells[PreferencesConfig]) -> bool:
+    value = cells.value("label_column")
     found = LABELS.get(str(value).lower())  # CSV files hold texts
-    require(
+    cells.require(
         found is not None,
-        f"{place}: the label (column '{config.label_column}') is {shortened(repr(value))}, not true"
-        " or false; mend the row",
+        f"the label (column '{cells.config.label_column}') is {shortened(repr(value))}, not true or"
+        " false; mend the row",
     )
     return bool(found)
 
 
 def _singles(
-    prompts: TokenLists, responses: list[TokenLists], columns: Columns, setting: str
+    prompts: TokenLists, responses: list[TokenLists], rows: Sequence[Judged], setting: str
 ) -> tuple[TokenLists, list[TokenLists], list[bool]]:
     """The examples that KTO trains on, each a prompt, one response, and a label that says whether
     the response is desirable. Returns (prompts, [responses, mismatched responses], labels), all of
@@ -349,7 +289,7 @@ def _singles(
     rejected one with label False. The mismatched response of an example, with which KTO estimates
     the KL divergence, is that of the next row whose prompt is another one.
     """
-    num_rows, texts = len(prompts), columns.prompts
+    num_rows, texts = len(rows), [row.prompt for row in rows]
     require(
         len(set(texts)) > 1,
         f"{setting}: all rows have the same prompt, but KTO compares with responses to other"
@@ -360,8 +300,9 @@ def _singles(
     for step in range(2 * num_rows - 1, -1, -1):
         here, after = step % num_rows, (step + 1) % num_rows
         other[here] = after if texts[after] != texts[here] else other[after]
-    sides = [(responses[0], columns.labels)] if len(responses) == 1 else []
-    sides = sides or [(responses[0], [True] * num_rows), (responses[1], [False] * num_rows)]
+    is_single = len(responses) == 1
+    sides = [(responses[0], [not is_single or row.label for row in rows])]
+    sides += [] if is_single else [(responses[1], [False] * num_rows)]
     asked = [prompts[index] for index in range(num_rows) for _ in sides]
     replies = [lists[index] for index in range(num_rows) for lists, _ in sides]
     others = [lists[other[index]] for index in range(num_rows) for lists, _ in sides]
@@ -369,22 +310,24 @@ def _singles(
     return TokenLists(asked), [TokenLists(replies), TokenLists(others)], labels
 
 
-def _cuts(
-    config: PreferencesConfig, prompts: TokenLists, others: TokenLists, setting: str
-) -> tuple[np.ndarray, str]:
-    """For KTO, which also scores each prompt with the response `others` of another row: (number of
-    tokens to cut off the beginning of each of the N prompts so that the two fit into
-    `config.max_tokens`, int [N]; a warning for the user, "" if nothing is cut). Each prompt keeps
-    at least one token. Raises `ValueError` if a cut is needed and `config.too_long` is "refuse".
+def _cuts(data: Reading[PreferencesConfig], prompts: TokenLists, others: TokenLists) -> np.ndarray:
+    """How many tokens each prompt loses at its beginning, int [N], so that prompt and response fit
+    into `max_tokens`. KTO also scores each of the N `prompts` with the response of another row,
+    which is in `others`; these two are meant. A prompt keeps at least one token. Adds a note to
+    `data` where a prompt is cut. Raises `ValueError` if one has to be and `too_long` is "refuse".
     """
-    lengths, limit = prompts.lengths + others.lengths, config.max_tokens
+    lengths, limit = prompts.lengths + others.lengths, data.config.max_tokens
     longest, cuts = int(lengths.max()), np.maximum(0, lengths - limit)
-    count = int((cuts > 0).sum())
+    why = "another prompt, with which KTO estimates a divergence"
     require(
-        not count or config.too_long != "refuse",
-        f"{setting}: a prompt with a response to another prompt, with which KTO estimates a"
-        f" divergence, has {longest} tokens, but {setting}.max_tokens is {limit};"
-        f" set it to at least {longest}, or {setting}.too_long to 'truncate_left'",
+        not cuts.any() or data.config.too_long != "refuse",
+        f"{data.setting}: a prompt with a response to {why}, has {longest} tokens, but"
+        f" {data.setting}.max_tokens is {limit}; set it to at least {longest}, or"
+        f" {data.setting}.too_long to 'truncate_left'",
     )
-    found = f"{count} of {len(cuts)} prompts lose their first tokens before a response to another"
-    return cuts, f"{found} prompt, with which KTO estimates a divergence" if count else ""
+    if count := int((cuts > 0).sum()):
+        data.is_cut = True
+        data.notes.append(
+            f"{count} of {len(cuts)} prompts lose their first tokens before a response to {why}"
+        )
+    return cuts

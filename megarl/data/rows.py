@@ -1,8 +1,10 @@
 """Rows of a data set, from a file or from the Hugging Face hub.
 
     source --read_rows--> Table: rows, and where each was found
+    row --Cells.value--> value of a column --text_of--> text
 
-To add a file format, write a function (path, limit) -> Table and name its suffix in `READERS`.
+To add a file format, write a function (path, most rows or None) -> Table and name its suffix in
+`READERS`.
 """
 
 from __future__ import annotations
@@ -11,28 +13,35 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
+import math
 import os
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import xxhash
 
 from megarl import console
+from megarl.data.config import DataSetConfig
 from megarl.data.hub import hub_state, why_absent
 from megarl.schema import require
-from megarl.third_party import opening, quiet, said
+from megarl.third_party import opening, quiet
+from megarl.third_party import said as in_words
 
 if TYPE_CHECKING:
     import pyarrow
 
 Row = dict[str, Any]
+C = TypeVar("C", bound=DataSetConfig)
+MOST_WHOLE = 1e22
+"""Largest power of ten that a float holds exactly; larger floats keep their exponent."""
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -53,53 +62,33 @@ MOST_FILES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of a data set in the order of their file."""
+    """Rows of a data set, each a dict {column: value}, in the order of their file, and where each
+    row was found.
+    """
 
     source: str
     rows: list[Row]
-    lines: list[int] | None = None
-    """For each row its line number in the file, from 1; None for formats without lines."""
-    places: list[str] | None = None
-    """For each row where it is, for rows of several files; None for those of one."""
+    places: list[str]
+    """For each row where it was found, such as "a.jsonl, line 3 (row 2, counted from 0)", for
+    messages."""
 
-    def only(self, indices: list[int]) -> Table:
-        """A table of the rows at `indices`, which keep their line numbers."""
-        if len(indices) == len(self.rows):
-            return self
-        lines = [self.lines[index] for index in indices] if self.lines else None
-        places = [self.places[index] for index in indices] if self.places else None
-        return Table(self.source, [self.rows[index] for index in indices], lines, places)
-
-    def holding(self, rows: list[Row]) -> Table:
-        """The same table with other content in each row."""
-        return replace(self, rows=rows)
-
-    def place(self, index: int) -> str:
-        """File, line and index of row `index`, for error messages."""
-        if self.places:
-            return self.places[index]
-        line = f", line {self.lines[index]}" if self.lines else ""
-        return f"{self.source}{line} (row {index}, counted from 0)"
+    @classmethod
+    def of(cls, source: object, rows: list[Row], lines: Sequence[int] | None = None) -> Table:
+        """A table of the rows of one file or data set, called `source` in messages. `lines`: for
+        each row its line number, from 1; None if rows have none.
+        """
+        at = [""] * len(rows) if lines is None else [f", line {line}" for line in lines]
+        places = [f"{source}{line} (row {n}, counted from 0)" for n, line in enumerate(at)]
+        return cls(str(source), rows, places)
 
 
 def read_json_list(path: Path, limit: int | None) -> Table:
-    """Read a JSON file that holds a list of objects."""
+    """Read a JSON file that holds a list of objects, its first `limit` rows or all (None), as a
+    `Table` of dicts. The file is UTF-8, and may be compressed by gzip. Raises `ValueError` with
+    file and line of a mistake.
+    """
     text = _text(path)
-    try:
-        tree = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply; make it a list of rows") from None
-    except json.JSONDecodeError as error:
-        fix = (
-            "; a file with one object a line must be named .jsonl"
-            if error.msg == "Extra data"
-            else "; mend the file"
-        )
-        raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}{fix}") from None
-    except KeyError as error:
-        raise ValueError(f"{path}, line {_line_of(text)}: {error.args[0]}; keep one") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{path} cannot be read: {error}; mend the file") from None
+    tree = _json(text, path)
     require(
         isinstance(tree, list),
         f"{path} holds {kind_of(tree)}; make it a list of objects, or name it .jsonl",
@@ -109,48 +98,56 @@ def read_json_list(path: Path, limit: int | None) -> Table:
             isinstance(row, dict),
             f"{path}, row {index} (from 0) is {kind_of(row)}; make every row an object",
         )
-    return Table(str(path), tree[:limit])
+    return Table.of(path, tree[:limit])
 
 
 def read_jsonl(path: Path, limit: int | None) -> Table:
-    """Read a file with one JSON object on each line; blank lines are skipped."""
-    rows: list[Row] = []
-    lines: list[int] = []
+    """Read a file with one JSON object on each line, the first `limit` rows or all (None), as a
+    `Table` of dicts; blank lines are skipped. The file is UTF-8, and may be compressed by gzip.
+    Raises `ValueError` with file and line of a mistake.
+    """
     # Not splitlines(): it also cuts at characters that may stand in a JSON string.
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        if limit is not None and len(rows) == limit:
-            break
-        try:
-            row = json.loads(line, object_pairs_hook=_object)
-        except KeyError as error:
-            raise ValueError(f"{path}, line {number}: {error.args[0]}; keep one") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON: {error.msg} at column {error.colno}; mend the"
-                " line"
-            ) from None
-        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-            raise ValueError(f"{path}, line {number}: {said(error)}; mend the line") from None
+    numbered = enumerate(_text(path).split("\n"), start=1)
+    found: dict[int, Row] = {}
+    for number, line in itertools.islice((one for one in numbered if one[1].strip()), limit):
+        found[number] = row = _json(line, path, number)
         require(
             isinstance(row, dict),
             f"{path}, line {number} is {kind_of(row)}; make every line an object",
         )
-        rows.append(row)
-        lines.append(number)
-    return Table(str(path), rows, lines)
+    return Table.of(path, [*found.values()], [*found])
+
+
+def _json(text: str, path: Path, line: int = 0) -> Any:
+    """The value of the JSON `text`: of line `line` of a file, or 0 for all of it. Raises
+    `ValueError` with the line of a mistake.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except KeyError as error:
+        at, said = line or _line_of(text), f"{error.args[0]}; keep one"
+    except json.JSONDecodeError as error:
+        at = line or error.lineno
+        said = f"not JSON: {error.msg} at column {error.colno}; mend the line"
+        if error.msg == "Extra data" and not line:
+            said = f"not JSON: {error.msg}; a file with one object a line must be named .jsonl"
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        at, said = line, f"{in_words(error)}; mend the {'line' if line else 'file'}"
+    raise ValueError(f"{path}{f', line {at}' if at else ''}: {said}")
 
 
 def read_parquet(path: Path, limit: int | None) -> Table:
-    """Read a parquet file; nested columns become nested objects."""
+    """Read a parquet file, its first `limit` rows or all (None), as a `Table` of dicts; nested
+    columns become nested objects, dates and times ISO texts. Raises `ValueError` if the file is not
+    parquet.
+    """
     import pyarrow.parquet
 
     with opening(f"{path} is not parquet", fix="write it anew, or name it by what it holds"):
         table = pyarrow.parquet.read_table(path)
         rows = (table if limit is None else table.slice(0, limit)).to_pylist()
         _make_plain(rows, table.schema)
-    return Table(str(path), rows)
+    return Table.of(path, rows)
 
 
 def _make_plain(rows: list[Row], schema: pyarrow.Schema) -> None:
@@ -166,15 +163,12 @@ def _plain(value: Any, kind: Any) -> Any:
     for (1.1, which as a double is 1.100000023841858), a date or time as ISO text, also inside lists
     and objects.
     """
-    import numpy
     from pyarrow import types
 
     if value is None:
         return None
-    if types.is_float16(kind):
-        return float(str(numpy.float16(value)))
-    if types.is_float32(kind):
-        return float(str(numpy.float32(value)))
+    if types.is_floating(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
         return value.isoformat()
     if types.is_dictionary(kind):
@@ -189,12 +183,14 @@ def _plain(value: Any, kind: Any) -> Any:
 
 
 def read_csv(path: Path, limit: int | None) -> Table:
-    """Read a comma-separated file whose first line has the column names; every value is a text."""
-    rows: list[Row] = []
-    lines: list[int] = []
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    """Read a comma-separated file whose first line has the column names, its first `limit` rows or
+    all (None), as a `Table` of dicts; every value is a text. The file is UTF-8, and may be
+    compressed by gzip. Raises `ValueError` with file and line of a mistake.
+    """
+    csv.field_size_limit(2**31 - 1)  # of the process; else values of 128 KiB are refused
     # Not splitlines(): it also cuts at characters that may stand in a value, such as U+2028.
     reader = csv.reader(io.StringIO(_text(path)), strict=True)
+    found: dict[int, Row] = {}
     try:
         names = next(reader, [])
         twice = repeated(names)
@@ -204,7 +200,7 @@ def read_csv(path: Path, limit: int | None) -> Table:
         )
         line = reader.line_num + 1
         for values in reader:
-            if limit is not None and len(rows) == limit:
+            if len(found) == limit:
                 break
             if values:
                 require(
@@ -213,16 +209,12 @@ def read_csv(path: Path, limit: int | None) -> Table:
                     f" {', '.join(names)}; mend the line (a comma inside a value needs quotes"
                     " around it)",
                 )
-                rows.append(dict(zip(names, values, strict=True)))
-                lines.append(line)
+                found[line] = dict(zip(names, values, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {reader.line_num}: not CSV: {error}; mend the line"
-        ) from None
-    finally:
-        csv.field_size_limit(before)
-    return Table(str(path), rows, lines)
+        said = f"{path}, line {reader.line_num}: not CSV: {error}; mend the line"
+        raise ValueError(said) from None
+    return Table.of(path, [*found.values()], [*found])
 
 
 READERS: dict[str, Callable[[Path, int | None], Table]] = {
@@ -232,16 +224,18 @@ READERS: dict[str, Callable[[Path, int | None], Table]] = {
     ".csv": read_csv,
 }
 TEXTS = (".csv", ".json", ".jsonl")
-"""Formats in whose texts `datasets` sees numbers, nulls and times, which these readers do not."""
+"""Formats of which these readers leave values as texts where `datasets` would read numbers, nulls
+and times."""
 
 
-def read_rows(
-    source: str, *, split: str, limit: int | None, setting: str, subset: str = ""
-) -> Table:
-    """Read a file, whose suffix determines the format, several files, or a hub data set. Raises
-    `ValueError` that names file and line.
+def read_rows(source: str, split: str, limit: int | None, setting: str, subset: str = "") -> Table:
+    """Read all rows, or the first `limit`, of `source`: a file whose suffix determines the format,
+    a folder, a pattern such as data/*.jsonl, or the name of a data set on the Hugging Face hub, of
+    which `split` and `subset` (configuration, or "") are read. Returns a `Table`: rows as dicts
+    {column: value}, and where each was found. Raises `ValueError` that names file and line, also if
+    there is no row.
 
-    `setting`: the section of the recipe ("prompts"), for error messages.
+    `setting`: the section of the recipe ("prompts"), for messages.
     """
     require(
         bool(source),
@@ -275,8 +269,8 @@ def read_rows(
 
 
 def format_of(path: Path) -> str:
-    """The key of `READERS` that reads a file, which gzip may have compressed (`a.jsonl.gz`); empty
-    if none does.
+    """The suffix, a key of `READERS` such as ".jsonl", whose reader reads the file; also of a file
+    that gzip has compressed (`a.jsonl.gz`). "" if no reader does. The file need not exist.
     """
     name = Path(path.name.lower().removesuffix(".gz"))
     found = name.suffix if name.suffix in READERS else ""
@@ -291,8 +285,9 @@ def _of_folder(path: Path, split: str, subset: str, setting: str) -> tuple[list[
     Raises `ValueError` where it is not clear which files are meant.
     """
     # datasets looks at every file below, which in / or a home folder takes minutes.
+    counts = (len(folders) + len(files) for _, folders, files in os.walk(path))
     require(
-        _holds_few_files(path),
+        all(count <= MOST_FILES for count in itertools.accumulate(counts)),
         f"{setting}.source '{path}' is a folder with more than {MOST_FILES:,} files; set it to the"
         " folder of one data set",
     )
@@ -398,9 +393,9 @@ def _joined(
         if left == 0:
             break
         part = READERS[format_of(file)](file, left)
-        places += [part.place(index) for index in range(len(part.rows))]
+        places += part.places
         rows += part.rows
-    return Table(source, rows, places=places)
+    return Table(source, rows, places)
 
 
 def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: str) -> Table:
@@ -417,41 +412,26 @@ def _read_hub(name: str, subset: str, split: str, limit: int | None, setting: st
         with quiet():
             if any(Path(name, file).exists() for file in SAVED):
                 data: Any = datasets.load_from_disk(name)
-                if isinstance(data, datasets.DatasetDict):
-                    require(split in data, f"it has the splits {', '.join(map(str, data))}")
-                    data = data[split]
-                else:
-                    held = str(data.split or "train")
-                    require(split in (held, "train"), f"it has the split {held} alone")
-                    split = held
+                if not isinstance(data, datasets.DatasetDict):
+                    data = {str(data.split or "train"): data}
+                    split = next(iter(data)) if split == "train" else split
+                require(split in data, f"it has the splits {', '.join(map(str, data))}")
+                data = data[split]
             else:
                 data = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises a dozen kinds
         said = " ".join(str(error).split())[:500]
+        why = f"{unknown} {why_absent(name)} ({type(error).__name__}: {said})"
         if isinstance(error, ValueError) and "split" in said.lower():
-            raise ValueError(
-                f"{setting}.split '{split}' of '{name}' cannot be had: {said}"
-            ) from error
-        raise ValueError(
-            f"{unknown} {why_absent(name)} ({type(error).__name__}: {said})"
-        ) from error
+            why = f"{setting}.split '{split}' of '{name}' cannot be had: {said}"
+        raise ValueError(why) from error
     if Path(name).is_dir():
         console.say(f"{setting}.source {name}: split '{split}' is read, {len(data)} rows")
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
     rows = data.to_list()
     _make_plain(rows, data.features.arrow_schema)
-    return Table(f"{name}[{split}]", rows)
-
-
-def _holds_few_files(folder: Path) -> bool:
-    """Whether a folder and those below it hold at most `MOST_FILES` files and folders."""
-    count = 0
-    for _, folders, files in os.walk(folder):
-        count += len(folders) + len(files)
-        if count > MOST_FILES:
-            return False
-    return True
+    return Table.of(f"{name}[{split}]", rows)
 
 
 def _text(path: Path) -> str:
@@ -497,16 +477,86 @@ def _line_of(text: str) -> int:
     return text.count("\n", 0, start) + 1
 
 
-def kind_of(value: Any) -> str:
-    """Name of the type of a JSON value, for error messages."""
-    return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(
-        type(value), f"{value!r}"
+@dataclass(frozen=True, slots=True)
+class Cells(Generic[C]):
+    """One row of a data set, a dict {column: value}, together with the section of the recipe that
+    says which of its columns are read: `value("prompt_column")` is the value of the column that
+    this setting names.
+    """
+
+    config: C
+    setting: str
+    """The section of the recipe ("prompts"), for error messages."""
+    row: Row
+    place: str
+    """Where the row was found, for error messages."""
+
+    def value(self, name: str) -> Any:
+        """The value in the row's column that the setting `name` of the section names:
+        `value("prompt_column")`. A dot in the column's name selects a key inside the column. Raises
+        `ValueError`, listing the columns, if there is none, or its value is null.
+        """
+        key = getattr(self.config, name)
+        return column(self.row, key, place=self.place, setting=f"{self.setting}.{name}")
+
+    def require(self, condition: object, said: str) -> None:
+        """Raise `ValueError` unless `condition` is true. Its message is `said`, with the file and
+        number of the row before it.
+        """
+        require(condition, f"{self.place}: {said}")
+
+
+def column(row: Row, name: str, *, place: str, setting: str) -> Any:
+    """The value of column `name` in a row; `"a.b"` is key `b` of the object in column `a`, unless a
+    column has that whole name. Raises `ValueError`, which begins with `place` and names the
+    recipe's key `setting`, if there is no such column or its value is null.
+    """
+    value, so_far = row, ""
+    for part in [name] if name in row else name.split("."):
+        if not (isinstance(value, dict) and part in value):
+            inside = [f"{so_far}{key}" for key in value] if isinstance(value, dict) else []
+            there = ", ".join(inside) or f"{so_far[:-1]} (it has no columns inside)"
+            raise ValueError(f"{place}: no column '{name}'; set {setting} to one of: {there}")
+        value, so_far = value[part], f"{so_far}{part}."
+    require(
+        value is not None,
+        f"{place}: column '{name}' is null; fill it, drop the row, or set {setting} to another"
+        " column",
     )
+    return value
+
+
+def text_of(value: Any, *, what: str, place: str) -> str:
+    """Convert a text or a finite number to text; raises `ValueError` for any other value, with a
+    message that begins with `place` and calls the value `what`. A `Decimal`, as parquet files hold,
+    keeps its digits and is never written with an exponent. A float that is a whole number, as
+    pandas makes of a column with gaps, is written as one: 72.
+    """
+    if isinstance(value, str):
+        return value
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    require(
+        number and (isinstance(value, int) or math.isfinite(value)),
+        f"{place}: {what} is {kind_of(value)}, not a text or a finite number; set its column to one"
+        " that holds texts (dots reach inside)",
+    )
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MOST_WHOLE:
+        return str(int(value))
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value in words for messages: "an object", "a list", "a text" or "null"; a
+    number or truth value as Python writes it.
+    """
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
+    return names.get(type(value), f"{value!r}")
 
 
 def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str:
-    """Number of rows and xxh3-128 digest of a data set. The digest covers `settings` (which
-    determine rendering and order) and, in order, each row's (prompt, answer or response).
+    """Text "N rows, xxh3-128 HEX" that identifies the content of a data set. The digest covers
+    `settings` (JSON data that determine rendering and order) and, in order, each row's (prompt,
+    answer or response).
 
     The digest is the same on every machine and Python version. It does not depend on file or column
     names.
@@ -522,8 +572,8 @@ def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str
 
 
 def framed(value: Any) -> bytes:
-    """Bytes of a text, or of the JSON of another value, prefixed by type and length. The prefix
-    makes the concatenation of several values unambiguous.
+    """Bytes of a text, or of the JSON of another value, prefixed by type and length, for hashing.
+    The prefix makes the concatenation of several values unambiguous.
     """
     if isinstance(value, str):
         # A JSON text may hold half a surrogate pair, which plain UTF-8 refuses.
@@ -534,5 +584,7 @@ def framed(value: Any) -> bytes:
 
 
 def canonical_json(value: Any) -> str:
-    """ASCII JSON with sorted keys, so that equal values give the same text."""
+    """The value as one line of ASCII JSON with sorted keys, so that equal values give the same
+    text. What JSON has no type for is written as the text `str` makes of it.
+    """
     return json.dumps(value, sort_keys=True, default=str)

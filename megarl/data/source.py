@@ -1,30 +1,30 @@
 """Prompts for reinforcement learning: rows of a data set, checked and tokenised before the run
-starts, then asked for by ordinal.
+starts, then asked for by their position in training.
 
     PromptsConfig --load_prompts--> PromptList --at(ordinal)--> Prompt
 
-To read another kind of file, see `megarl.data.rows`.
+Other file formats are added in `megarl.data.rows`.
 """
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from megarl.chat_template import Tools
-from megarl.data.chats import as_written, parsed_chat, tools_of
-from megarl.data.choices import Choices
+from megarl.chat_template import ChatTemplate, Tools
+from megarl.data.chats import check_question, plain_prompt, tools_of, turns_of
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.forms import prompts_as_read
-from megarl.data.lengths import fit, picked
 from megarl.data.order import Interleaving, MixedOrder, Order
-from megarl.data.render import chat_template, column, render, template_settings, text_of
-from megarl.data.round_trip import check_texts, lost_text, unwrapped
-from megarl.data.rows import Row, Table, canonical_json, fingerprint, read_rows
-from megarl.data.tokens import TokenLists, prompt_tokens
+from megarl.data.reading import Reading, picked
+from megarl.data.rows import Cells, canonical_json, fingerprint, kind_of, text_of
+from megarl.data.tokens import TokenLists
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -32,90 +32,85 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass
 class PromptList:
-    """The prompts of a run in their training order; implements
-    `megarl.rollout.attempts.PromptSource`.
+    """The tokenised prompts of a run, made by `load_prompts`: `at(n)` returns the n-th prompt of
+    training as a `Prompt` (text, token ids, reference answer, row), `len` the number of prompts,
+    and iterating gives all of them once in file order.
     """
 
-    def __init__(
-        self,
-        rows: list[Row],
-        texts: list[str],
-        token_ids: TokenLists,
-        answers: list[str],
-        order: Order | MixedOrder,
-        fingerprint: str,
-        warning: str = "",
-        environments: list[str] | None = None,
-    ) -> None:
-        """`environments`: for each row the name of its verifier; None without a mixture."""
-        self._rows, self._texts, self._token_ids, self._answers = rows, texts, token_ids, answers
-        self._order = order
-        self.environments = environments
-        self.fingerprint = fingerprint
-        """Digest of the prompts, their answers and their order."""
-        self.warning = warning
-        """What the user should know of the prompts; empty if nothing."""
+    prompts: list[Prompt]
+    """The prompts in file order, without their indices and token ids."""
+    token_ids: TokenLists
+    order: Order | MixedOrder
+    fingerprint: str
+    """Number of rows and xxh3-128 digest of the prompts, their answers and their order."""
+    warning: str = ""
+    """What the user should know of the prompts; empty if nothing."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.prompts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return int(self._token_ids.lengths.max())
+        """Largest number of tokens of a prompt."""
+        return int(self.token_ids.lengths.max())
+
+    @property
+    def environments(self) -> list[str] | None:
+        """For each prompt in file order, the name in `environment.mixture`, the recipe's table of
+        verifiers, of the verifier that scores its responses; None if the recipe has no mixture.
+        """
+        names = [prompt.environment for prompt in self.prompts]
+        return names if any(names) else None
 
     def __iter__(self) -> Iterator[Prompt]:
         """Iterate over all prompts once, in file order: for evaluation."""
         return (self._row(index) for index in range(len(self)))
 
     def at(self, ordinal: int) -> Prompt:
-        """The prompt at position `ordinal` of training, over all epochs. It depends only on the
-        seed and the ordinal.
+        """The `Prompt` (text, token ids, reference answer, row) at position `ordinal` of training,
+        from 0 over all epochs. It depends only on the seed and the ordinal.
         """
-        return self._row(self._order.row(ordinal))
+        return self._row(self.order.row(ordinal))
 
     def _row(self, index: int) -> Prompt:
-        return Prompt(
-            index=index,
-            text=self._texts[index],
-            token_ids=self._token_ids[index],
-            answer=self._answers[index],
-            fields=self._rows[index],
-            environment=self.environments[index] if self.environments else "",
-        )
+        return replace(self.prompts[index], index=index, token_ids=self.token_ids[index])
 
     @classmethod
     def mixed(cls, parts: Sequence[PromptList], weights: Sequence[Fraction]) -> PromptList:
-        """The mixture of several lists of prompts, whose rows follow each other in file order and
-        are interleaved by weight in training order.
+        """The mixture of several lists of prompts, which follow each other in file order and are
+        interleaved by `weights`, one for each list, in training order.
         """
-        orders = [part._order for part in parts]
-        assert all(isinstance(order, Order) for order in orders), "a mixture of mixtures"
         settings = [
             ["mixture", str(weight), part.fingerprint]
             for part, weight in zip(parts, weights, strict=True)
         ]
-        texts = [text for part in parts for text in part._texts]
-        answers = [answer for part in parts for answer in part._answers]
-        names = [part.environments or [""] * len(part) for part in parts]
+        prompts = [prompt for part in parts for prompt in part]
+        orders = cast("list[Order]", [part.order for part in parts])
         return cls(
-            [row for part in parts for row in part._rows],
-            texts,
-            TokenLists(
-                [
-                    ids[number]
-                    for ids in (part._token_ids for part in parts)
-                    for number in range(len(ids))
-                ]
-            ),
-            answers,
-            MixedOrder(Interleaving(weights), cast("list[Order]", orders)),
+            [replace(prompt, token_ids=[]) for prompt in prompts],
+            TokenLists(prompt.token_ids for prompt in prompts),
+            MixedOrder(Interleaving(weights), orders),
             # Not of the texts, which may hold today's date; the parts' digests cover the prompts.
-            fingerprint(settings, ((None, answer) for answer in answers)),
+            fingerprint(settings, ((None, prompt.answer) for prompt in prompts)),
             "; ".join(dict.fromkeys(part.warning for part in parts if part.warning)),
-            [name for part in names for name in part],
         )
+
+
+class Problem(NamedTuple):
+    """A row of a data set on its way to a prompt: its columns, read and checked, before
+    rendering.
+    """
+
+    cells: Cells[PromptsConfig]
+    value: Any
+    """The prompt, as the data set has it."""
+    answer: str
+    choices: str
+    """The lines "A. text" that are added to the prompt of a multiple choice; empty without."""
+    tools: Tools
+    """Tools that the model is shown with this row only, in OpenAI's format."""
 
 
 def load_prompts(
@@ -126,10 +121,12 @@ def load_prompts(
     setting: str = "prompts",
     tools: Tools = (),
 ) -> PromptList:
-    """Read, check and tokenise all prompts of a source or a mixture. Raises `ValueError` that names
-    the file, the row and the setting to change. `setting`: the section of the recipe that `config`
-    is. `tools`: shown to the model by the chat template with every prompt, in OpenAI's format; rows
-    then have no tools of their own.
+    """Read, check and tokenise all prompts of the section `config` of a recipe, of one source or a
+    mixture; blocks until that is done. Returns a `PromptList`, whose `at(n)` is the n-th prompt of
+    training. `seed`: of shuffling. `setting`: name of the section, for messages. `tools`: in
+    OpenAI's format, shown to the model by the chat template with every prompt; rows must then have
+    no tools of their own. Raises `ValueError` that names the file, the row and the setting to
+    change.
     """
     if not config.sources:
         return _load_source(config, tokenizer, seed, setting, tools)
@@ -142,11 +139,7 @@ def load_prompts(
 
 
 def _load_source(
-    config: PromptsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    setting: str,
-    tools: Tools,
+    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, seed: int, setting: str, tools: Tools
 ) -> PromptList:
     """The prompts of a single source."""
     require(
@@ -154,174 +147,202 @@ def _load_source(
         f"{setting}.template is '{config.template}', but environment.tools are shown to the model"
         f" by its chat template; set {setting}.template to 'chat'",
     )
-    table = read_rows(
-        config.source,
-        split=config.split,
-        limit=config.limit,
-        setting=setting,
-        subset=config.subset,
-    )
-    table = as_written(table, config.tools_column)
-    config = prompts_as_read(config, table, setting)
-    if config.unique:
-        table = _unique(config, table, setting)
-    template = chat_template(tokenizer, config, setting)
-    answers = [_answer(config, table, index, setting) for index in range(len(table.rows))]
-    values = _prompts(config, table, setting)
-    row_tools = _row_tools(config, table, setting) if template is not None else [[] for _ in values]
-    require(
-        not tools or not any(row_tools),
-        f"{setting}: rows have tools (column '{config.tools_column}') beside environment.tools,"
-        f" which alone can be called; set {setting}.tools_column to ''",
-    )
-    texts = [
-        render(
-            parsed_chat(value),
-            template,
-            system=config.system,
-            instruction=_instruction(config, table, index, setting),
-            place=table.place(index),
-            setting=setting,
-            tools=tools or row_tools[index],
-        )
-        for index, value in enumerate(values)
-    ]
-    check_texts(table, setting, texts, answers)
-    token_ids = prompt_tokens(tokenizer, texts, config.template)
-    lost = lost_text(tokenizer, texts, token_ids, what=f"prompts of {setting}")
-    bare = unwrapped(tokenizer, texts, config.template, setting)
-    kept, cut, note = fit(
-        table,
-        token_ids,
-        0,
-        limit=config.max_prompt_tokens,
-        key="max_prompt_tokens",
-        too_long=config.too_long,
-        setting=setting,
-    )
+    data = Reading(config, tokenizer, seed, setting, prompts_as_read)
+    config = data.config
+    if config.unique:  # the first row of each prompt is kept
+        first: dict[str, Cells[PromptsConfig]] = {}
+        for cells in data.rows:
+            first.setdefault(canonical_json(cells.value("prompt_column")), cells)
+        data.rows = [*first.values()]
+    problems = [_problem(cells, data.template, tools) for cells in data.rows]
+    texts = [_rendered(one, data.template, tools or one.tools) for one in problems]
+    data.check_texts(texts, [one.answer for one in problems])
+    token_ids = data.prompt_tokens(texts)
+    kept, cut = data.fit(token_ids)
     for row in np.flatnonzero(cut.lengths != token_ids.lengths):
         texts[row] = str(tokenizer.decode(cut[row]))
-    table, token_ids = table.only(kept), cut.only(kept)
-    answers, values, texts = picked(answers, kept), picked(values, kept), picked(texts, kept)
-    row_tools = picked(row_tools, kept)
-    environments = _environments(config, table, setting)
-    settings = _settings(config, table, tokenizer, setting, tools or row_tools)
-    if note and config.too_long == "truncate_left":
-        settings.append(f"truncated to {config.max_prompt_tokens}")
-    if environments is not None:
-        settings += ["environments", *environments]
-    return PromptList(
-        table.rows,
-        texts,
-        token_ids,
-        answers,
-        Order(len(texts), seed=seed, shuffle=config.shuffle),
-        fingerprint(settings, zip(values, answers, strict=True)),
-        "; ".join(filter(None, (lost, note, bare))),
-        environments,
-    )
-
-
-def _prompts(config: PromptsConfig, table: Table, setting: str) -> list[Any]:
-    """The prompt of each row, as the data set has it."""
-    named = f"{setting}.prompt_column"
-    return [
-        column(row, config.prompt_column, place=table.place(index), setting=named)
-        for index, row in enumerate(table.rows)
+    problems = picked(problems, kept)
+    names = [_environment(one.cells) for one in problems]
+    settings = [config.template, config.system, config.instruction, config.shuffle]
+    settings += [one.choices for one in problems if one.choices] + data.settings
+    shown = tools or [one.tools for one in problems]
+    if any(shown):
+        settings.append(canonical_json(list(shown)))
+    settings += data.cut_settings
+    if any(names):
+        settings += ["environments", *names]
+    prompts = [
+        Prompt(0, text, [], one.answer, one.cells.row, name)
+        for text, one, name in zip(picked(texts, kept), problems, names, strict=True)
     ]
+    digest = fingerprint(settings, ((one.value, one.answer) for one in problems))
+    return PromptList(prompts, cut.only(kept), data.order(len(kept)), digest, data.warning)
 
 
-def _settings(
-    config: PromptsConfig,
-    table: Table,
-    tokenizer: PreTrainedTokenizerBase,
-    setting: str,
-    tools: Sequence[Any],
-) -> list[Any]:
-    """What the tokens of the prompts, and their order, depend on beside the rows."""
-    settings: list[Any] = [config.template, config.system, config.instruction, config.shuffle]
-    if config.choices_column:
-        rows = range(len(table.rows))
-        settings += [_choices(config, table, index, setting).lines() for index in rows]
-    settings += template_settings(tokenizer, config)
-    if any(tools):
-        settings.append(canonical_json(list(tools)))
-    return settings
-
-
-def _unique(config: PromptsConfig, table: Table, setting: str) -> Table:
-    """Remove repeated prompts: keeps the first row of each."""
-    first: dict[str, int] = {}
-    for index, prompt in enumerate(_prompts(config, table, setting)):
-        first.setdefault(canonical_json(prompt), index)
-    return table.only(list(first.values()))
-
-
-def _answer(config: PromptsConfig, table: Table, index: int, setting: str) -> str:
-    """The reference answer of a row; if `answer_after` is set, only the text after that marker."""
-    if not config.answer_column:
-        return ""
-    place = table.place(index)
-    value = column(
-        table.rows[index], config.answer_column, place=place, setting=f"{setting}.answer_column"
-    )
-    answer = text_of(value, what=f"the answer (column '{config.answer_column}')", place=place)
-    if config.choices_column and isinstance(value, int) and not config.answer_after:
-        return _choices(config, table, index, setting).label(value)
-    if config.answer_after:
-        _, marker, answer = answer.rpartition(config.answer_after)
-        require(
-            bool(marker),
-            f"{place}: the answer does not contain {setting}.answer_after ="
-            f" '{config.answer_after}'; set the marker that this data set uses, or none",
-        )
+def _problem(cells: Cells[PromptsConfig], template: ChatTemplate | None, tools: Tools) -> Problem:
+    """The prompt and the answer of a row. `tools`: those of every row."""
+    config = cells.config
+    choices = Choices.of(cells) if config.choices_column else None
+    answer = _answer(cells, choices) if config.answer_column else ""
+    value = cells.value("prompt_column")
+    own = tools_of(cells) if template is not None else []
     require(
-        bool(answer.strip()),
-        f"{place}: the answer (column '{config.answer_column}') is empty; drop the row or set"
-        f" {setting}.answer_column",
+        not (tools and own),
+        f"{cells.setting}: rows have tools (column '{config.tools_column}') beside"
+        f" environment.tools, which alone can be called; set {cells.setting}.tools_column to ''",
     )
-    if config.choices_column:
-        return _choices(config, table, index, setting).label(answer)
-    return answer.strip()
+    return Problem(cells, value, answer, choices.lines() if choices else "", own)
 
 
-def _row_tools(config: PromptsConfig, table: Table, setting: str) -> list[list[dict[str, Any]]]:
-    """For each row of `table` the JSON schemas of its tools, from the column `tools_column`."""
-    name, named = config.tools_column, f"{setting}.tools_column"
-    return [
-        tools_of(row, name, place=table.place(index), setting=named)
-        for index, row in enumerate(table.rows)
-    ]
-
-
-def _environments(config: PromptsConfig, table: Table, setting: str) -> list[str] | None:
-    """For each row of `table` the name of its verifier in `environment.mixture`, from the column
-    `environment_column` or else the setting `environment`; None if both are empty. Raises
-    `ValueError` for a row without a name.
+def _answer(cells: Cells[PromptsConfig], choices: Choices | None) -> str:
+    """The reference answer of a row; if `answer_after` is set, only the text after that marker. Of
+    `choices` a label.
     """
-    if not config.environment_column:
-        return [config.environment] * len(table.rows) if config.environment else None
-    name, found = config.environment_column, []
-    for index, row in enumerate(table.rows):
-        place = table.place(index)
-        value = column(row, name, place=place, setting=f"{setting}.environment_column")
-        require(
-            isinstance(value, str) and bool(value),
-            f"{place}: the verifier's name (column '{name}') is {value!r:.80}; fill it with a name"
-            " of environment.mixture, or drop the row",
+    named, marker = f"(column '{cells.config.answer_column}')", cells.config.answer_after
+    value = cells.value("answer_column")
+    answer = text_of(value, what=f"the answer {named}", place=cells.place)
+    if choices and isinstance(value, int) and not marker:
+        return choices.label(value)
+    if marker:
+        _, found, answer = answer.rpartition(marker)
+        cells.require(
+            found,
+            f"the answer does not contain {cells.setting}.answer_after = '{marker}'; set the marker"
+            " that this data set uses, or none",
         )
-        found.append(value)
-    return found
+    cells.require(
+        bool(answer.strip()),
+        f"the answer {named} is empty; drop the row or set {cells.setting}.answer_column",
+    )
+    return choices.label(answer) if choices else answer.strip()
 
 
-def _choices(config: PromptsConfig, table: Table, index: int, setting: str) -> Choices:
-    """The possible answers of row `index` of `table`, from the column `choices_column`."""
-    place, named = table.place(index), f"{setting}.choices_column"
-    value = column(table.rows[index], config.choices_column, place=place, setting=named)
-    return Choices.of(value, place=place, setting=named)
+def _rendered(problem: Problem, template: ChatTemplate | None, tools: Tools) -> str:
+    """The text that the model sees before its response: the prompt with its choices and the
+    instruction. Raises `ValueError` for a chat that asks nothing (see `check_question`), or of
+    which the template leaves something out. Without `template` the prompt is a text, which stays as
+    it is. `tools`: what the model may call.
+    """
+    cells = problem.cells
+    more = "".join(f"\n{one}" for one in (problem.choices, cells.config.instruction) if one)
+    if template is None:
+        return plain_prompt(cells) + more
+    chat = turns_of(cells, "prompt_column", role="user")
+    check_question(chat, cells)
+    if more:
+        asked = [number for number, turn in enumerate(chat) if turn["role"] == "user"]
+        cells.require(
+            bool(asked),
+            f"the chat has no user message to append {cells.setting}.instruction to; remove the"
+            " instruction",
+        )
+        chat[asked[-1]]["content"] += more
+    if cells.config.system:
+        cells.require(
+            chat[0]["role"] != "system",
+            f"the chat has a system message of its own; remove {cells.setting}.system",
+        )
+        chat.insert(0, {"role": "system", "content": cells.config.system})
+    text = template.text(chat, cells.place, asks=True, tools=tools)
+    template.check_whole(chat, cells.place, tools)
+    return text
 
 
-def _instruction(config: PromptsConfig, table: Table, index: int, setting: str) -> str:
-    """What is appended to the prompt of a row: its choices, then the instruction."""
-    choices = [_choices(config, table, index, setting).lines()] if config.choices_column else []
-    return "\n".join([*choices, *([config.instruction] if config.instruction else [])])
+def _environment(cells: Cells[PromptsConfig]) -> str:
+    """The name of a row's verifier in `environment.mixture`, from the column `environment_column`
+    or else the setting `environment`; "" if both are empty. Raises `ValueError` for a row without a
+    name.
+    """
+    if not cells.config.environment_column:
+        return cells.config.environment
+    value, named = cells.value("environment_column"), cells.config.environment_column
+    cells.require(
+        isinstance(value, str) and bool(value),
+        f"the verifier's name (column '{named}') is {value!r:.80}; fill it with a name of"
+        " environment.mixture, or drop the row",
+    )
+    return value
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of one row of multiple choice: labels and texts, of equal number. Made by
+    `Choices.of`; `lines` are added to the prompt, and `label` turns the row's answer into a label:
+
+        {"question": "2+2?", "choices": ["3", "4"], "answer": 1} -> "2+2?\\nA. 3\\nB. 4", answer "B"
+    """
+
+    labels: list[str]
+    texts: list[str]
+    lettered: bool
+    """Whether the labels are the letters given to a list, and not labels of the row itself."""
+    cells: Cells[PromptsConfig]
+    """The row, for error messages."""
+
+    @classmethod
+    def of(cls, cells: Cells[PromptsConfig]) -> Choices:
+        """Read the column `choices_column` of a row: a list of texts, labelled A, B, ..., or a dict
+        {label: [...], text: [...]}, or a dict from labels to texts. Raises `ValueError` for
+        anything else.
+        """
+        value = cells.value("choices_column")
+        labels, texts = None, value if isinstance(value, list) else []
+        if isinstance(value, dict) and isinstance(value.get("text"), list):
+            labels, texts = value.get("label"), value["text"]
+        elif isinstance(value, dict):
+            labels, texts = list(value), list(value.values())
+        lettered = labels is None
+        labels = list(string.ascii_uppercase[: len(texts)]) if labels is None else labels
+        sound = (
+            isinstance(labels, list)
+            and len(labels) == len(texts) >= 2
+            and all(isinstance(one, str | int | float) for one in (*labels, *texts))
+            and len({str(label) for label in labels}) == len(labels)
+        )
+        cells.require(
+            sound,
+            f"the choices are {kind_of(value)} that holds no list of 2 to 26 texts (or {{label:"
+            f" [...], text: [...]}}, or {{A: text, B: text}}); set {cells.setting}.choices_column"
+            " to another column, or drop the row",
+        )
+        return cls([str(one) for one in labels], [str(one) for one in texts], lettered, cells)
+
+    def lines(self) -> str:
+        """The choices as lines of a prompt, such as "A. 3", joined by newlines, without one at the
+        end.
+        """
+        pairs = zip(self.labels, self.texts, strict=True)
+        return "\n".join(f"{label}. {text}" for label, text in pairs)
+
+    def label(self, answer: Any) -> str:
+        """The label that a row's answer means. A number is the number of a choice, counted from 0.
+        A text is a label of the row, the text of a choice, or digits that number a choice.
+
+        Raises `ValueError` for another answer, and for a text with two meanings: "2" for the
+        choices ["8", "2", "24"] is the text of B and the number of C.
+        """
+        said = str(answer).strip()
+        is_number = isinstance(answer, int | str) and re.fullmatch("[0-9]{1,3}", said)
+        by_number = set(self.labels[int(said) : int(said) + 1]) if is_number else set()
+        pairs = zip(self.labels, self.texts, strict=True)
+        by_text = {label for label, text in pairs if text.strip() == said}
+        by_label = {said} & set(self.labels)
+        if isinstance(answer, int):
+            found = by_number | (set() if self.lettered else by_label)
+        elif by_label:
+            found = by_label | (by_text if self.lettered else set())
+        else:
+            found = by_text | by_number
+        self.cells.require(
+            bool(found),
+            f"the answer '{said[:80]}' is none of the labels"
+            f" {', '.join(self.labels)}, no text of a choice, and no number from 0 to"
+            f" {len(self.labels) - 1}; mend the row or set another prompts.answer_column",
+        )
+        self.cells.require(
+            len(found) == 1,
+            f"the answer '{said[:80]}' may mean {' or '.join(sorted(found))}, since"
+            " it fits as a label, as the text of a choice or as its number from 0 more than once;"
+            " write the answers of the column as letters, or as integers from 0",
+        )
+        return found.pop()

@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_KNOWN = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files by one of which a folder is known to have a tokenizer."""
 UNIGRAM, BPE, CHAR = 1, 2, 4  # TrainerSpec.ModelType of a SentencePiece file
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, a hub name or a SentencePiece `.model` file. Raises
-    `ValueError` with the setting to change.
+    """Load a transformers tokenizer from a local folder, a hub name (`owner/name`) or the path of a
+    SentencePiece `.model` file, which is rebuilt with the same ids. Raises `ValueError` with advice
+    if there is none, it does not load, or it needs code of its own and `trust_remote_code` is
+    False.
     """
     require(
         bool(name),
@@ -53,17 +57,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             " tokenizer.json",
         )
         refuse_broken_links(path)
-        files = (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "tokenizer.model",
-            "vocab.json",
-            "vocab.txt",
-        )
         require(
-            any((path / file).is_file() for file in files),
-            f"folder {path} holds no tokenizer (none of {', '.join(files)}); copy the tokenizer's"
-            " files into it, or set a folder that has them",
+            any((path / file).is_file() for file in _KNOWN),
+            f"folder {path} holds no tokenizer (none of {', '.join(_KNOWN)}); copy the"
+            " tokenizer's files into it, or set a folder that has them",
         )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -94,7 +91,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
     """Raise `ValueError` unless `tokenizer` has an end-of-sequence and a padding token and all its
-    ids are below `vocab_size`. `source` names the tokenizer in the error.
+    ids are below `vocab_size`, the number of embeddings of the model. `source`: how the message
+    names the tokenizer, such as its path.
     """
     require(
         tokenizer.eos_token_id is not None,
@@ -118,13 +116,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
 
 
 def pad_apart(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
-    """Set a padding token with which no scored text ends, of an id below `vocab_size`: Hugging
-    Face's sequence classifiers take the score at a text's last token that is no padding. Its own
-    stays if it serves for nothing else; otherwise a token that is meant for padding or for nothing
-    is taken, a new one where the model embeds more tokens than there are, or any other special
-    token.
+    """Change `tokenizer` in place so that its padding token never ends a scored text: Hugging
+    Face's sequence classifiers take the score at a text's last token that is not padding. The
+    present padding token stays if it has no other use. Otherwise the tokenizer gets a special token
+    that is reserved for padding or unused, a new one if the model embeds more tokens than the
+    tokenizer has, or any other special token that does not end texts; the id is below `vocab_size`,
+    the number of the model's embeddings.
 
-    Raises `ValueError` if there is none. `source` names the tokenizer in the error.
+    Raises `ValueError` if there is none. `source`: how the message names the tokenizer, such as its
+    path.
     """
     special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
     known, bos, new = tokenizer.get_vocab(), tokenizer.bos_token, "<|pad|>"
@@ -158,25 +158,14 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
     schema: Any = sentencepiece_model_pb2  # its classes are made while it is imported
     model = schema.ModelProto()
-    try:
+    with opening(f"{path} is not a SentencePiece model", fix="set a file written by its trainer"):
         model.ParseFromString(path.read_bytes())
-    except Exception as error:
-        raise ValueError(
-            f"{path} is not a SentencePiece model: {error}; set a file written by its trainer"
-        ) from error
-    require(
-        len(model.pieces) > 0,
-        f"{path} is not a SentencePiece model: it has no pieces; set a file written by its trainer",
-    )
+        require(model.pieces, "it has no pieces")
     spec = model.trainer_spec
+    ids = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id}
     roles = {
-        role: model.pieces[index].piece
-        for role, index in (
-            ("unk_token", spec.unk_id),
-            ("bos_token", spec.bos_id),
-            ("eos_token", spec.eos_id),
-            ("pad_token", spec.pad_id),
-        )
+        f"{role}_token": model.pieces[index].piece
+        for role, index in ids.items()
         if 0 <= index < len(model.pieces)
     }
     return PreTrainedTokenizerFast(
@@ -188,15 +177,8 @@ def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
     """A `tokenizers` pipeline (normaliser, model, decoder) equivalent to the SentencePiece
     `model`.
     """
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
+    import tokenizers
+    from tokenizers import decoders, normalizers
 
     spec, norm = model.trainer_spec, model.normalizer_spec
     require(
@@ -208,51 +190,44 @@ def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
         not spec.treat_whitespace_as_suffix,
         f"{path} was trained with treat_whitespace_as_suffix; train it without",
     )
+    by_bytes: dict[str, Any] = {"byte_fallback": spec.byte_fallback}
     if spec.model_type == UNIGRAM:
         scores = [(piece.piece, piece.score) for piece in model.pieces]
-        fast = Tokenizer(
-            models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-        )
+        built = tokenizers.models.Unigram(scores, unk_id=spec.unk_id, **by_bytes)
     else:
         vocabulary = {piece.piece: index for index, piece in enumerate(model.pieces)}
         merges = _merges(model) if spec.model_type == BPE else []
-        unknown = model.pieces[spec.unk_id].piece
-        fast = Tokenizer(
-            models.BPE(
-                vocabulary,
-                merges,
-                unk_token=unknown,
-                fuse_unk=True,
-                byte_fallback=spec.byte_fallback,
-            )
-        )
-
-    steps: list[Any] = (
-        [normalizers.Precompiled(norm.precompiled_charsmap)] if norm.precompiled_charsmap else []
-    )
+        by_bytes |= {"unk_token": model.pieces[spec.unk_id].piece, "fuse_unk": True}
+        built = tokenizers.models.BPE(vocabulary, merges, **by_bytes)
+    fast = tokenizers.Tokenizer(built)
+    charsmap, prefix = norm.precompiled_charsmap, norm.add_dummy_prefix
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if norm.remove_extra_whitespaces:
         # With a prefix, one leading space stays and stands for it: Metaspace puts none where one
         # is.
         steps += [
-            normalizers.Strip(left=not norm.add_dummy_prefix),
-            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.Strip(left=not prefix),
+            normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
         ]
-    elif norm.add_dummy_prefix:
+    elif prefix:
         # SentencePiece puts its leading space before one that is there already; Metaspace would
         # not.
-        steps.append(normalizers.Replace(Regex(r"\A "), "  "))
+        steps.append(normalizers.Replace(tokenizers.Regex(r"\A "), "  "))
     if steps:
         fast.normalizer = normalizers.Sequence(steps)
-    prefix = "first" if norm.add_dummy_prefix else "never"
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=prefix, split=False)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        SPACE, prepend_scheme="first" if prefix else "never", split=False
+    )
     parts: list[Any] = [decoders.Replace(SPACE, " ")]
     parts += [decoders.ByteFallback()] if spec.byte_fallback else []
     parts += [decoders.Fuse()]
-    parts += [decoders.Strip(" ", 1, 0)] if norm.add_dummy_prefix else []
+    parts += [decoders.Strip(" ", 1, 0)] if prefix else []
     fast.decoder = decoders.Sequence(parts)
     fast.add_tokens(
         [
-            AddedToken(piece.piece, normalized=False, special=piece.type in (CONTROL, UNKNOWN))
+            tokenizers.AddedToken(
+                piece.piece, normalized=False, special=piece.type in (CONTROL, UNKNOWN)
+            )
             for piece in model.pieces
             if piece.type in (CONTROL, USER_DEFINED, UNKNOWN)
         ]

@@ -1,11 +1,13 @@
-"""Token ids of many texts: the tokenizer's output, kept as columns.
+"""Token ids of many texts: the tokenizer's output.
 
-texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
+    texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
+
+All lists are kept in two numpy arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,10 @@ returned."""
 
 
 class TokenLists:
-    """N lists of token ids in one array: list i is `ids[offsets[i]:offsets[i + 1]]`."""
+    """N lists of token ids of different lengths in one array: list i is `ids[offsets[i]:offsets[i +
+    1]]`, and `lists[i]` returns it as a Python list. Made from an iterable of such lists; not
+    changed later.
+    """
 
     ids: np.ndarray
     """[T] int32: the lists, concatenated."""
@@ -42,13 +47,17 @@ class TokenLists:
         return self.ids[self.offsets[index] : self.offsets[index + 1]].tolist()
 
     def only(self, indices: Sequence[int]) -> TokenLists:
-        """The lists at `indices`."""
+        """A new `TokenLists` of the lists at `indices`, which ascend without repetition; this
+        object itself if all are kept.
+        """
         if len(indices) == len(self):
             return self
         return TokenLists(self.ids[self.offsets[i] : self.offsets[i + 1]] for i in indices)
 
     def split(self, count: int) -> tuple[TokenLists, TokenLists]:
-        """(the first `count` ids of each list, its other ids)."""
+        """Two new `TokenLists` of N lists each: the first `count` ids of each list, and its other
+        ids.
+        """
         rows = [self[row] for row in range(len(self))]
         return TokenLists(ids[:count] for ids in rows), TokenLists(ids[count:] for ids in rows)
 
@@ -61,44 +70,44 @@ class TokenLists:
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: TemplateName
 ) -> TokenLists:
-    """Tokenise prompts. A rendered chat contains its special tokens; to plain text the tokenizer's
-    initial special tokens, such as beginning-of-sequence, are added.
+    """Tokenise N prompts; list i of the result has the ids of text i. With `template` "none" the
+    tokenizer's initial special tokens, such as beginning-of-sequence, are added; with another
+    template the texts contain their special tokens already.
 
     An end-of-sequence token that the tokenizer appends is removed, since the response follows.
     """
     eos, end = tokenizer.eos_token, tokenizer.eos_token_id
 
-    def fix(text: str, ids: list[int]) -> list[int]:
-        if template == "none" and eos is not None and not text.endswith(str(eos)):
-            while ids and ids[-1] == end:
-                ids.pop()
-        return ids
+    def lists() -> Iterator[list[int]]:
+        found = tokenised(tokenizer, texts, add_special_tokens=template == "none")
+        for text, ids in zip(texts, found, strict=True):
+            if template == "none" and eos is not None and not text.endswith(str(eos)):
+                while ids and ids[-1] == end:
+                    ids.pop()
+            yield ids
 
-    return tokenised(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+    return TokenLists(lists())
 
 
 def response_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
 ) -> TokenLists:
-    """Tokenise responses, each with exactly one token `end` at the end; see
-    `end_of_turn` and `without_end` of `megarl.chat_template`.
+    """Tokenise N responses and append the token id `end`, which ends a turn, to each. The texts
+    must not have this token at their end (`megarl.chat_template.without_end` removes it).
     """
-    bare = without_end(tokenizer, texts, end)
-    return tokenised(tokenizer, bare, add_special_tokens=False, fix=lambda text, ids: [*ids, end])
+    found = tokenised(tokenizer, texts, add_special_tokens=False)
+    return TokenLists([*ids, end] for ids in found)
 
 
 def text_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: TemplateName
 ) -> TokenLists:
-    """Tokenise whole texts, each with one end-of-sequence token at its end; `none` also with the
-    tokenizer's initial special tokens.
+    """Tokenise N whole texts, each with one end-of-sequence token at its end. With `template`
+    "none" the tokenizer's initial special tokens are added too.
     """
     end: Any = tokenizer.eos_token_id
-
-    def fix(text: str, ids: list[int]) -> list[int]:
-        return ids if ids[-1:] == [end] else [*ids, end]
-
-    return tokenised(tokenizer, texts, add_special_tokens=template == "none", fix=fix)
+    found = tokenised(tokenizer, texts, add_special_tokens=template == "none")
+    return TokenLists(ids if ids[-1:] == [end] else [*ids, end] for ids in found)
 
 
 def scored_tokens(
@@ -108,37 +117,33 @@ def scored_tokens(
     template: TemplateName,
     end: int,
 ) -> list[list[int]]:
-    """Token ids of each prompt with its response, as a reward model reads them. Prompt and
-    response are tokenised apart, as `megarl reward-model` does it with its data; the token `end`
-    follows (see `response_tokens`).
+    """Token ids of N prompts, each followed by its response, as a reward model reads them. Prompt
+    and response are tokenised apart, as in the training of `megarl reward-model`; the token id
+    `end` follows each response once, also if the text has it already. `template`: "none" adds the
+    tokenizer's initial special tokens to prompts.
     """
     asked = prompt_tokens(tokenizer, prompts, template)
-    replies = response_tokens(tokenizer, responses, end)
+    replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), end)
     return [asked[number] + replies[number] for number in range(len(prompts))]
 
 
 def tokenised(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    add_special_tokens: bool,
-    fix: Callable[[str, list[int]], list[int]],
-) -> TokenLists:
-    """Tokenise each text in batches; `fix(text, ids)` returns the ids to use."""
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
+) -> Iterator[list[int]]:
+    """Iterate over the token ids of each text, in order, tokenised 4096 texts at a time.
+    `add_special_tokens`: let the tokenizer add its special tokens; a beginning-of-sequence token
+    that a text already begins with is not doubled. Raises `ValueError` if the tokenizer fails.
+    """
     options: dict[str, Any] = {  # without masks, half the time
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": False,
         "return_token_type_ids": False,
     }
-
-    def lists() -> Iterable[list[int]]:
-        for start in range(0, len(texts), BATCH_TEXTS):
-            batch = list(texts[start : start + BATCH_TEXTS])
-            with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
-                found = tokenizer(batch, **options).input_ids
-            for text, ids in zip(batch, found, strict=True):
-                # A text may begin with the token that the tokenizer puts before every text.
-                twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
-                yield fix(text, ids[1:] if twice else ids)
-
-    return TokenLists(lists())
+    for start in range(0, len(texts), BATCH_TEXTS):
+        batch = list(texts[start : start + BATCH_TEXTS])
+        with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
+            found = tokenizer(batch, **options).input_ids
+        for ids in found:
+            # A text may begin with the token that the tokenizer puts before every text.
+            twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
+            yield ids[1:] if twice else ids

@@ -1,4 +1,6 @@
-"""Environments: a rollout goes in, a verdict with a reward comes out.
+"""Environments: they score the rollouts of a run, by a verifier or by a session class of several
+turns, and turn scores into rewards.
 
-To add a verifier, write an async function and name it `file.py:function` in the recipe.
+To add a verifier, write a function (prompt, response) -> number and name it as
+`path/to/file.py:function` in `environment.verifier` of the recipe.
 """

@@ -1,4 +1,6 @@
-"""Servers that a recipe names by their address: what an address and a bearer token may be."""
+"""Addresses of reward servers and MCP servers that a recipe names, and the bearer tokens for them:
+which are allowed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
 
 def is_remote(name: str) -> bool:
-    """Whether `name`, of a verifier, reward function or tool server, is an address."""
+    """Whether `name`, the value of a recipe's setting for a verifier, reward function or tool
+    server, is an address: begins with http:// or https://.
+    """
     return name.lower().startswith(("http://", "https://"))
 
 
@@ -25,9 +29,10 @@ def check_address(
     path: str = "/v1/score",
     variable: str = "environment.remote.token_variable",
 ) -> None:
-    """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`. What may
-    be a secret is not repeated in the message, which proposes `path`, and for a token the setting
-    `variable`.
+    """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`, without
+    user, query or fragment, in which a secret could stand; such parts are not repeated in the
+    message. For the message: `setting` is the recipe's key, `path` the path of the address that it
+    proposes, and `variable` the recipe's key for the token.
     """
     try:
         parts = urlsplit(name)
@@ -48,8 +53,10 @@ def check_address(
 
 
 def check_variable(name: str, setting: str) -> None:
-    """Raise `ValueError` unless `name` is the name of an environment variable that verifiers cannot
-    see. The message does not repeat `name`, which may be a token set there by mistake.
+    """Raise `ValueError` unless `name` is empty or the name of an environment variable for a
+    secret: capital letters, with TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS as a word. Variables
+    of such names are kept from verifiers. The message names `setting`, the recipe's key, and does
+    not repeat `name`, which may be a token set there by mistake.
     """
     require(
         not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),
@@ -61,14 +68,17 @@ def check_variable(name: str, setting: str) -> None:
 
 @dataclass(frozen=True)
 class Token:
-    """A bearer token. Its text is not part of its representation."""
+    """The bearer token, `value`, that requests to reward servers or MCP servers carry. `repr` and
+    logs of the object do not show the text.
+    """
 
     value: str = field(repr=False)
 
 
 def read_token(variable: str, setting: str) -> Token | None:
-    """The token in the environment variable `variable`; None if the name is empty. Raises
-    `ValueError` if the variable is not set or empty, or holds what no HTTP header can.
+    """The token in the environment variable `variable` of this process; None if `variable` is "".
+    `setting`: the recipe's key that names the variable, for messages. Raises `ValueError` if the
+    variable is not set or empty, or holds spaces, line breaks or characters beyond ASCII.
     """
     if not variable:
         return None

@@ -1,4 +1,6 @@
-"""Settings of the verifier `code`: which tests a program must pass, and what it may use."""
+"""Settings of the verifier `code`, which runs the programs that a model writes: which tests a
+program must pass, and what it may use.
+"""
 
 from typing import Annotated, Literal
 
@@ -9,7 +11,10 @@ Protection = Literal["auto", "namespaces", "rlimits", "none"]
 
 
 class CodeConfig(Config):
-    """How the verifier `code` runs the programs of responses."""
+    """The verifier `code`, which extracts a program from a response, runs it in a sandbox against
+    the tests of the prompt's row and scores it by the tests passed: where the tests are, and the
+    limits.
+    """
 
     sandbox: Protection = "auto"
     """`namespaces`: programs run as another user in Linux namespaces of their own (processes,
@@ -31,8 +36,8 @@ class CodeConfig(Config):
     """A response without a fenced block counts as wrong. Otherwise the whole response is the
     program."""
     partial: bool = False
-    """The score is the share of tests passed. Otherwise it is 1 if all pass, else 0, and the first
-    failed test ends the run of the program."""
+    """The score is the fraction of tests passed. Otherwise it is 1 if all pass, else 0, and the
+    first failed test ends the run of the program."""
     tolerance: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Allowed difference of a number with a decimal point or exponent, relative to the expected
     number, or absolute where that is below 1. 0: the numbers must be equal."""

@@ -1,4 +1,6 @@
-"""Text and tokens inside an environment's worker processes."""
+"""Conversion between text and token ids inside the worker processes that run verifiers and
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,32 @@ from megarl.chat_template import TAGS, Variables, end_of_turn, tags_of
 
 @dataclass(frozen=True)
 class Codec:
-    """Decodes and encodes like a Hugging Face tokenizer, where possible without importing
-    transformers. Can be pickled.
+    """Decodes token ids to text and encodes text to token ids like a Hugging Face tokenizer, where
+    possible by the Rust `tokenizers` object alone, so that a worker process need not import
+    transformers. Made by `Codec.of(tokenizer)`; can be pickled.
     """
 
     tokenizer: Any
     is_bare: bool
     """Whether `tokenizer` is a `tokenizers.Tokenizer` rather than a transformers tokenizer."""
     thinking: tuple[str, str] = TAGS
-    """The tags around a model's thinking, of which the chat template is known only here."""
+    """(opening, closing) tag around a model's thinking, read from the chat template."""
     kept: frozenset[int] = frozenset()
-    """Ids of these tags where they are special tokens; they are decoded all the same."""
+    """Ids of the tags of thinking that are special tokens; they are decoded all the same."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a turn; the last token is not decoded if it is one, which need not be
-    a special token of the tokenizer."""
+    """Ids of tokens that end a turn. If the last token of a sequence is one of them, it is not
+    decoded, although it need not be a special token of the tokenizer."""
     variables: Variables = field(default_factory=dict)
-    """Variables of the chat template, for tools, whose results it writes."""
+    """Variables of the chat template, with which the results of tool calls are written."""
 
     @classmethod
     def of(
         cls, tokenizer: Any, *, whole: bool = False, variables: Variables | None = None
     ) -> Codec:
-        """A codec equivalent to `tokenizer`: with only its `tokenizers.Tokenizer` if that decodes
-        the same, otherwise, and with `whole`, with the transformers tokenizer itself, whose chat
-        template tools need.
+        """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. It holds
+        only the `tokenizers.Tokenizer` inside if that decodes the same; otherwise, or with `whole`,
+        the transformers tokenizer itself, whose chat template tools need. `variables`: values of
+        the chat template's variables.
         """
         kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
@@ -56,8 +60,8 @@ class Codec:
         return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}))
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Decode `token_ids` to text, without special tokens other than the tags of thinking, and
-        without the token that ends a turn.
+        """The text of one sequence of token ids, [T]. Special tokens are left out, except the tags
+        of thinking; so is the last token if it ends a turn.
         """
         ids = np.asarray(token_ids).tolist()
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids
@@ -69,6 +73,6 @@ class Codec:
         return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
     def encode(self, text: str) -> list[int]:
-        """Encode `text` to token ids, without adding special tokens."""
+        """The token ids of `text`, without special tokens added at its beginning or end."""
         made = self.tokenizer.encode(text, add_special_tokens=False)
         return list(made.ids if self.is_bare else made)

@@ -1,4 +1,6 @@
-"""Which verifier scores a rollout, how it is bounded, and how its verdict becomes a reward."""
+"""The section `environment` of a recipe: which verifier or session scores rollouts, its limits on
+time and memory, and how its score becomes a reward.
+"""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +40,7 @@ class OverlongConfig(Config):
     """
 
     limit_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Response length at which the penalty reaches -1; 0 turns it off."""
+    """Response length in tokens at which the penalty reaches -1; 0 turns it off."""
     buffer_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Number of tokens before the limit over which the penalty falls from 0 to -1."""
 
@@ -51,7 +53,10 @@ class OverlongConfig(Config):
 
 
 class RemoteConfig(Config):
-    """How responses travel to reward servers: the addresses in `verifier` or `rewards`."""
+    """How a run sends responses by HTTP to reward servers, which score them: batches, connections,
+    attempts and a circuit breaker. The servers' addresses are values of `environment.verifier` or
+    `environment.rewards`.
+    """
 
     token_variable: str = ""
     """Name of the environment variable that holds the bearer token for the servers; empty: none is
@@ -69,8 +74,8 @@ class RemoteConfig(Config):
     """Times that a response is sent before it counts as a failure: after a connection error, a
     time-out, or status 429 or 5xx. Other errors are not tried again."""
     backoff_s: Annotated[float, Range(0.0, 3600.0)] = 0.2
-    """Pause in seconds before the second attempt. It doubles with each further attempt; a random
-    share of up to a half is taken off."""
+    """Pause in seconds before the second attempt. It doubles with each further attempt; each pause
+    is shortened by a random part of up to half of it."""
     longest_backoff_s: Annotated[float, Range(0.0, 3600.0)] = 2.0
     """Longest pause in seconds between two attempts."""
     breaker_failures: Annotated[int, Range(1, 10**6)] = 10
@@ -86,13 +91,15 @@ class RemoteConfig(Config):
 
 
 class RewardServerConfig(Config):
-    """Where `megarl serve-reward` listens, and what it takes on."""
+    """The HTTP server of `megarl serve-reward`, which scores the responses that training runs send:
+    where it listens, and how many requests it accepts.
+    """
 
     host: Annotated[str, Needs("set it to 127.0.0.1 or 0.0.0.0")] = "127.0.0.1"
     """Address to listen on; `0.0.0.0` for every network of the machine. On any but a loopback
     address a token is required."""
     port: Annotated[int, Range(0, 65535)] = 8000
-    """Port to listen on; 0 takes a free one, which the first line names."""
+    """Port to listen on; 0 takes a free one, which the first line that the server prints names."""
     token_variable: str = "MEGARL_REWARD_TOKEN"  # noqa: S105 - a name
     """Name of the environment variable that holds the bearer token. If the variable is set, every
     request but `GET /health` needs the token."""
@@ -101,8 +108,8 @@ class RewardServerConfig(Config):
     linger_ms: Annotated[float, Range(0.0, 10_000.0)] = 5.0
     """Milliseconds that a response waits for others to fill the reward model's batch."""
     queue_samples: Annotated[int, Range(1, 10**7)] = 4096
-    """Responses that may wait for the verifier or the reward model; a request beyond is answered
-    with 429."""
+    """Responses that may wait for the verifier or the reward model; a request that would exceed
+    this is answered with 429."""
     max_request_mib: Annotated[int, Range(1, 4096)] = 16
     """Largest request in MiB; a larger one is answered with 413."""
     connections: Annotated[int, Range(1, 65536)] = 256
@@ -117,7 +124,7 @@ class RewardServerConfig(Config):
 
 
 NO_SESSIONS: dict[str, Any] = {"session": "", "tools": ToolsConfig(), "max_turns": 0, "threads": 1}
-"""The settings of an environment without sessions."""
+"""{setting of `EnvironmentConfig`: value} of an environment without sessions."""
 SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
 """Names of verifiers whose settings are a section of the same name."""
 MARKED = ("exact_match", "numeric", "choice")
@@ -132,7 +139,10 @@ MAPPING = Excludes("rewards", "which adds up rewards as they are")
 
 
 class EnvironmentConfig(Config):
-    """The verifier or multi-turn session, its rewards, worker processes and time limits."""
+    """How the responses of a run become rewards: the verifier that scores them, or the session
+    class or tools of a multi-turn environment, the rewards, and the limits of the worker processes
+    on time and memory.
+    """
 
     verifier: Annotated[CodeText, Needs("set 'exact_match', 'math' or 'file.py:function'")] = (
         "exact_match"
@@ -151,19 +161,19 @@ class EnvironmentConfig(Config):
     mixture: Annotated[
         dict[str, NamedVerifierConfig], Excludes("rewards"), Excludes("verifier")
     ] = {}
-    """{name: verifier} of a mixture of data, used instead of `verifier`: each prompt names the one
-    that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
+    """{name: verifier} of a mixture of data, used instead of `verifier`: each prompt names the
+    verifier that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
     remote: Annotated[
         RemoteConfig,
         Of("asks_servers", why="but no verifier is a server (http://host:port/v1/score)", fix=""),
     ] = section(RemoteConfig)
     """How responses travel to reward servers."""
     session: Annotated[CodeText, Excludes("tools.are_used", OWN_TOOLS)] = ""
-    """`path/to/file.py:Class` for a multi-turn environment (`megarl.environments.session`);
-    it scores its rollouts itself, or leaves that to `verifier` or `rewards`."""
+    """`path/to/file.py:Class` for a multi-turn environment (docs/environments.md); it scores its
+    rollouts itself, or leaves that to `verifier` or `rewards`."""
     max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
-    """With a session or tools: turns that the model has in a rollout; beyond, the rollout is cut
-    off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
+    """With a session or tools: most turns of the model in a rollout; a rollout that would need more
+    is cut off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
     threads: Annotated[int, Range(1, 1024), TURNS] = 1
     """With a session or tools: calls of plain (not `async`) functions that each worker process runs
     at a time. More than 1 only for functions that may run beside one another."""
@@ -182,8 +192,8 @@ class EnvironmentConfig(Config):
     marker in the response; if empty, the whole response."""
     thinking: tuple[str, ...] | None = ()
     """Opening and closing tag of what the model thinks before it answers, such as `[<think>,
-    </think>]`: the verifiers of the house read only what follows the last closing tag, and nothing
-    if the thinking does not end. Empty: the tags that the model's chat template names, otherwise
+    </think>]`: the built-in verifiers read only what follows the last closing tag, and nothing if
+    the thinking does not end. Empty: the tags that the model's chat template names, otherwise
     `<think>` and `</think>`. null: responses are read whole."""
     regex: RegexConfig = section(RegexConfig)
     json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
@@ -228,7 +238,7 @@ class EnvironmentConfig(Config):
     """Time limit of a session's start, in seconds; beyond it the sample counts as a failure."""
     max_failure_share: Annotated[float, Range(0.0, 1.0)] = 0.5
     """The run ends if the verifier or session fails (error, time-out, no number) for at least this
-    share of the responses of a step or an evaluation; 1 ends it only if all fail. A tenth of
+    fraction of the responses of a step or an evaluation; 1 ends it only if all fail. A tenth of
     failures is a warning."""
 
     def check(self) -> None:
@@ -312,15 +322,18 @@ class EnvironmentConfig(Config):
 
     @property
     def asks_servers(self) -> bool:
-        """Whether a verifier is a reward server."""
+        """Whether a verifier or reward function, also one of the mixture, is a reward server at an
+        address.
+        """
         return bool(self._remote_names()) or any(
             part._remote_names() for part in self.named_parts.values()
         )
 
     @property
     def names_used(self) -> list[str]:
-        """The verifiers and reward functions that are used, also the one that `length` asks whether
-        a response is correct; none where a mixture scores.
+        """Names of the verifiers and reward functions that score responses. With the verifier
+        `length` also the one that tells it whether a response is correct (`length.verifier`). Empty
+        if `mixture` is set, whose entries have verifiers of their own.
         """
         if self.mixture:
             return []
@@ -329,12 +342,16 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether a verifier is used that reads `answer_after`."""
+        """Whether the setting `answer_after` (a marker; only the text after it is the answer) has
+        an effect: one of the verifiers that are used is `exact_match`, `numeric` or `choice`.
+        """
         return bool(set(MARKED) & set(self.names_used))
 
     @property
     def compares_answers(self) -> list[str]:
-        """The verifiers of the house that are used and compare with the reference answer."""
+        """Names of the built-in verifiers that are used and compare the response with the prompt's
+        reference answer, so that the data must have answers.
+        """
         needs_none = {"none", "format", "length", "code"} | (
             set() if self.json_schema.value else {"json_schema"}
         )
@@ -342,8 +359,9 @@ class EnvironmentConfig(Config):
 
     @property
     def named_parts(self) -> dict[str, Self]:
-        """{name: its settings, as those of an environment with one verifier} of `mixture`; empty
-        without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
+        """{name in `mixture`, the table of verifiers for a mixture of data: an `EnvironmentConfig`
+        of its own, with that entry's verifier and without sessions}; empty without a mixture.
+        Raises `ValueError` that names the entry whose settings do not fit.
         """
         found: dict[str, Self] = {}
         for name, entry in self.mixture.items():
@@ -361,8 +379,10 @@ class EnvironmentConfig(Config):
         return found
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What of the environment variables `environ` a process of verifiers, sessions or tools
-        has. Raises `ValueError` if one that the recipe names is not there.
+        """The environment variables {name: value} that a worker process for verifiers, sessions or
+        tools may have, out of `environ`, such as `os.environ`. With `isolate`, variables whose
+        names look like secrets (TOKEN, KEY, ...) are left out unless the recipe names them. Raises
+        `ValueError` if a variable that the recipe names is not in `environ`.
         """
         named = dict.fromkeys(self.pass_variables, "pass_variables")
         for server, name in self.tools.server_tokens.items():
@@ -381,30 +401,39 @@ class EnvironmentConfig(Config):
 
     @property
     def programs(self) -> dict[str, CodeConfig]:
-        """{name in `mixture`, or "" without one: settings} of the verifiers that run programs."""
+        """{name in `mixture`, or "" without a mixture: settings of the verifier} of each use of the
+        verifier `code`, which runs programs that the model wrote against tests; empty if none is
+        used.
+        """
         parts = self.named_parts or {"": self}
         return {name: part.code for name, part in parts.items() if "code" in part.names_used}
 
     @property
     def has_sessions(self) -> bool:
-        """Whether rollouts have sessions, which may take several turns."""
+        """Whether each rollout has a session, an object that replies to the model's turns: a
+        session class or tools are set.
+        """
         return bool(self.session) or self.tools.are_used
 
     @property
     def needs_verifier(self) -> bool:
-        """Whether a verifier is asked. A session without one scores by itself, unless it returns an
-        answer: then `exact_match` is asked.
+        """Whether a verifier must be loaded before the run. False only for a session class with no
+        verifier set beside it, which scores its rollouts itself; if such a session returns an
+        answer all the same, `exact_match` scores it.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
         return not self.session or named
 
     def without_sessions(self) -> Self:
-        """The same configuration for verifiers alone, which score the answers of sessions."""
+        """A copy of the configuration without session class and tools, for verifiers that score the
+        final answers of sessions.
+        """
         return replace(self, **NO_SESSIONS)
 
     @property
     def maps_no_scores(self) -> bool:
-        """Whether scores are rewards: `correct` and `wrong` have their defaults. Otherwise a score
-        from 0 to 1 is mapped to the range from `wrong` to `correct`.
+        """Whether the verifier's score is the reward as it is: `correct` and `wrong` have their
+        defaults 1 and 0. Otherwise a score from 0 to 1 is mapped linearly to the range from `wrong`
+        to `correct`.
         """
         return (self.correct, self.wrong) == (1.0, 0.0)

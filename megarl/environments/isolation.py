@@ -1,9 +1,10 @@
-"""A process whose code nobody vouches for cannot look into the other processes of its user.
+"""Keeps a process that runs code which is not trusted from looking into the other processes of its
+user.
 
 Linux lets a process read the environment variables, memory and open files of every process of the
 same user, through /proc and ptrace. A Landlock domain (landlock(7)) ends that: from inside, only
-processes of the same domain can be looked into, and, from Linux 6.12 on, only they can get signals.
-The domain needs no privileges, holds for root too, and passes on to every child process.
+processes of the same domain can be looked into, and, from Linux 6.12 on, only these can get
+signals. The domain needs no privileges, holds for root too, and passes on to every child process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ leaves files alone, so that mounts stay possible in a namespace of the process's
 
 
 def landlock_version() -> int:
-    """Version of Landlock in this kernel, from 1; 0 without it (before Linux 5.13, or off)."""
+    """Version of Landlock's interface (ABI) in this kernel, from 1; 0 if there is none: before
+    Linux 5.13, if Landlock is off, or on another system.
+    """
     if sys.platform != "linux":
         return 0
     found = ctypes.CDLL(None, use_errno=True).syscall(CREATE_RULESET, None, 0, ASK_VERSION)
@@ -42,13 +45,14 @@ def landlock_version() -> int:
 
 
 def enter_own_domain(*, mounts: bool) -> bool:
-    """Put this thread, and what it starts from now on, into a Landlock domain of its own. Returns
-    False, and changes nothing, where the kernel cannot.
+    """Put this thread, and all threads and processes that it starts from now on, into a Landlock
+    domain of their own, for good. Returns True if that was done, False if the kernel cannot, which
+    changes nothing. Raises `OSError` if the kernel refuses.
 
-    Programs that change the user when they start (sudo, newuidmap) no longer do so, and root loses
-    the capabilities `LOOKING`, but not with `mounts`. `mounts`: whether the process is to make
-    mounts in namespaces, as the sandbox of the verifier `code` does; before Linux 6.12 no domain
-    allows that. Raises `OSError` if the kernel refuses.
+    `mounts`: whether the process will make mounts in namespaces, as the sandbox of the verifier
+    `code` does; before Linux 6.12 no domain allows that, and False is returned. In the domain,
+    programs that change the user when they start (sudo, newuidmap) no longer do so. Without
+    `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE

@@ -1,5 +1,6 @@
-"""What verifiers share: where thinking ends and an answer begins, and which texts are the same
-answer."""
+"""What verifiers share: where a model's thinking ends and its answer begins, and which texts count
+as the same answer.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +17,33 @@ THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 class Counted(str):
-    """The text of a response that knows how many tokens the model generated for it."""
+    """The text of a response, a `str`, with the number of tokens that the model generated for it as
+    the attribute `num_tokens`. Made by `Counted.of`; string methods return plain texts without the
+    number.
+    """
 
     __slots__ = ("num_tokens",)
     num_tokens: int
 
     @classmethod
     def of(cls, text: str, num_tokens: int) -> Counted:
-        """`text` with its number of tokens."""
+        """A new text equal to `text` whose `num_tokens` is the given number."""
         made = cls(text)
         made.num_tokens = num_tokens
         return made
 
 
 def without_thousands(text: str) -> str:
-    """`text` without surrounding whitespace and, if it is one number, without its commas."""
+    """`text` without surrounding whitespace and, if all of it is one number with commas between its
+    thousands (`$1,234.50`), without the commas. Other texts keep theirs.
+    """
     text = text.strip()
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
 def after_last(marker: str, text: str) -> str | None:
-    """The text after the last `marker`; the whole text without a marker, None where it does not
-    occur.
+    """The part of `text` after the last occurrence of `marker`: the whole text if `marker` is
+    empty, None if `marker` does not occur.
     """
     if not marker:
         return text
@@ -46,8 +52,10 @@ def after_last(marker: str, text: str) -> str | None:
 
 
 def row_value(prompt: Prompt, column: str, setting: str) -> Any:
-    """The value of a column of the prompt's row; a name with dots selects a nested column. Raises
-    `ValueError` that names `setting` if there is none.
+    """The value in column `column` of the data set row that `prompt` was made of (`prompt.fields`);
+    `"a.b"` is key `b` of the object in column `a`, unless a column has that whole name. Raises
+    `ValueError` that names `setting`, the recipe's key with the column's name, if there is no such
+    column.
     """
     if column in prompt.fields:
         return prompt.fields[column]
@@ -63,16 +71,20 @@ def row_value(prompt: Prompt, column: str, setting: str) -> Any:
 
 
 def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentConfig:
-    """The configuration with `tags` for `thinking`, unless it names others or turns them off."""
+    """A copy of the configuration whose setting `thinking`, the tags around what a model thinks
+    before it answers, is the (opening, closing) pair `tags`. The configuration itself if the
+    setting names tags already, or is None, so that responses are read whole.
+    """
     if config.thinking is None or config.thinking:
         return config
     return replace(config, thinking=tags)
 
 
 def answer_part(response: str, thinking: tuple[str, ...] | None, question: str = "") -> str:
-    """What follows the thinking in a response; the whole response if there is no thinking, and ""
-    if the thinking does not end. `thinking`: as in `EnvironmentConfig`. `question`: the prompt's
-    text, whose end may be the opening tag.
+    """The part of a response after its last closing tag of thinking; the whole response if it has
+    no thinking, and "" if the thinking does not end. `thinking`: the (opening, closing) tag, empty
+    for `<think>` and `</think>`, None to return every response whole. `question`: the prompt's
+    text; if it ends with the opening tag, the response begins inside the thinking.
     """
     if thinking is None:
         return response
@@ -83,7 +95,11 @@ def answer_part(response: str, thinking: tuple[str, ...] | None, question: str =
 
 
 def without_opening(prompt: Prompt, thinking: tuple[str, ...] | None) -> Prompt:
-    """The prompt without an opening tag at its end, for an answer that the model did not write."""
+    """A copy of the prompt whose `text` does not end with the opening tag of thinking, for scoring
+    an answer that the model did not write; the prompt itself if its text does not end so.
+    `thinking`: the (opening, closing) tag, empty for `<think>` and `</think>`, None to change
+    nothing.
+    """
     opening = (thinking or TAGS)[0]
     if thinking is None or not prompt.text.rstrip().endswith(opening):
         return prompt

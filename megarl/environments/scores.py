@@ -1,7 +1,7 @@
-"""What a reward function may return, how several of them add up, and what a worker process
-replies (`Outcome`).
+"""What a reward function may return, how the scores of several functions add up, and what a worker
+process replies to a request (`Outcome`).
 
-number | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
+    number | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ METRIC = re.compile(r"[\w .%+@-][\w .%+@/-]{0,63}")
 DETAIL_CHARACTERS = 2000
 """Most characters of a failure's message."""
 Reply = dict[str, Any]
-"""What a worker process replies to a request: some fields of `Outcome`, or others."""
+"""What a worker process replies to a request, as JSON data: {score, correct, metrics},
+{observation, reward}, {answer, metrics}, {failure, detail}, or of other requests other keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of scoring one response."""
+    """The score of one response: `reward`, any finite number up to 1e9 in size, higher is better;
+    `correct`; and `metrics`, {name: number}. A reward function may return one.
+    """
 
     reward: float
     correct: bool | None = None
@@ -35,16 +38,19 @@ class Score:
 
 
 class BadScore(ValueError):
-    """Raised if a reward function returned something that is no score."""
+    """Raised if a reward function returned what is no score, or nothing in time. `failure`:
+    "error", "nan" (no finite number) or "timeout".
+    """
 
-    def __init__(self, failure: Literal["error", "nan"], message: str) -> None:
+    def __init__(self, failure: Literal["error", "nan", "timeout"], message: str) -> None:
         super().__init__(message)
-        self.failure: Literal["error", "nan"] = failure
+        self.failure: Literal["error", "nan", "timeout"] = failure
 
 
 def read_score(answer: Any) -> Score:
-    """The score that a reward function's return value stands for. Raises `BadScore` with what was
-    returned and what may be.
+    """Convert what a reward function returned to a `Score`: a number (of Python, numpy or torch), a
+    dict {"reward": number, "correct": bool or None, other names: numbers, as metrics}, or a
+    `Score`. Raises `BadScore` for anything else, with what was returned and what may be.
     """
     if isinstance(answer, Score):
         return answer
@@ -81,9 +87,11 @@ def read_score(answer: Any) -> Score:
 
 
 def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
-    """The weighted sum of several functions' scores, given as (name, weight, score). The first
-    function says whether the response is correct. Each function's own reward becomes the metric
-    `reward/<name>`, before its weight.
+    """The weighted sum of several reward functions' scores for one response. `parts`: (name,
+    weight, score), at least one. The first function says whether the response is correct: by its
+    `correct`, or by a reward of 1. Each function's own reward becomes the metric `reward/<name>`,
+    before its weight; its metrics become `<name>/<metric>`. Raises `BadScore` if the sum is not
+    finite or beyond 1e9.
     """
     metrics: dict[str, float] = {}
     for name, _, score in parts:
@@ -119,8 +127,8 @@ def _correct(value: Any) -> bool | None:
 
 
 def as_number(value: Any) -> float | None:
-    """`value`, of Python, numpy or torch, as a float; None for what is not a number, NaN for one
-    that is too large for a float.
+    """`value`, a number of Python, numpy or torch, as a float. None for anything else, also for
+    texts; NaN for a number that is too large for a float.
     """
     try:
         return None if isinstance(value, str | bytes) else float(value)
@@ -137,14 +145,15 @@ def _number(value: Any) -> float:
 
 
 def late_verdict(limit_s: float) -> str:
-    """What is said of a verifier that exceeded its time limit."""
+    """The text of the failure of a verifier that exceeded its time limit of `limit_s` seconds."""
     return f"no verdict within environment.time_limit_s = {limit_s:g} s"
 
 
 def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
-    """The reply for what a verifier or session returned: {score, correct, metrics}, or {failure,
-    detail} if it is no score. `maps_scores`: only scores from 0 to 1 are allowed, because
-    `environment.correct` and `environment.wrong` map them to rewards.
+    """Convert what a verifier or session returned (a number, a dict with `reward`, or a `Score`) to
+    a worker process's reply, a dict: {score, correct, metrics}, or {failure, detail} if it is no
+    score. `maps_scores`: a score outside of 0 to 1 is a failure too, because `environment.correct`
+    and `environment.wrong` map scores to rewards.
     """
     try:
         score = read_score(answer)
@@ -162,8 +171,9 @@ def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker process of the environment replies to one request: the score of a response,
-    the next observation of a session, or the failure of the user's code with its message.
+    """What became of one request to a worker process or reward server: the `score` of a response,
+    the next `observation` of a session, a session's final `answer`, or the `failure` of the user's
+    code ("error", "timeout" or "nan") with its message, `detail`.
     """
 
     score: float | None = None
@@ -180,15 +190,19 @@ class Outcome:
     reward: float = 0.0
     """Reward of a session for the turn that `observation` replies to."""
     answer: str | None = None
-    """Text of a session that has ended, which the recipe's verifier scores."""
+    """Final text of a session that has ended, which the recipe's verifier scores."""
     finish: Literal["", "tool_call"] = ""
-    """Where the response was cut off, if inside a tool call."""
+    """"tool_call" if the response was cut off inside a tool call."""
     warning: str = ""
-    """What the user should know of the environment; said once."""
+    """What the user should know of the environment, such as a worker process that was replaced; in
+    one outcome only."""
 
     @classmethod
     def of(cls, reply: Reply) -> Outcome:
-        """The outcome that a worker process's reply holds. One with no result is a failure."""
+        """An `Outcome` made of a worker process's `reply`, a dict whose keys are names of this
+        class's fields. A reply without a result (score, observation, answer, finish or failure), or
+        with other keys, becomes an outcome with `failure` "error".
+        """
         score = reply.get("score")
         known = score is None or (isinstance(score, int | float) and math.isfinite(score))
         ends = ("failure", "score", "observation", "answer", "finish")

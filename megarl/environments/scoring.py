@@ -1,8 +1,10 @@
-"""From what the model wrote to what follows: an observation, or the verdict with its reward.
+"""What the environment replies to the model's turn in a rollout: an observation, or the verdict
+with its reward.
 
-Environment.step(rollout, prompt, segment) -> Segment | Verdict
-reward = wrong + (correct - wrong) * score + length penalty; with the defaults (1 and 0) the
-score is the reward
+    Environment.step(key, prompt, segment) -> Segment | Verdict
+    reward = wrong + (correct - wrong) * score + length penalty
+
+With the default settings correct = 1 and wrong = 0 the score is the reward.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 
 def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
-    """DAPO's length penalty (arXiv:2503.14476, eq. 13): 0 up to limit - buffer tokens, then falling
-    linearly to -1 at the limit; -1 beyond.
+    """DAPO's length penalty (arXiv:2503.14476, eq. 13) of a response of `num_tokens` tokens: 0 up
+    to limit - buffer tokens (`config.limit_tokens`, `config.buffer_tokens`), then falling linearly
+    to -1 at the limit, and -1 beyond. 0 if `config.limit_tokens` is 0.
     """
     if config.limit_tokens == 0:
         return 0.0
@@ -35,15 +38,19 @@ def overlong_penalty(config: OverlongConfig, num_tokens: int) -> float:
 
 
 def client_token(config: EnvironmentConfig) -> Token | None:
-    """The token for the recipe's reward servers, from this process's environment variables; None if
-    the recipe names none. Raises `ValueError` if the variable is not set.
+    """The bearer token for the recipe's reward servers, read from the environment variable of this
+    process that `environment.remote.token_variable` names; None if the recipe names none. Raises
+    `ValueError` if the variable is not set.
     """
     return read_token(config.remote.token_variable, "environment.remote.token_variable")
 
 
 class Environment:
-    """Scores rollouts with a verifier or session class and converts scores to rewards. Implements
-    `megarl.rollout.attempts.EnvironmentHandle` for token arrays in this process.
+    """Scores the rollouts of a run: calls the recipe's verifier or its session (a multi-turn
+    environment) for each turn, and turns scores into rewards. `await start()` once; then for each
+    rollout `begin` (only if `has_start` is true, as with sessions), `step` for each turn of the
+    model, `cut_off` if a limit is reached; `close` at the end. All calls are from one event loop;
+    verifiers run in worker processes.
     """
 
     def __init__(
@@ -66,9 +73,9 @@ class Environment:
         self.has_start = self._sessions is not None
 
     async def start(self, *, within_s: float | None = None) -> None:
-        """Load the verifier before the first rollout; raises `ValueError` if it does not load, or
-        takes longer than `within_s` seconds (None: two minutes, since a run's processes start
-        beside it).
+        """Load the verifier or session class in a worker process, before the first rollout. Raises
+        `ValueError` if it does not load within `within_s` seconds; None: two minutes or more, since
+        a run's processes start at the same time.
         """
         if self._sessions is not None:
             await self._sessions.start(within_s)
@@ -77,25 +84,31 @@ class Environment:
 
     @property
     def thinking(self) -> tuple[str, ...] | None:
-        """The tags around a model's thinking; None if responses are read whole."""
+        """(opening, closing) tag around a model's thinking, which verifiers do not read; None if
+        responses are read whole.
+        """
         return self._config.thinking
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The recipe's tools once the environment has started, as
-        `megarl.apps.tools.tool.Schema`; empty if there are none.
+        """The tools that the model may call, in OpenAI's format: {"type": "function", "function":
+        {name, description, parameters}}. Empty if the recipe has none, and before `start`.
         """
         return self._sessions.tools if self._sessions is not None else []
 
     @property
     def forms(self) -> dict[str, str]:
-        """{name of a reward function: its form}, where that is another library's, once the
-        environment has started; see `megarl.environments.signatures`.
+        """{name of a reward function as the recipe writes it: its form in words, such as "TRL's
+        f(completions, ...)"}, of functions written for another library. Empty before `start`.
         """
         return self._judge.pool.forms
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        """Start the session of rollout `key`, a text that no other open rollout has. Call it only
+        if `has_start`, before the model's first turn. Returns a `Segment` of token ids that the
+        model reads after the prompt, None if there is nothing to read, or the `Verdict` (reward,
+        failure) of a session that could not start.
+        """
         assert self._sessions is not None
         outcome = await self._sessions.begin(key, prompt)
         if outcome.observation is None:
@@ -105,7 +118,12 @@ class Environment:
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
     ) -> Segment | Verdict:
-        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        """Reply to the model's latest turn, `segment` (its token ids and why it ended), in rollout
+        `key`. Returns a `Segment` of kind "environment", token ids that the model reads next, or
+        the `Verdict` that ends the rollout: reward, whether correct, and any failure of the
+        verifier or session. `num_tokens`: tokens that the model has generated in the whole rollout,
+        for the length penalty.
+        """
         truncated = segment.finish == "length"
         token_ids = segment.arrays.token_ids
         if self._sessions is None:
@@ -124,15 +142,19 @@ class Environment:
         return self._verdict(outcome, num_tokens)
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        """See `megarl.rollout.attempts.EnvironmentHandle`. The rollout gets the reward of a wrong
-        answer.
+        """End the session of rollout `key`, which has reached a limit of tokens or turns. Returns a
+        `Verdict` without asking the verifier: its reward is that of a wrong answer, or
+        `environment.unscored`, plus the length penalty for `num_tokens`, the tokens that the model
+        generated.
         """
         if self._sessions is not None:
             await self._sessions.cut_off(key)
         return self._no_verdict(num_tokens)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        """See `megarl.rollout.attempts.EnvironmentHandle`."""
+        """The texts of `segments`, parts of a rollout that hold token ids, one for each, without
+        special tokens; decoded in worker processes. Raises `RuntimeError` if decoding fails.
+        """
         pool = self._sessions or self._judge.pool
         parts = (pool.decode(part.arrays.token_ids) for part in segments)
         return list(await asyncio.gather(*parts))
@@ -140,12 +162,13 @@ class Environment:
     async def score(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int, truncated: bool
     ) -> Verdict:
-        """Score a response, given as text or token ids, and return the verdict with its reward.
-        `num_tokens`: tokens that the model has generated; 0 for a text of another origin.
-        `truncated`: the response was cut off at the token limit.
+        """Score a response to `prompt`, a text or token ids [T] int32. Returns a `Verdict`:
+        `reward`, whether `correct`, and `failure` if the verifier failed, for which nothing is
+        raised. `num_tokens`: tokens that the model has generated; 0 for a text of another origin.
+        `truncated`: the response was cut off at the token limit, so that with
+        `environment.require_stop` it counts as wrong and no verifier is asked.
 
-        If the verifier fails, the verdict says so and nothing is raised. Raises `ValueError` only
-        if the verifier does not load.
+        Raises `ValueError` only if the verifier does not load.
         """
         if truncated and self._config.require_stop:
             return self._no_verdict(num_tokens)
@@ -178,15 +201,17 @@ class Environment:
         )
 
     async def close(self) -> None:
-        """End the worker processes and the connections to reward servers."""
+        """End the worker processes and the connections to reward servers. Nothing can be scored
+        afterwards.
+        """
         if self._sessions is not None:
             await self._sessions.close()
         await self._judge.close()
 
 
 def observed(token_ids: Sequence[int], reward: float = 0.0) -> Segment:
-    """A segment of kind "environment" with `token_ids`, which the model reads and is not trained
-    on. `reward`: of the model segment before it.
+    """A segment of kind "environment" with `token_ids`, [T], which the model reads and is not
+    trained on; its log-probs are 0. `reward`: the reward of the model's turn before it.
     """
     arrays = TokenArrays(
         np.asarray(token_ids, dtype=np.int32), np.zeros(len(token_ids), dtype=np.float32)

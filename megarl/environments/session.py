@@ -3,8 +3,8 @@ an observation, with a score, or with an answer that the recipe's verifier score
 
     start(prompt) -> Observation      step(text, token_ids) -> Observation | Answer | score
 
-A verifier is a session of one step. Sessions run in the worker processes of
-`megarl.environments.workers`, each call under its own time limit.
+A verifier is like a session of one step. Sessions run in worker processes, which enforce a time
+limit on each call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Text of the environment that the model reads next."""
+    """Text of the environment that the model reads next; what a session's `start` and `step` return
+    while the rollout goes on.
+    """
 
     text: str
     """The text, including the chat template's markup. It is tokenised without adding special
@@ -31,8 +33,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The end of a rollout whose reward the recipe's verifier (`environment.verifier` or
-    `environment.rewards`) decides.
+    """What a session's `step` returns to end the rollout if the recipe's verifier
+    (`environment.verifier` or `environment.rewards`) is to score `text`.
     """
 
     text: str
@@ -42,33 +44,42 @@ class Answer:
 
 
 class Session(Protocol):
-    """The environment of one rollout. If a method raises or exceeds its time limit, only this
-    rollout fails.
+    """Interface of a user's class for a multi-turn environment, named in a recipe as
+    `environment.session: path/to/file.py:Class`. One instance is made, without arguments, for each
+    rollout: `start(prompt)` is called once, then `step` after each turn of the model until it ends
+    the rollout. If a method raises or exceeds its time limit, only this rollout fails.
 
-    Methods may be `async`: those of one process then wait beside one another. Plain functions run
-    on `environment.threads` threads of the process.
+    Methods may be `async`; those of the sessions in one process run concurrently. Plain functions
+    run on `environment.threads` threads of the process.
     """
 
     def start(self, prompt: Prompt) -> Any:
-        """Return the `Observation` that follows the prompt, before the model's first response."""
+        """Called once, before the model's first turn. Return an `Observation`, which the model
+        reads after the prompt; its text may be empty, its reward must be 0. Time limit:
+        `environment.start_limit_s`.
+        """
         ...
 
     def step(self, text: str, token_ids: np.ndarray) -> Any:
-        """Respond to the model's latest segment, given as decoded text and as sampled token ids
-        ([T] int32). The text has no special tokens (but the tags of thinking), and never the token
-        that ends the turn; the ids have all.
+        """Called after each turn of the model with what the model wrote: `text`, decoded without
+        special tokens (but with the tags of thinking) and without the token that ends the turn, and
+        `token_ids`, [T] int32, as they were sampled, with all of these. Time limit:
+        `environment.time_limit_s`.
 
         Return an `Observation`, after which the model continues; or what ends the rollout: an
-        `Answer`, or a score from 0 (wrong) to 1 (right).
+        `Answer`, whose text the recipe's verifier scores, or a score from 0 (wrong) to 1 (right),
+        as a number or a dict with `reward`.
         """
         ...
 
 
 class Closing(Protocol):
-    """A session that holds something, such as a file or a process, may have this method too."""
+    """A session class that holds something, such as a file or a process, may have this method
+    too.
+    """
 
     def close(self) -> Any:
-        """Called once when the rollout has ended, however it ended, unless the session's process
-        ended before.
+        """Called once when the session's rollout has ended, however it ended, unless the worker
+        process with the session ended before. An error in it is only printed.
         """
         ...

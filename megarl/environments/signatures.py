@@ -1,10 +1,10 @@
-"""The forms in which a user's reward function may be written, recognised by its parameters.
+"""The forms in which a user may write a reward function, told apart by its parameters.
 
     megarl   f(prompt, response) -> number, dict or Score
     TRL      f(completions, **columns) or f(prompts, completions, **columns) -> list of rewards
     verl     f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": ...}
 
-A function of another library's form is called with one response at a time.
+A function in the form of another library is called with one response at a time.
 """
 
 from __future__ import annotations
@@ -45,19 +45,25 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A reward function of the user's, whatever its form."""
+    """A user's reward function as a callable (prompt, response text) -> score, whatever form the
+    user wrote it in. Made by `recognised`.
+    """
 
     call: Callable[[Prompt, str], Any]
-    """Called with prompt and response; returns what `megarl.environments.scores.read_score` reads,
-    or an awaitable of that."""
+    """Called with prompt and response; returns a number, a dict with `reward`, a `Score`, or an
+    awaitable of one of these."""
     form: str
-    """What the user is told of a form of another library; "" for megarl's own."""
+    """Form of another library in words for the user, such as "TRL's f(completions, ...)"; "" for
+    megarl's own."""
     is_async: bool
 
 
 def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardFunction:
-    """The reward function `function`. Raises `ValueError` if its parameters fit none of the forms,
-    or could be read in two ways. `name`: the setting's value.
+    """Wrap a user's function, written in megarl's form f(prompt, response), TRL's or verl's, so
+    that it is called with (prompt, response text). Returns a `RewardFunction`, whose `call` does
+    that; nothing is called yet. Raises `ValueError` if the function's parameters fit none of the
+    forms, or could be read in two ways. For that message: `name` is the function as the recipe
+    writes it, `path/to/file.py:function`, and `setting` the recipe's key with that value.
     """
     is_async = inspect.iscoroutinefunction(function)
     try:

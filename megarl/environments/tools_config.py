@@ -1,4 +1,6 @@
-"""Which tools a model may call, and how its calls are read."""
+"""The section `environment.tools` of a recipe: which tools a model may call, and how its calls are
+read.
+"""
 
 from typing import Annotated
 
@@ -8,7 +10,8 @@ from megarl.schema import Config, Range, require
 
 
 class ToolsConfig(Config):
-    """Tools that the model calls in the middle of its response. The prompt shows them through the
+    """Tools, Python functions and MCP servers, that the model may call in the middle of its
+    response; the results become part of the rollout. The prompt shows the tools through the
     tokenizer's chat template.
     """
 
@@ -21,17 +24,19 @@ class ToolsConfig(Config):
     spoken to by streamable HTTP. All their tools are offered."""
     server_tokens: dict[str, str] = {}
     """{name of a server with an address: name of the environment variable that holds its bearer
-    token}. The functions run where this variable can be read; it is written nowhere."""
+    token}. Tools that are Python functions run in processes that can read this variable; its value
+    is written nowhere."""
     parser: str = "hermes"
     """vLLM's tool-call parser for the model: hermes, qwen3_coder, llama3_json, mistral, ..."""
     time_limit_s: Annotated[float, Range(0.01, 3600.0)] = 5.0
-    """Time limit of one call in seconds. Beyond it the model is told so and goes on."""
+    """Time limit of one call in seconds. Beyond it the model reads that the call took too long, and
+    goes on."""
     result_characters: Annotated[int, Range(1, 10**7)] = 4096
-    """Longest result of a call that the model reads; the rest is cut off."""
+    """Most characters of a call's result that the model reads; the rest is cut off."""
 
     @property
     def are_used(self) -> bool:
-        """Whether there is any tool."""
+        """Whether the recipe names any tool: a function or an MCP server."""
         return bool(self.functions or self.servers)
 
     def check(self) -> None:

@@ -1,8 +1,10 @@
-"""Functions of a user, called from an event loop under a time limit.
+"""Calls of a user's functions under a time limit.
 
-await UserCalls(threads).run(function, arguments, limit_s, late) -> what a function returns
-await within(limit_s, awaitable, late) -> what an awaitable gives
-with ending_forks(): function() -> what it returns, in this process alone
+    await UserCalls(threads).run(function, arguments, limit_s, late) -> what the function returns
+    await within(limit_s, awaitable, late) -> what the awaitable gives
+    with ending_forks(): function() -> what it returns, in this process alone
+
+The first two are for tasks of an event loop.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ from typing import Any
 
 
 class CallStopped(BaseException):
-    """Raised inside a function that exceeded its time limit, so that its thread ends."""
+    """Raised by another thread inside a user's function that exceeded its time limit, so that the
+    function's thread ends.
+    """
 
 
 class LimitExceeded(Exception):
-    """Raised if a user's function has not returned within its time limit."""
+    """Raised to the caller if a user's function has not returned within its time limit."""
 
 
 @contextlib.contextmanager
 def ending_forks() -> Iterator[None]:
-    """A context for calls of a user's code: a child process that the code forks ends here, with
-    the exit code of an ordinary Python process, and does not go on as a second worker.
+    """A context manager for a call of a user's code. If the code forks (`os.fork`), the child
+    process ends at the end of the block, with the exit code of an ordinary Python process, and does
+    not go on as a second worker. Errors in this process pass through.
     """
     own, code = os.getpid(), 0
     try:
@@ -48,9 +53,9 @@ def ending_forks() -> Iterator[None]:
 
 
 async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
-    """What the user's `awaitable` gives. Raises what it raises, and `LimitExceeded(late)` if it has
-    not ended after `limit_s` seconds; it is then cancelled, and not waited for, since it may catch
-    the cancellation and go on for ever.
+    """Await the user's `awaitable` for at most `limit_s` seconds and return what it gives. Raises
+    what it raises; after the limit `LimitExceeded(late)`, with the message `late`. The awaitable is
+    then cancelled, and not waited for, since it may catch the cancellation and go on for ever.
     """
     running = asyncio.ensure_future(_ended(awaitable))
     try:
@@ -77,8 +82,9 @@ async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
 
 
 class UserCalls:
-    """Calls functions, plain ones on a number of threads. A call's time limit begins with the call,
-    not while it waits for a thread.
+    """Calls functions under time limits: `async` ones in the event loop, plain ones on `threads`
+    threads, one call each. The time limit of a call does not include the time in which it waits for
+    a free thread. Made and used in one event loop.
     """
 
     def __init__(self, threads: int) -> None:
@@ -89,10 +95,12 @@ class UserCalls:
     async def run(
         self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float, late: str
     ) -> Any:
-        """What `function(*arguments)` returns. Raises what it raises, and `LimitExceeded(late)` if
-        it has not returned after `limit_s` seconds. A plain function may return an awaitable. It is
-        stopped as far as Python can: a loop of Python code ends, a wait in C code goes on until it
-        returns, and another thread takes the place of its thread.
+        """Call `function(*arguments)` and return its result: an `async` function in the event loop,
+        a plain one on a thread, for which the call may have to wait first. If a plain function
+        returns an awaitable, that is awaited. Raises what the function raises, and
+        `LimitExceeded` with the message `late` if the function takes longer than `limit_s` seconds.
+        A plain function that is late is stopped as far as Python can: a loop of Python code ends; C
+        code goes on until it returns, while a new thread replaces the one that it occupies.
         """
         if inspect.iscoroutinefunction(function):
             return await within(limit_s, function(*arguments), late)

@@ -1,6 +1,6 @@
-"""A user's Python file: found by name, read once, and run from what was read.
+"""A user's Python file that a recipe names: found by name, read once, and run from what was read.
 
-    "file.py:name" --split--> (path, name)      SourceFiles.read(path) --load--> the function
+    "file.py:name" --split_name--> (path, name)      sources --load_by_path--> the function
 
 A worker process that replaces another runs the text that the first one ran: editing the file in the
 middle of a run changes nothing, and a mistake in it ends nothing.
@@ -25,11 +25,14 @@ Sources = dict[str, bytes]
 """{absolute path of a Python file: its content}"""
 
 
-def split(name: str, setting: str, others: str = "") -> tuple[Path, str]:
-    """(file, attribute) of `path/to/file.py:attribute`; raises `ValueError` for another form or a
-    missing file. `others`: further allowed values, for the error message.
+def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
+    """Split `path/to/file.py:attribute`, by which the recipe's setting `setting` names a user's
+    function or class, into (path as it is written, attribute). Raises `ValueError` for a text of
+    another form, or if there is no such file. For the message, `others` lists further values that
+    the setting may have, with a trailing space.
     """
-    kind = "Class" if setting == "environment.session" else "function"
+    is_class = setting in ("environment.session", "rollout.engine.kind")
+    kind = "Class" if is_class else "function"
     file, colon, attribute = name.rpartition(":")
     require(
         bool(colon) and file.endswith(".py") and attribute.isidentifier(),
@@ -44,8 +47,8 @@ def split(name: str, setting: str, others: str = "") -> tuple[Path, str]:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read Python files. Returns {absolute path: content}. Raises `ValueError` for a file that
-    cannot be read.
+    """Read Python files. Returns {absolute path: content as bytes}. Raises `ValueError` for a file
+    that cannot be read.
     """
     found: Sources = {}
     for path in paths:
@@ -57,8 +60,10 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 class UserFiles:
-    """The Python files of a recipe (rewards, sessions, tools), with the content that they had at
-    the start of the run. All worker processes run that content: an edit has no effect on the run.
+    """The Python files at `files` that a recipe names (rewards, sessions, tools), with the content
+    that they had when this object was made, at the start of the run. Worker processes run that
+    content (`current`): editing a file has no effect on the run. Raises `ValueError` for a file
+    that cannot be read.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -68,8 +73,9 @@ class UserFiles:
         self._warning = ""
 
     def current(self) -> Sources:
-        """Return the content that a new worker process is to run. Adds one warning (see
-        `take_warning`) that names the files that were edited or removed since the run started.
+        """The files' content at the start of the run, {absolute path: bytes}, for a new worker
+        process to run. If a file was edited or removed since, that is noted once as a warning,
+        which `take_warning` returns.
         """
         edited = [] if self._said_changed else list(filter(self._is_edited, self.sources))
         if edited:
@@ -87,15 +93,16 @@ class UserFiles:
             return True
 
     def loaded(self, imported: Sequence[str]) -> None:
-        """Read the files `imported` that the first worker process has imported from beside the
-        user's own, so that later processes run the same content. Later calls change nothing.
+        """Also keep the content of the files `imported` (absolute paths), which the first worker
+        process has imported from beside the user's own, so that later processes run the same
+        content. Only the first call counts. Raises `ValueError` for a file that cannot be read.
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
             self.sources = read_sources([Path(file) for file in imported]) | self.sources
 
     def warn(self, warning: str) -> None:
-        """Keep a warning for the user until the next call of `take_warning`."""
+        """Keep a warning for the user, which the next call of `take_warning` returns."""
         self._warning = "; ".join(filter(None, [self._warning, warning]))
 
     def take_warning(self) -> str:
@@ -119,7 +126,10 @@ class _PinnedLoader(SourceFileLoader):
 
 
 class PinnedFinder:
-    """Has modules whose files are in `sources` imported from there; an entry of `sys.meta_path`."""
+    """An entry of `sys.meta_path`, the list of Python's importers: modules whose file is in
+    `sources`, {absolute path: content as bytes}, are imported from that content and not from the
+    disk; other modules are imported as usual. A module that two of `folders` hold is refused.
+    """
 
     def __init__(self, sources: Sources, folders: Sequence[str] = ()) -> None:
         """`folders`: an import of a module that two of these folders hold raises `ImportError`,
@@ -130,7 +140,11 @@ class PinnedFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec; None for modules that are not in `sources`."""
+        """Called by Python's import system: the spec of module `name`, which imports it from
+        memory, if its file is in `sources` ({absolute path: content}), otherwise None. Raises
+        `ImportError` if two of the folders of the user's files have a top-level module of that
+        name.
+        """
         if path is None and len(self.folders) > 1:
             specs = [PathFinder.find_spec(name, [folder]) for folder in self.folders]
             files = sorted({spec.origin for spec in specs if spec is not None and spec.origin})
@@ -147,9 +161,10 @@ class PinnedFinder:
 
 
 def prepare_imports(paths: Sequence[Path], sources: Sources) -> None:
-    """In a worker process: let the files at `paths` import their neighbours, as a script may, from
-    `sources` where those hold them. An import of a module that lies beside two of the files, in
-    different folders, raises `ImportError`.
+    """Called once in a worker process: put the folders of the files at `paths` on `sys.path`, so
+    that the files can import the modules beside them, as a script may. Modules whose file is in
+    `sources`, {absolute path: content}, are imported from that content. From now on, importing a
+    module that lies beside two of the files, in different folders, raises `ImportError`.
     """
     folders = list(dict.fromkeys(str(path.resolve().parent) for path in paths))
     for folder in folders:
@@ -159,7 +174,10 @@ def prepare_imports(paths: Sequence[Path], sources: Sources) -> None:
 
 
 def neighbours(paths: Sequence[Path]) -> list[str]:
-    """Files of the modules that this process has imported from the folders of `paths`."""
+    """Absolute paths, sorted, of the Python files that this process has imported so far from the
+    folders of `paths`, the user's files, or below them, without site-packages: these files are part
+    of the user's code too.
+    """
     folders = {path.resolve().parent for path in paths}
     found = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     return sorted(
@@ -177,8 +195,11 @@ def load_by_path(
     fits: Callable[[Any], bool],
     sources: Sources | None = None,
 ) -> Any:
-    """Import the Python file at `path`, from `sources` if they hold it, and return its attribute
-    `name`. Raises `ValueError` that names `setting`.
+    """Import the Python file at `path` and return its attribute `name`. If `sources`, {absolute
+    path: content}, has the file, that content is run; otherwise the file is read. `kind`:
+    "function" or "class"; `fits`: whether a value of the file is one, for listing what the file
+    has. Raises `ValueError` that names `setting`, the recipe's key, if the file does not import,
+    lacks the attribute, or has another kind of value there.
     """
     where = str(path.resolve())
     held = sources if sources is not None and where in sources else read_sources([path])
@@ -212,8 +233,9 @@ def load_by_path(
 
 
 def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
-    """Raise `ValueError` for what can be called, but gives no result when it is: a class, which
-    makes an instance, or a generator function.
+    """Raise `ValueError` if `found` is a class or a generator function, whose call returns an
+    instance or a generator and no result. For the message: `name` is the function as the recipe
+    writes it, `setting` the recipe's key.
     """
     what = ""
     if inspect.isclass(found):
@@ -226,31 +248,39 @@ def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
 def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
-    """The function of the user's that `name`, `path/to/file.py:function`, stands for. Raises
-    `ValueError` that names `setting`. `others`: see `split`; `sources`: see `load_by_path`.
+    """Load a user's function, given as `path/to/file.py:function`. If `sources`, {absolute path:
+    content}, has the file, that content is run. `setting`: the recipe's key with that value, and
+    `others`: further values that it may have, both for messages. Raises `ValueError` if the file or
+    the function is not there, does not import, or is a generator function.
     """
-    path, attribute = split(name, setting, others)
+    path, attribute = split_name(name, setting, others)
     found = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
     check_function(found, name, setting)
     return found
 
 
 @functools.cache
-def _loaded(name: str, setting: str) -> Callable[..., Any]:
-    """As `own_function`; while the file is imported, it may import its neighbours."""
-    folder = str(split(name, setting)[0].resolve().parent)
+def _loaded(name: str, setting: str, is_class: bool) -> Callable[..., Any]:
+    """The function or class that `name` stands for; its file may import its neighbours meanwhile,
+    as a script may.
+    """
+    path, attribute = split_name(name, setting)
+    folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
+        if is_class:
+            return load_by_path(path, attribute, setting, "class", inspect.isclass)
         return own_function(name, setting)
     finally:
         sys.path.remove(folder)
 
 
 def function_of(
-    name: str, table: Mapping[str, Callable[..., Any]], setting: str
+    name: str, table: Mapping[str, Callable[..., Any]], setting: str, *, is_class: bool = False
 ) -> Callable[..., Any]:
-    """The function that a recipe's setting names: the entry `name` of `table`, or the user's own
-    function of a `name` such as my_loss.py:bounded, whose file a process reads once. Raises
-    `ValueError` that names `setting` if the file has no such function.
+    """The function, or with `is_class` the class, that the value `name` of a recipe's setting
+    stands for: `table[name]` for a built-in one, otherwise the user's own, such as
+    my_loss.py:bounded. A process imports the user's file once. Raises `ValueError` that names
+    `setting`, the recipe's key, if there is none of that name.
     """
-    return table[name] if name in table else _loaded(name, setting)
+    return table[name] if name in table else _loaded(name, setting, is_class)

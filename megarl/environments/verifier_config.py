@@ -1,4 +1,6 @@
-"""Settings of single verifiers, and the named verifiers of a mixture of data."""
+"""Settings of those built-in verifiers that have some, and of the entries of
+`environment.mixture`.
+"""
 
 import warnings
 from typing import Annotated, Literal
@@ -13,7 +15,9 @@ WEIGHT = Range(-1e6, 1e6)
 
 
 class RegexConfig(Config):
-    """The verifier `regex`: what a regular expression finds in the response is the answer."""
+    """The verifier `regex`: a response is right if what a regular expression finds in it equals the
+    reference answer.
+    """
 
     pattern: str = ""
     r"""Regular expression with at most one group, in the syntax of the package `regex`, for example
@@ -32,7 +36,7 @@ warnings.filterwarnings("ignore", 'Field name "schema"')  # BaseModel has a meth
 
 
 class JsonSchemaConfig(Config):
-    """The verifier `json_schema`: the response is JSON that a JSON Schema allows."""
+    """The verifier `json_schema`: a response is right if it is JSON that a JSON Schema allows."""
 
     schema: str = ""
     """The schema, as the text of its JSON."""
@@ -40,12 +44,15 @@ class JsonSchemaConfig(Config):
     """Used instead of `schema`: column with the schema of each row, as an object or as the text of
     its JSON. A name with dots selects a nested column."""
     value: str = ""
-    """If set, the value at this place of the response (`total.price`; numbers count the items of
-    lists, from 0) must also equal the reference answer: numbers by value, texts to the letter."""
+    """If set, the value at this dotted path of the response's JSON (`total.price`; numbers count
+    the items of lists, from 0) must also equal the reference answer: numbers by value, texts
+    exactly."""
 
 
 class MathConfig(Config):
-    """The verifier `math`: the final expression equals the reference answer."""
+    """The verifier `math`: a response is right if its boxed or final expression equals the
+    reference answer, as the package math-verify compares.
+    """
 
     allow_unevaluated: bool = False
     """Take an expression that has still to be evaluated, such as `67 + 63` for 130, as an answer.
@@ -53,18 +60,24 @@ class MathConfig(Config):
 
 
 class NumericConfig(Config):
-    """The verifier `numeric`: a number of the response is near the reference answer."""
+    """The verifier `numeric`: a response is right if its last number is within a tolerance of the
+    reference answer.
+    """
 
     relative: Annotated[float, Range(0.0, 1.0)] = 1e-6
-    """Largest difference, as a share of the reference answer's size."""
+    """Largest allowed difference, relative to the size of the reference answer: 0.01 is one per
+    cent."""
     absolute: Annotated[float, Range(0.0, 1e12)] = 0.0
-    """Largest difference that is allowed for any reference answer; the larger of the two counts."""
+    """Largest allowed difference for any reference answer; the larger of `relative` and `absolute`
+    counts."""
     percent: Literal["unit", "hundredths"] = "unit"
-    """What `50%` is: with `unit` 50, as for the verifier `math`; with `hundredths` 0.5."""
+    """What `50%` stands for: with `unit` 50, as for the verifier `math`; with `hundredths` 0.5."""
 
 
 class ChoiceConfig(Config):
-    """The verifier `choice`: the label of a multiple choice."""
+    """The verifier `choice`: a response is right if it names the right label of a multiple
+    choice.
+    """
 
     labels: str = "ABCDEFGHIJ"
     """The labels that there are: capital letters or digits, each once."""
@@ -79,7 +92,9 @@ class ChoiceConfig(Config):
 
 
 class FormatConfig(Config):
-    """The verifier `format`: whether the response has its tags."""
+    """The verifier `format`: a response is right if it has the tags that are set, each once and in
+    order, such as `<think>...</think><answer>...</answer>`; its content does not matter.
+    """
 
     tags: tuple[str, ...] = ("think", "answer")
     """Names of tags, in the order in which `<name>` and `</name>` must occur, each exactly once. If
@@ -101,7 +116,9 @@ TARGETED = Of("kind", "l1_exact", "l1_max")
 
 
 class LengthConfig(Config):
-    """The verifier `length`: a reward that depends on how long the response is."""
+    """The verifier `length`: a reward that depends on how many tokens or characters a response has
+    and, but for `linear`, on whether it is correct.
+    """
 
     kind: Literal["linear", "cosine", "l1_exact", "l1_max"] = "linear"
     """`linear`: 1 up to `shortest`, then falling to 0 at `longest`. `cosine`: the reward of
@@ -115,8 +132,8 @@ class LengthConfig(Config):
     longest: Annotated[int, Range(0, MOST_TOKENS), Of("kind", "linear", "cosine")] = 0
     """Of `linear` and `cosine`: length at which the falling or rising ends."""
     verifier: Annotated[str, Of("kind", "cosine", "l1_exact", "l1_max")] = ""
-    """Of all kinds but `linear`: the verifier of the house that says whether the response is
-    correct, such as `math`."""
+    """Of all kinds but `linear`: the built-in verifier that says whether the response is correct,
+    such as `math`."""
     correct_start: CosineReward = 2.0
     """Of `cosine`: reward of a correct response of length 0. The defaults of these settings are
     those of the paper."""
@@ -133,7 +150,8 @@ class LengthConfig(Config):
     target_column: Annotated[str, TARGETED, Excludes("target")] = ""
     """Used instead of `target`: column with the target length of each row."""
     alpha: Annotated[float, Range(0.0, 1e3), TARGETED] = 3e-4
-    """Of `l1_exact` and `l1_max`: reward for each token of difference to the target."""
+    """Of `l1_exact` and `l1_max`: change of the reward for each token of difference to the
+    target."""
     delta: Annotated[float, Range(0.0, 1.0), Of("kind", "l1_max")] = 0.5
     """Of `l1_max`: reward of a correct response of the target length."""
 
@@ -145,14 +163,18 @@ class LengthConfig(Config):
 
 
 class NamedVerifierConfig(Config):
-    """A verifier, or several reward functions, for those prompts of a mixture that name it."""
+    """One entry of `environment.mixture`, the table of verifiers for a mixture of data: a verifier,
+    or several weighted reward functions, that scores the responses to those prompts which name this
+    entry.
+    """
 
     verifier: CodeText = "exact_match"
-    """As `environment.verifier`."""
+    """A built-in verifier, `path/to/file.py:function`, or the address of a reward server."""
     rewards: Annotated[dict[CodeText, float], WEIGHT] = {}
-    """As `environment.rewards`."""
+    """{reward function: weight}, used instead of `verifier`: the reward is the weighted sum."""
     answer_after: str = ""
-    """As `environment.answer_after`."""
+    """`exact_match`, `numeric` and `choice` read only the text after the last occurrence of this
+    marker; if empty, the whole response."""
     regex: RegexConfig = section(RegexConfig)
     json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
     math: MathConfig = section(MathConfig)

@@ -1,12 +1,13 @@
-"""Verifiers and reward functions: how good is a response?
+"""Verifiers and reward functions: they say how good a response is.
 
     EnvironmentConfig --load_verifier--> (prompt, response) -> awaitable of the score
 
-A verifier of the house returns 1.0 for a right response and 0.0 for a wrong one. To add one, write
-a function that makes it from the configuration, in `megarl/apps/verifiers`, and name it in
+A built-in verifier returns 1.0 for a right response and 0.0 for a wrong one. To add one, write a
+function that makes it from the configuration, in `megarl/apps/verifiers`, and name it in
 `VERIFIERS`. To use one of your own, write `environment.verifier: path/to/file.py:function`, or
-several with weights in `environment.rewards`; docs/rewards.md says what it receives and returns.
-It may be async, may raise and may hang: `megarl.environments.workers` bounds it.
+several with weights in `environment.rewards`; docs/rewards.md says what it receives and returns. A
+function of your own may be async, may raise and may hang: worker processes call it under a time
+limit.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import Sources, load_by_path, own_function, split
+from megarl.environments.user_code import Sources, load_by_path, own_function, split_name
 from megarl.schema import require
 from megarl.types import Prompt
 
 Verifier = Callable[[Prompt, str], Awaitable[Any]]
-"""A function (prompt, response text) -> number, dict or `Score` (`megarl.environments.scores`). It
-may raise and may be slow."""
+"""A function (prompt, response text) -> awaitable of a number, a dict with `reward`, or a `Score`.
+It may raise and may be slow."""
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
-    """A verifier that returns 1.0 if the text after the last `answer_after` marker equals the
-    reference answer, else 0.0. If the marker is empty, the whole response is compared. Surrounding
-    whitespace is ignored, and so are the thousands separators of a number: `1,234` equals `1234`.
+    """Make the built-in verifier `exact_match`: (prompt, response) -> 1.0 if the text after the
+    last `config.answer_after` marker equals the reference answer `prompt.answer`, else 0.0. If the
+    marker is empty, the whole response is compared. Surrounding whitespace is ignored, and so are
+    the thousands separators of a number: `1,234` equals `1234`.
     """
     marker = config.answer_after
 
@@ -52,7 +54,9 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
 
 
 def no_verifier(config: EnvironmentConfig) -> Verifier:
-    """A verifier that returns 0.0 for every response, for runs whose rewards are of models."""
+    """Make the built-in verifier `none`: (prompt, response) -> 0.0 for every response, for runs
+    whose rewards come from reward models alone.
+    """
 
     async def verify(prompt: Prompt, response: str) -> float:
         return 0.0
@@ -72,12 +76,13 @@ VERIFIERS = {
     "length": "megarl.apps.verifiers.length:length_reward",
     "none": "megarl.environments.verifiers:no_verifier",
 }
-"""{verifier of the house: "module:function" of (configuration) -> `Verifier`}"""
+"""{name of a built-in verifier: "module:function" that makes it, (configuration) -> `Verifier`}"""
 
 
 def import_built_in(config: EnvironmentConfig) -> None:
-    """Import the modules of the verifiers of the house that the recipe uses. Later, files of the
-    user's may lie first on the path.
+    """Import the modules of the built-in verifiers that the recipe uses. A worker process calls
+    this before it puts folders of the user's on `sys.path`, where a file may have the name of a
+    library.
     """
     names = {*named(config)}
     for part in config.named_parts.values() or (config,):
@@ -87,8 +92,10 @@ def import_built_in(config: EnvironmentConfig) -> None:
 
 
 def built_in(name: str, config: EnvironmentConfig) -> Verifier:
-    """The verifier of the house `name`, which reads what follows the thinking of a response.
-    `length` counts the thinking too, and so does `format` if its tags are among `format.tags`.
+    """Make the built-in verifier called `name` ("math", ...): a function (prompt, response text) ->
+    awaitable of the score, from 0 (wrong) to 1 (right) but for `length`. It reads only what follows
+    the thinking of a response; but `length` reads the thinking too, and so does `format` if
+    `format.tags` has the tag of thinking.
     """
     verify: Verifier = lookup.load(VERIFIERS[name])(config)
     tags = {f"<{tag}>" for tag in config.format.tags}
@@ -102,8 +109,8 @@ def built_in(name: str, config: EnvironmentConfig) -> Verifier:
 
 
 def named(config: EnvironmentConfig) -> dict[str, float]:
-    """{name of each verifier or reward function: its weight}. Of a mixture,
-    all functions that its named verifiers use.
+    """{verifier or reward function as the recipe writes it: its weight}: `config.rewards`, or
+    `config.verifier` with weight 1. Of a mixture, all functions that its entries use.
     """
     if config.mixture:
         return {
@@ -115,12 +122,16 @@ def named(config: EnvironmentConfig) -> dict[str, float]:
 
 
 def local(config: EnvironmentConfig) -> dict[str, float]:
-    """Those of `named` that run in worker processes, not on a reward server."""
+    """The verifiers and reward functions of the recipe, {name as the recipe writes it: weight},
+    that run in worker processes of this run: all but those at the addresses of reward servers.
+    """
     return {name: weight for name, weight in named(config).items() if not is_remote(name)}
 
 
 def setting_of(config: EnvironmentConfig) -> str:
-    """The setting that names the code which scores responses, for error messages."""
+    """The dotted key of the recipe that names the code which scores responses, such as
+    "environment.rewards"; for error messages.
+    """
     if config.session:
         return "environment.session"
     if config.tools.are_used:
@@ -131,15 +142,18 @@ def setting_of(config: EnvironmentConfig) -> str:
 
 
 def own_files(config: EnvironmentConfig) -> list[Path]:
-    """Paths of the user's files; empty if every verifier is built in. Raises `ValueError` if a file
-    is missing or a name is unknown.
+    """Paths, as the recipe has them, of the user's files with verifiers, reward functions, the
+    session class or tools; empty if everything is built in. Raises `ValueError` if a file is
+    missing or a name is unknown.
     """
     setting = setting_of(config)
     if config.session:
-        return [split(config.session, setting)[0]]
+        return [split_name(config.session, setting)[0]]
     if config.tools.are_used:
         functions = config.tools.functions
-        return list(dict.fromkeys(split(name, f"{setting}.functions")[0] for name in functions))
+        return list(
+            dict.fromkeys(split_name(name, f"{setting}.functions")[0] for name in functions)
+        )
     if config.mixture:
         files: list[Path] = []
         for name, part in config.named_parts.items():
@@ -147,15 +161,17 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
                 files += own_files(part)
         return list(dict.fromkeys(files))
     others = f"one of {', '.join(VERIFIERS)}, or to "
-    return [split(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
+    return [split_name(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
 
 
 def load_functions(
     config: EnvironmentConfig, sources: Sources | None = None
 ) -> dict[str, RewardFunction]:
-    """{name: function} of the user's functions that the recipe names. Raises `ValueError` if a file
-    or function cannot be loaded. `sources`: content of files to be loaded from there instead of
-    from disk.
+    """Import the user's reward functions that the recipe names. Returns
+    {`path/to/file.py:function`: the function in a common form, called with (prompt, response)},
+    without built-in verifiers and reward servers. `sources`: {absolute path: content} of files to
+    be run from there instead of from the disk. Raises `ValueError` if a file or function cannot be
+    loaded.
     """
     functions: dict[str, RewardFunction] = {}
     if config.mixture:
@@ -172,8 +188,9 @@ def load_functions(
 
 
 def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
-    """Whether one process may have several calls of the verifier under way: `functions`, of the
-    user's, are all `async`, and no program of a model is run, which is waited for.
+    """Whether one worker process may have several calls of the verifier under way: there are
+    functions of the user's, {name: function}, all of them `async`, and no program that a model
+    wrote is run, which blocks.
     """
     are_async = all(function.is_async for function in functions.values())
     return bool(functions) and are_async and not config.programs
@@ -182,9 +199,10 @@ def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunctio
 def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
-    """Load the configured verifier, or the weighted sum of the configured reward functions. Those
-    of reward servers are left out; if there are no others, every score is 0. Raises `ValueError` if
-    a file or function cannot be loaded. `functions`: what `load_functions` has returned.
+    """Make the recipe's verifier, or the weighted sum of its reward functions: (prompt, response)
+    -> awaitable of the score. Reward servers are left out; if nothing else is named, every score is
+    0. `functions`: what `load_functions` has returned; None to load the user's functions now.
+    Raises `ValueError` if a file or function cannot be loaded.
     """
     functions = load_functions(config) if functions is None else functions
     if config.mixture:
@@ -244,8 +262,9 @@ def _in_part(name: str) -> Iterator[None]:
 
 
 def named_part(prompt: Prompt, config: EnvironmentConfig) -> str:
-    """The name in `environment.mixture` of the prompt's verifier. Raises `ValueError` for a name
-    that is not there.
+    """The name in `environment.mixture`, the table of verifiers for a mixture of data, of the
+    verifier that scores responses to `prompt`. Raises `ValueError` if the prompt's name is not in
+    the mixture.
     """
     require(
         prompt.environment in config.mixture,
@@ -299,10 +318,10 @@ async def _ready(score: Any) -> Any:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """{name of a reward function: how metrics call it}, no two alike: the function without its
-    file; where two functions are called alike, with the file's name, and with as many of its
-    folders as tell the two apart. A reward server is called by its host, by host and port, or with
-    its path too.
+    """{reward function as the recipe writes it: a short name for metrics}, no two alike. The short
+    name is the function's name without its file; where two functions have the same name, with the
+    file's name before it, and with as many of the file's folders as tell the two apart. A reward
+    server is called by its host, by host and port, or with its path too.
     """
     short = {name: name for name in names if ":" not in name}
     for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):
@@ -327,12 +346,15 @@ def _with_parts(name: str, count: int) -> str:
 
 
 def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> Callable[[], Any]:
-    """Load the class `environment.session`, which is instantiated for each rollout (see
-    `megarl.environments.session.Session`). Raises `ValueError` if the file or class cannot be
-    loaded, or a method is missing. `sources`: see `load_functions`.
+    """Import the class that `config.session` names, `path/to/file.py:Class`; each rollout gets an
+    instance, made without arguments. `sources`: {absolute path: content} of files to be run from
+    there instead of from the disk. Raises `ValueError` if the file or class cannot be loaded, or a
+    method `start` or `step` is missing.
     """
     setting = "environment.session"
-    made = load_by_path(*split(config.session, setting), setting, "class", inspect.isclass, sources)
+    made = load_by_path(
+        *split_name(config.session, setting), setting, "class", inspect.isclass, sources
+    )
     missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
     require(
         not missing,

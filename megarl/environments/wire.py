@@ -1,58 +1,55 @@
-"""The wire format of reward servers: JSON over HTTP, described in docs/rewards.md.
+"""The messages between a reward server and its clients: JSON over HTTP, described in
+docs/rewards.md.
 
     request  {"samples": [{"prompt": {answer, fields, text, token_ids, index}, "response"}, ...]}
     answer   {"scores": [score of the first sample, ...]}
 
-A score is what a reward function may return (a number, or an object with `reward`),
-{"failure", "detail"} for a sample that could not be scored, or {"unfinished": true} for one that
-was not scored within the time that the request's header `WITHIN` gives: the client asks again.
+A score is what a reward function may return (a number, or an object with `reward`), {"failure",
+"detail"} for a sample that could not be scored, or {"unfinished": true} for a sample that was not
+scored within the time that the request's header `WITHIN` gives: the client asks again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome, score_reply
+from megarl.schema import shortened
 from megarl.types import Prompt
 
 ROUTE = "/v1/score"
 """Path at which `megarl serve-reward` scores."""
 WITHIN = "Megarl-Answer-Within"
 """Header of a request: seconds within which the client needs an answer."""
-PROMPT_KEYS = {"answer": str, "text": str, "fields": dict, "token_ids": list, "index": int}
-"""{key of a prompt: its type}. A server may be sent any part of them; `Prompt` says what they are.
-"""
+PROMPT_KEYS = {"index": int, "text": str, "answer": str, "token_ids": list, "fields": dict}
+"""{key of a prompt in a request: its type}. A client may leave out any of them; the keys are fields
+of `megarl.types.Prompt`."""
 
 Sample = tuple[Prompt, str]
 """A prompt and a response to score."""
 
 
 class BadMessage(ValueError):
-    """Raised for a request or an answer that does not have the wire format."""
+    """Raised if the body of a request to a reward server, or of its answer, is not the JSON that it
+    must be: {"samples": [{"prompt", "response"}, ...]} or {"scores": [...]}. The message names the
+    mistake.
+    """
 
 
 def sample_json(prompt: Prompt, response: str) -> bytes:
-    """The JSON of one sample of a request. Numbers in the prompt's fields that are not finite
-    become null. Raises `ValueError` if a field cannot be written as JSON.
+    """One sample of a request to a reward server as UTF-8 JSON: {"prompt": {index, text, answer,
+    token_ids, fields}, "response": text}. Numbers in the prompt's `fields`, the columns of its row,
+    that are not finite become null. Raises `ValueError` if a field cannot be written as JSON.
     """
-    tree: dict[str, Any] = {
-        "prompt": {
-            "index": prompt.index,
-            "text": prompt.text,
-            "answer": prompt.answer,
-            "token_ids": prompt.token_ids,
-            "fields": prompt.fields,
-        },
-        "response": response,
-    }
+    tree = {"prompt": {key: getattr(prompt, key) for key in PROMPT_KEYS}, "response": response}
     try:
-        try:
-            return json.dumps(tree, allow_nan=False).encode()
-        except ValueError:
-            return json.dumps(_finite(tree), allow_nan=False).encode()
+        text = json.dumps(tree)
+        if "NaN" in text or "Infinity" in text:
+            text = json.dumps(json.loads(text, parse_constant=lambda name: None))
+        return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"row {prompt.index} of the data cannot be sent to a reward server as JSON ({error});"
@@ -61,43 +58,44 @@ def sample_json(prompt: Prompt, response: str) -> bytes:
 
 
 def request_body(samples: Sequence[bytes]) -> bytes:
-    """The body of a request, of what `sample_json` has returned."""
+    """The JSON body, {"samples": [...]}, of a request to a reward server; each of `samples` is the
+    JSON of one prompt and response, as `sample_json` returns it.
+    """
     return b'{"samples":[' + b",".join(samples) + b"]}"
 
 
 def read_request(body: bytes) -> list[Sample]:
-    """The samples of a request. Raises `BadMessage` that names the first mistake."""
-    tree = _read(body, "request")
-    samples = tree.get("samples") if isinstance(tree, dict) else None
-    if not isinstance(samples, list):
-        raise BadMessage('the request is no object with a list "samples"')
+    """Read the JSON body, {"samples": [...]}, of a request to a reward server. Returns a list of
+    (`Prompt`, response text). Keys that a prompt lacks get an empty value or 0. Raises `BadMessage`
+    that names the first mistake.
+    """
     found = []
-    for number, sample in enumerate(samples):
+    tree = _read(body, "the request ")
+    for number, sample in enumerate(_member(tree, "samples", list, "the request")):
         where = f"sample {number} of the request"
-        if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
-            raise BadMessage(f'{where} is no object with a text "response"')
-        prompt = sample.get("prompt")
-        if not isinstance(prompt, dict):
-            raise BadMessage(f'{where} has no object "prompt"')
-        found.append((_prompt(prompt, where), sample["response"]))
+        response = _member(sample, "response", str, where)
+        prompt = _member(sample, "prompt", dict, where)
+        values = {
+            key: _member({key: kind(), **prompt}, key, kind, f"the prompt of {where}")
+            for key, kind in PROMPT_KEYS.items()
+        }
+        found.append((Prompt(**values), response))
     return found
 
 
-def _prompt(tree: dict[str, Any], where: str) -> Prompt:
-    for key, kind in PROMPT_KEYS.items():
-        if key in tree and (not isinstance(tree[key], kind) or tree[key] is True):
-            raise BadMessage(f'{where}: "prompt" has a "{key}" that is not of type {kind.__name__}')
-    return Prompt(
-        index=tree.get("index", 0),
-        text=tree.get("text", ""),
-        token_ids=tree.get("token_ids", []),
-        answer=tree.get("answer", ""),
-        fields=tree.get("fields", {}),
-    )
+def _member(tree: Any, key: str, kind: type, where: str) -> Any:
+    """`tree[key]`. Raises `BadMessage` if `tree` is no object with a `key` of type `kind`."""
+    value = tree.get(key) if isinstance(tree, dict) else None
+    if type(value) is not kind:
+        raise BadMessage(f'{where} has no "{key}" of type {kind.__name__}')
+    return value
 
 
 def answer_body(outcomes: Sequence[Outcome | None]) -> bytes:
-    """The body of a server's answer; None stands for a sample that is not scored yet."""
+    """The JSON body of a reward server's answer, {"scores": [...]}, with one entry for each sample
+    of the request, in order: {reward, correct, metrics by name}, {failure, detail}, or
+    {"unfinished": true} for None, a sample that is not scored yet.
+    """
     return json.dumps({"scores": [_score(outcome) for outcome in outcomes]}).encode()
 
 
@@ -109,16 +107,14 @@ def _score(outcome: Outcome | None) -> dict[str, Any]:
     return {"reward": outcome.score, "correct": outcome.correct, **outcome.metrics}
 
 
-def read_answer(body: bytes, count: int, *, maps_scores: bool = False) -> list[Outcome | None]:
-    """The outcomes of `count` samples, None for one that the server has not scored yet. A score
-    that is none is that sample's failure. Raises
-    `BadMessage` if the answer is not JSON or does not have `count` scores. `maps_scores`: see
-    `megarl.environments.scores.score_reply`.
+def read_answer(text: str, count: int, *, maps_scores: bool = False) -> list[Outcome | None]:
+    """Read `text`, the JSON body {"scores": [...]} of a reward server's answer to a request with
+    `count` samples. Returns an `Outcome` (score, or failure with detail) for each sample, in order,
+    or None for one that the server has not scored yet. A score that is no number or object is that
+    sample's failure; with `maps_scores`, so is a score outside of 0 to 1. Raises `BadMessage` if
+    the answer is not JSON or does not have `count` scores.
     """
-    tree = _read(body, "answer")
-    scores = tree.get("scores") if isinstance(tree, dict) else None
-    if not isinstance(scores, list):
-        raise BadMessage(f'is no object with a list "scores": {_start(body)}')
+    scores = _member(_read(text), "scores", list, f"is {_start(text)} and")
     if len(scores) != count:
         raise BadMessage(f"has {len(scores)} scores for {count} responses")
     return [_outcome(score, maps_scores) for score in scores]
@@ -128,39 +124,23 @@ def _outcome(score: Any, maps_scores: bool) -> Outcome | None:
     if isinstance(score, dict) and score.get("unfinished") is True:
         return None
     if isinstance(score, dict) and "failure" in score and "reward" not in score:
-        kind: Literal["error", "timeout", "nan"] = "error"
-        if score["failure"] in ("timeout", "nan"):
-            kind = score["failure"]
-        detail = str(score.get("detail") or score["failure"])
-        return Outcome(failure=kind, detail=detail[:DETAIL_CHARACTERS])
-    reply = score_reply(score, maps_scores=maps_scores)
-    if "detail" in reply:
-        said = reply["detail"].replace("the verifier returned", "the reward server answered")
-        reply |= {"detail": said}
-    return Outcome(**reply)
+        said = str(score.get("detail") or score["failure"])
+        kind = score["failure"] if score["failure"] in ("timeout", "nan") else "error"
+        return Outcome(failure=kind, detail=said[:DETAIL_CHARACTERS])
+    found = Outcome(**score_reply(score, maps_scores=maps_scores))
+    said = found.detail.replace("the verifier returned", "the reward server answered")
+    return replace(found, detail=said)
 
 
-def _read(body: bytes, what: str) -> Any:
+def _read(body: bytes | str, what: str = "") -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         said = f"{error}".split(":")[0][:100]
-        prefix = "the request " if what == "request" else ""
-        raise BadMessage(f"{prefix}is not JSON ({said}): {_start(body)}") from None
+        raise BadMessage(f"{what}is not JSON ({said}): {_start(body)}") from None
 
 
-def _start(body: bytes) -> str:
+def _start(body: bytes | str) -> str:
     """The first characters of a message, on one line."""
-    text = " ".join(body[:400].decode(errors="replace").split())
-    return repr(text if len(text) <= 200 else f"{text[:197]}...")
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of every number that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    text = body if isinstance(body, str) else body.decode(errors="replace")
+    return repr(shortened(text, 200))

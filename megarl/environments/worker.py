@@ -1,10 +1,11 @@
-"""The program of a worker process: it loads the recipe's verifier, session class or tools, and
-answers the requests of `megarl.environments.workers`.
+"""The program of a worker process: it loads the verifier, session class or tools of a recipe, and
+answers the requests that `megarl.environments.workers.Worker` sends over a socket.
 
     (number, command, arguments) --Host--> {score, ...} | {observation, reward} | {failure, detail}
 
-A verifier is called outside of the event loop, in the main thread. What is `async` waits beside one
-another, and so do sessions, whose plain functions run on threads.
+A plain verifier is called in the main thread, outside of the event loop, one call at a time.
+`async` verifiers run concurrently in the event loop. Sessions run concurrently too; their plain
+functions run on threads.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from megarl.signals import die_with_parent
 BUILT_IN_MEMORY_MIB = 512
 """Memory limit of a process that runs a built-in verifier, if the recipe sets none."""
 ROOM_LEFT = 0.25
-"""A process of a verifier is replaced before its next request once less than this fraction is left
-of the memory that it could still allocate when its limit was set."""
+"""The process of a verifier is replaced before its next request once less than this fraction is
+left of the memory that it could still allocate when its limit was set."""
 BEAT_S = 0.5
 OUT_OF_MEMORY = "the verifier's process ran out of memory"
 MOST_STOPPED = 64
@@ -61,9 +62,11 @@ MOST_CHARACTERS = 4_000_000
 
 
 class WorkerChannel:
-    """The process's end of its socket. A request is the length of its body (8 bytes) and the body,
-    a pickle. A reply is a line of JSON, because this process runs code nobody vouches for, and the
-    pool must not unpickle what that sends. A process that is forked gets /dev/null in its place.
+    """The worker process's end of the socket to the process that started it. A request is the
+    length of its body (8 bytes, big-endian) and the body, a pickle. A reply is a line of JSON,
+    [number, reply], because the worker runs code that is not trusted, and the other side must not
+    unpickle what it sends. In a process forked from the worker, the socket's descriptor becomes
+    /dev/null.
     """
 
     def __init__(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -75,7 +78,9 @@ class WorkerChannel:
         os.register_at_fork(after_in_child=self._let_go)
 
     async def receive(self) -> tuple[Any, ...] | None:
-        """The next request; None if the pool has closed its end."""
+        """Wait for the next request and return it: (number of the request, name of a method of
+        `Host`, its arguments ...). None once the other side has closed the socket.
+        """
         try:
             size = int.from_bytes(await self._reader.readexactly(8))
             body = await self._reader.readexactly(size)
@@ -84,8 +89,9 @@ class WorkerChannel:
         return pickle.loads(body)  # noqa: S301 - from the pool
 
     def send(self, number: int, reply: Reply) -> None:
-        """Send the reply to request `number`. Ends the process if it is not the worker process, or
-        if the user's code has closed the channel.
+        """Send `reply`, a dict of JSON data, to request `number`; returns at once. A reply that is
+        no JSON is sent as {failure, detail}. Ends the process if it is a fork of the worker
+        process, or if the user's code has closed the socket's descriptor.
         """
         if os.getpid() != self._process:
             os._exit(0)
@@ -118,12 +124,15 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
 
 
 class MemoryLimit:
-    """Limits what this process may allocate from now on, so that it does not hold more than
-    `limit_mib` MiB in memory. An allocation beyond raises `MemoryError`.
+    """Limits what this process may allocate from now on (RLIMIT_DATA), so that it holds at most
+    `limit_mib` MiB in memory. An allocation beyond raises `MemoryError`. The limit holds from the
+    construction to the end of the process.
     """
 
     def __init__(self, limit_mib: int | None) -> None:
-        """`limit_mib` None is no limit."""
+        """`limit_mib`: MiB; None is no limit. Raises `ValueError` if the process holds that much
+        already.
+        """
         self.limit_mib = limit_mib
         if limit_mib is None:
             return
@@ -140,15 +149,20 @@ class MemoryLimit:
         resource.setrlimit(resource.RLIMIT_DATA, (self._most, self._most))
 
     def is_tight(self) -> bool:
-        """Whether most of the room is used, by what earlier requests left behind."""
+        """Whether earlier requests have left less than a quarter (`ROOM_LEFT`) of the memory that
+        was still free to allocate when the limit was set. False without a limit.
+        """
         if self.limit_mib is None:
             return False
         return self._most - psutil.Process().memory_info().data < ROOM_LEFT * self._room
 
 
 class Host:
-    """Answers the requests to a worker process, each with one reply of the same number. A request
-    is the name of a method and its arguments; the first one is `load`.
+    """Runs the user's or built-in verifier, session class or tools inside a worker process: reads
+    requests from `channel`, a socket to the run's process, calls its method of the request's name
+    with the request's arguments, and sends one reply under the request's number. The first request
+    must be `load`. Replies are dicts of JSON data; an error of the user's code becomes {failure,
+    detail}.
     """
 
     _config: EnvironmentConfig
@@ -173,7 +187,9 @@ class Host:
         """A tokenizer is used by one thread at a time, and other sessions do not wait for it."""
 
     def serve(self) -> None:
-        """Answer requests until the pool closes its end."""
+        """Receive requests, run the method that each one names and reply, until the process that
+        started this one closes its end of the socket; blocks until then.
+        """
         # The loop stops with each request, so that a plain function can be called outside of it:
         # such a function may run a loop of its own, and a thread can have only one.
         while (request := self._loop.run_until_complete(self._channel.receive())) is not None:
@@ -236,8 +252,12 @@ class Host:
     # Loading
 
     def load(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> Reply:
-        """Load what the recipe names, and say what the pool should know: {imported, tools, forms,
-        beats}, or {refused}. `sources`: content of the user's files.
+        """Load the verifier, session class or tools that the recipe names. Returns {refused:
+        message} if that fails; otherwise {imported: paths of files imported from beside the user's
+        own, tools: schemas of the tools in OpenAI's format, forms: {name of a reward function: its
+        form, where that is TRL's or verl's}, beats: whether the process makes several calls at a
+        time and then reports every 0.5 s that it is alive}. `sources`: {absolute path: content} of
+        the user's files, used in place of what is on the disk.
         """
         self._config, self._codec = config, codec
         limit_mib, functions = config.memory_limit_mib, dict[str, RewardFunction]()
@@ -281,14 +301,16 @@ class Host:
             await asyncio.sleep(BEAT_S)
 
     def decode(self, token_ids: Any) -> Reply:
-        """Token ids to text."""
+        """{text: the text of these token ids, without special tokens}."""
         return {"text": self._codec.decode(token_ids)}
 
     # Verifiers
 
     def judge(self, prompt: Any, response: Any, num_tokens: int | None) -> Any:
-        """The reply with the verifier's score of a response, given as text or token ids, or an
-        awaitable of it. `num_tokens`: see `megarl.environments.judging.Judge.judge`.
+        """Call the verifier on a response, given as text or as token ids [T]. Returns {score,
+        correct, metrics} or {failure, detail}; of an `async` verifier, an awaitable of that.
+        `num_tokens`: tokens that the model generated; None to count the token ids or, with a codec,
+        the tokens of the text.
         """
         if not isinstance(response, str):
             num_tokens = len(response) if num_tokens is None else num_tokens
@@ -311,7 +333,10 @@ class Host:
     # Sessions
 
     async def begin(self, key: str, prompt: Any) -> Reply:
-        """Make and start the session of rollout `key`; its first observation."""
+        """Make the session of rollout `key` (a unique text) and call its `start(prompt)`. Returns
+        {observation: token ids that the model reads after the prompt, may be empty, reward: 0.0}.
+        Raises what the session raises, also `LimitExceeded` after `environment.start_limit_s`.
+        """
         session, goes_on = None, False
         self._in_call.add(key)
         try:
@@ -329,7 +354,11 @@ class Host:
         return reply
 
     async def step(self, key: str, token_ids: Any) -> Reply:
-        """A step of the session of rollout `key`, after which it goes on or ends."""
+        """Pass the token ids of the model's latest turn, [T], to the session of rollout `key`.
+        Returns {observation: token ids, reward} if the rollout goes on. At its end the session is
+        closed and the reply is {answer: text for the verifier, metrics}, or {score, correct,
+        metrics}, or {failure, detail}. Raises what the session raises.
+        """
         session, goes_on = self._open.pop(key, None), False
         if session is None:
             detail = "the session ended with the process it ran in, which another session broke"
@@ -360,8 +389,10 @@ class Host:
         return reply
 
     async def cut_off(self, key: str, token_ids: Any) -> Reply:
-        """Discard the session of rollout `key`, whose response is cut off; one with a method
-        `cut_off_inside` says inside what.
+        """Close and forget the session of rollout `key`, which is cut off by a limit. Returns
+        {finish: "tool_call"} if the session has a method `cut_off_inside` and says that
+        `token_ids`, the last turn [T], end inside a tool call; otherwise {finish: ""}. `token_ids`
+        None: do not ask.
         """
         self._in_call.discard(key)  # one in a call is closed after it
         session, finish = self._open.pop(key, None), ""
@@ -426,8 +457,9 @@ def _said(error: BaseException) -> str:
 
 
 def main(parent: int) -> None:
-    """Answer requests on the socket at standard input until the parent process (pid `parent`)
-    closes its end.
+    """Run the worker process: answer requests on the socket that is standard input until the parent
+    process (pid `parent`) closes its end or dies, then exit by `os._exit`. Never returns. Standard
+    output is redirected to standard error.
     """
     die_with_parent(parent)
     loop = asyncio.new_event_loop()

@@ -1,18 +1,20 @@
-"""Worker processes, in which verifiers and sessions run, each call under a hard time limit.
+"""Worker processes, in which verifiers and sessions run, each call under a time limit that is
+enforced.
 
-    Workers.judge(prompt, response) -> Outcome                              in any of them
+    Workers.judge(prompt, response) -> Outcome                              in any process
     Workers.begin(key, prompt), .step(key, token_ids) -> Outcome            always in the same one
 
-A process that ends, closes its channel, sends anything but replies, or keeps still for too long is
-ended with all that it has started, and another one takes its place.
+A process that ends, closes its socket, sends anything but replies, or does not answer in time is
+killed with all that it has started, and another process takes its place.
 
-A process calls one plain verifier at a time. One that hangs, even in C code, costs its process and
-its own sample. Where the process ends during a call, the call is made again, once, in a new
-process: an earlier call may have left behind what ended it. Of `async` verifiers a process has
-`environment.concurrency` calls under way; where one of them ends the process, all are made again,
-one by one in a process of their own, so that the one at fault fails alone.
+A process calls one plain verifier at a time. A verifier that hangs, even in C code, costs its
+process and its own sample. Where the process ends during a call, the call is repeated once, in a
+new process: an earlier call may have left behind what ended it. Of `async` verifiers a process has
+up to `environment.concurrency` calls under way; where one of these calls ends the process, all of
+them are repeated, one at a time in a process of their own, so that only the call that ends its
+process fails.
 
-Thousands of sessions are open at once; calls of one process wait beside one another. A call that
+Thousands of sessions are open at once; the calls of one process run concurrently. A call that
 exceeds its time limit costs its own rollout. A process that ends, or that one call keeps from
 answering anything, costs the rollouts whose sessions it ran. If no process starts in its place, the
 calls fail, and the start is tried again later: the run goes on.
@@ -62,21 +64,25 @@ GRACE_S = 5.0
 killed: an `async` function keeps it by computing, or code in C keeps Python's lock."""
 LOOK_S = 0.5
 END_WITHIN_S = 1.0
-"""Seconds that a process has to end once its channel is closed, so that its exit code is known; and
-in which what it has sent is read once it has ended, since a child may hold its channel open."""
+"""Seconds that a process has to end by itself once its socket is closed, so that its exit code is
+known. Replies that a process sent before it ended are read for as long, since a child process may
+hold the socket open."""
 TRIES, FIRST_PAUSE_S = 3, 1.0
-"""How often a process is started that does not, and the pause after the first try, which doubles.
-"""
+"""How often the start of a process is tried, and the pause in seconds after the first failure,
+which doubles."""
 PAUSE_S = 30.0
-"""Seconds for which the calls of a process that did not start fail before it is tried again."""
+"""Seconds for which calls fail after a process did not start, before the start is tried again."""
 DECODE_WITHIN_S = 60.0
 DECODE_TRIES = 3
-"""Requests to decode a response, each if the one before was not answered."""
+"""How often a request to decode a response is made, if it is not answered."""
 
 
 @dataclass(eq=False)
 class WorkerLost(Exception):
-    """Raised if a worker process ended, or was ended, before it replied."""
+    """Raised to the caller of a request if the worker process ended, or was killed, before it
+    replied. `failure`: "error" or "timeout"; `message`: what happened, as the rest of a sentence
+    about the process.
+    """
 
     failure: Literal["error", "timeout"]
     message: str
@@ -92,14 +98,17 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """A process and the requests for whose replies the pool waits. All methods but `kill` are
-    called in one event loop.
+    """One worker process, which runs a verifier, session class or tools of the section
+    `environment` of a recipe (`config`), and the requests to it that are not yet answered.
+    `Worker(config)` starts the process; then `await load(...)` once and `await ask(...)` for each
+    request. All methods but `kill` are called in one event loop.
     """
 
     beats = False
-    """Whether the process sends a message now and then that it is alive, which it does for `async`
-    functions and sessions. Then it gets many requests at once. Without such messages it gets one
-    request at a time, and is killed when the request takes longer than its time limit."""
+    """Whether the process sends a message every 0.5 s that it is alive, which it does for `async`
+    functions and sessions. Such a process gets many requests at once. A process without these
+    messages gets one request at a time, and is killed when the request takes longer than its time
+    limit."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         """Start the process: afresh as a program (never forked: this process has threads). It ends
@@ -126,7 +135,7 @@ class Worker:
         """Set once the process has ended, or is to be ended."""
         self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
         self.waiting: dict[int, tuple[asyncio.Future[Reply | WorkerLost], float]] = {}
-        """{number of a request: (its reply, its time limit)}"""
+        """{number of a request: (future of its reply, its time limit in seconds)}"""
         self._last = secrets.randbits(62)
         """Number of the last request. The user's code in the process should not guess one."""
         self.lost: WorkerLost | None = None
@@ -137,10 +146,12 @@ class Worker:
         self.life = asyncio.create_task(self._live(ours))
 
     async def load(self, codec: Codec | None, sources: Sources, within_s: float | None) -> Reply:
-        """Have the process load the verifier or session, from `sources` where they hold its files.
-        Returns {imported: files beside the user's own, tools: the recipe's tools, forms: {name of
-        a reward function: its form, where that is not megarl's own}}. Raises `ValueError`, with
-        advice, if that does not succeed within `within_s` seconds.
+        """Make the process load the verifier, session class or tools of the recipe; user files are
+        taken from `sources`, {absolute path: content}, if they are there. Returns {imported: paths
+        of files imported from beside the user's own, tools: schemas of the tools in OpenAI's
+        format, forms: {name of a reward function: its form, where that is TRL's or verl's}, beats:
+        bool}. Raises `ValueError`, with advice, if loading fails or takes more than `within_s`
+        seconds; None: two minutes, or `environment.load_limit_s` if that is longer.
         """
         config = self._config
         # In a run the engines may start at the same time and take every core.
@@ -162,8 +173,12 @@ class Worker:
         return reply
 
     async def ask(self, *message: Any, limit_s: float) -> Reply:
-        """The reply to a request; {failure, detail} for one that cannot be pickled. Raises
-        `WorkerLost` if the process is gone before the reply comes.
+        """Send a request to this worker process (name of a method of
+        `megarl.environments.worker.Host`, such as "judge", then its arguments) and wait for the
+        reply, a dict: {score, correct, metrics}, {observation, reward}, {failure, detail} and so
+        on. A request that cannot be pickled is answered {failure, detail} at once. Raises
+        `WorkerLost` if the process ends, or gives no reply within `limit_s` seconds; if `beats` is
+        true (the process tells every 0.5 s that it is alive), no sign of life for 5 s more.
         """
         if self.lost:
             raise self.lost
@@ -185,7 +200,10 @@ class Worker:
         return found
 
     def lose(self, why: WorkerLost) -> None:
-        """Have the process ended. Every request that waits fails, without waiting for its end."""
+        """Give up this worker process for the reason `why`: awaiting any of its unanswered requests
+        raises that `WorkerLost` at once, and the process is killed in the background. Nothing
+        happens if it was given up before.
+        """
         if self.lost is None:
             self.lost, why.calls = why, len(self.waiting)
             self._has_ended.set()
@@ -263,8 +281,8 @@ class Worker:
             self.lose(WorkerLost("timeout", f"{said}; an async function must wait, not compute"))
 
     def how_it_ended(self) -> str:
-        """How the process has ended, for messages; empty while it runs. The process is not reaped,
-        so that its id is not reused before `kill`.
+        """How the process has ended, as the rest of a sentence ("ended with exit code 1"); "" while
+        it runs. The process is not reaped, so that its id is not used again before `kill`.
         """
         found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
@@ -274,7 +292,9 @@ class Worker:
         return f"ended by signal {signal.Signals(found.si_status).name}"
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, and wait for its end. In any thread."""
+        """Kill the process and every process that it has started, and wait for its end. May be
+        called in any thread; blocks.
+        """
         with contextlib.suppress(psutil.Error):
             for one in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
@@ -285,9 +305,11 @@ class Worker:
 
 
 class Workers:
-    """Scores responses, or runs the sessions of a recipe, in `config.num_workers` worker processes,
-    and one more for calls that are made again. The process of a place starts with the first request
-    to the place. Belongs to one event loop.
+    """Scores responses with the recipe's verifier, or runs the recipe's sessions (multi-turn
+    environments), in `config.num_workers` worker processes, and one more for calls that are
+    repeated. Each process starts with the first request for it. All methods are called in one event
+    loop; `close` ends the processes. `codec` decodes and encodes token ids; None if all responses
+    are texts.
     """
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
@@ -299,17 +321,19 @@ class Workers:
         self.places: list[Worker | None] = [None] * (config.num_workers + 1)
         self._starting = [asyncio.Lock() for _ in self.places]
         self._failed = [(-PAUSE_S, "") for _ in self.places]
-        """Of each place: when its process last did not start, and why."""
+        """For each entry of `places`: when its process last did not start, and why."""
         self._busy = [0] * config.num_workers
-        """Requests under way in each place; the last place, for calls made again, has no number."""
+        """Requests under way in each process but the one for calls that are repeated."""
         self._room = asyncio.Semaphore(config.num_workers)
         self._alone = asyncio.Lock()
         self._overlaps: bool | None = None
         """Whether a process makes several calls at the same time; None before one has loaded."""
         self.tools: list[dict[str, Any]] = []
-        """The recipe's tools, as `megarl.apps.tools.tool.Schema`, once a process has loaded."""
+        """The recipe's tools, as {"type": "function", "function": {name, description, parameters}};
+        empty before a process has loaded."""
         self.forms: dict[str, str] = {}
-        """{name of a reward function: its form}, where that is not megarl's own; likewise."""
+        """{name of a reward function: its form in words}, of functions in TRL's or verl's form;
+        empty before a process has loaded."""
         self._homes: dict[str, Worker] = {}
         """{key of a rollout: the process that runs its session}."""
         self._alive: set[Worker] = set()
@@ -317,43 +341,49 @@ class Workers:
         self._closed = False
 
     async def start(self, within_s: float | None = None) -> None:
-        """Start a first process and load the user's code there; raises `ValueError` if it does not
-        load within `within_s` seconds.
+        """Start the first process and load the user's code there, so that its mistakes are found
+        before the first rollout. Raises `ValueError` if it does not load within `within_s` seconds;
+        None: two minutes, or `environment.load_limit_s` if that is longer.
         """
         await self._at(0, within_s)
 
     async def judge(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
     ) -> Outcome:
-        """Score a response with the verifier. Failures are part of the outcome; `ValueError` is
-        raised only if the verifier cannot be loaded, `RuntimeError` if the pool is closed.
-        `num_tokens`: see `Judge.judge`.
+        """Score one response to `prompt`, a text or token ids [T] int32, with the verifier, in any
+        worker process. Returns an `Outcome`: `score` (higher is better), `correct` and `metrics`,
+        or, after an error or time-out, `failure` and `detail`. Raises `ValueError` if the verifier
+        cannot be loaded, `RuntimeError` if `close` was called. `num_tokens`: tokens that the model
+        generated; None to count them in the response.
         """
         limit_s = self._config.time_limit_s
         call = self._anywhere("judge", prompt, response, num_tokens, limit_s=limit_s)
         return await self._outcome(call)
 
     async def begin(self, key: str, prompt: Prompt) -> Outcome:
-        """Start the session of rollout `key`. The outcome holds its first observation, which may be
-        empty.
+        """Make and start the session of rollout `key`, a text that no other open rollout has. The
+        outcome's `observation` holds the token ids that the model reads after the prompt (maybe
+        none), or `failure` says why the session did not start.
         """
         return await self._outcome(self._at_home("begin", key, prompt))
 
     async def step(self, key: str, token_ids: np.ndarray) -> Outcome:
-        """Pass the model's response to the session of rollout `key`. The outcome holds an
-        observation, an answer or a score.
+        """Pass the token ids of the model's latest turn, [T] int32, to the session of rollout
+        `key`. The outcome holds an `observation`, after which the model goes on, or what ends the
+        rollout: `answer`, a text for the verifier, `score`, or `failure`.
         """
         return await self._outcome(self._at_home("step", key, token_ids))
 
     async def cut_off(self, key: str, token_ids: np.ndarray | None = None) -> Outcome:
-        """Discard the session of rollout `key`. `token_ids`: its last response, if it is cut off at
-        the token limit; the outcome says where.
+        """Close and forget the session of rollout `key`. `token_ids`: the model's latest turn, [T]
+        int32, if it was cut off at the token limit; the outcome's `finish` is then "tool_call" if
+        it ends inside a tool call.
         """
         return await self._outcome(self._at_home("cut_off", key, token_ids))
 
     async def decode(self, token_ids: np.ndarray) -> str:
-        """Decode `token_ids` to text in a worker process; raises `RuntimeError` if that fails
-        `DECODE_TRIES` times.
+        """The text of the token ids of one response, [T], decoded in a worker process, without
+        special tokens. Raises `RuntimeError` if three attempts (`DECODE_TRIES`) fail.
         """
         reply: Reply = {}
         for _ in range(DECODE_TRIES):
@@ -509,8 +539,8 @@ class Workers:
         return worker
 
     async def close(self) -> None:
-        """End all processes: requests under way fail, and waiting ones raise `RuntimeError`. May be
-        called twice.
+        """End all worker processes: requests under way get an outcome with a failure, and requests
+        that wait for a process raise `RuntimeError`. A second call does nothing more.
         """
         self._closed = True
         for worker in self._alive:

@@ -1,5 +1,5 @@
-"""The events of a run's ledger: what happens to a group of rollouts, in the order in which it
-happens.
+"""The events of a run's ledger: what happens to a group (all rollouts of one prompt), in the order
+in which it happens.
 
     Started -> Dispatched -> Finished -> Accepted -> Trained -> ... -> Ended
                                       -> Rejected
@@ -7,56 +7,66 @@ happens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 ORDERED = "ordered"
-"""`rollout.dispatch` of runs that use groups in the order of their ordinals."""
+"""Value of `rollout.dispatch` in runs that train on groups in the order of their prompts in the
+data."""
 
 WINDOWED = "windowed"
-"""`rollout.dispatch` of runs whose steps use groups as they finish."""
+"""Value of `rollout.dispatch` in runs whose steps train on groups in the order in which these
+finish."""
 
 STALE = "stale"
-"""Why a group is rejected that every later step would find too old."""
+"""Reason why an unfinished group is rejected: its weights would be too old for every later step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Started:
-    """Generation starts in a new run."""
+    """Ledger event (the ledger is the run's list of what became of every group): generation of
+    rollouts starts in a new run, with these settings.
+    """
 
     step: int
-    """Steps done, which is also the version of the weights."""
+    """Number of steps that are done, which is also the version of the weights."""
     cursor: int
-    """Ordinal of the first group that the steps done have not used."""
+    """Position in the training order, from 0, of the first group (prompt) that the steps done have
+    not used."""
     max_staleness: int
-    """`rollout.max_staleness`: how many versions old a rollout may be that is trained on."""
+    """`rollout.max_staleness`: how many versions old the weights of a rollout may be that is
+    trained on."""
     groups_per_step: int
-    """Groups that the batch of a step has, rejected ones not counted."""
+    """Number of groups in the batch of a step, rejected ones not counted."""
     max_draws: int
-    """Groups, rejected ones included, after which a batch is complete with fewer of them."""
+    """Number of groups, rejected ones included, after which a batch is complete even with fewer of
+    them."""
     cut_bytes: int = 0
-    """Bytes of a torn tail that were cut off the ledger before."""
+    """Bytes of an incomplete last line that were cut off the ledger before."""
     dispatch: str = ORDERED
     """`rollout.dispatch`. The fields from here on are written with another policy than `ordered`
     only."""
     used: list[int] = field(default_factory=list)
-    """Ordinals above `cursor` that the steps done have used, ascending."""
+    """Positions above `cursor` of groups that the steps done have used, ascending."""
     max_open: int = 0
-    """Groups that may be started and neither trained nor rejected; 0 for no limit of its own."""
+    """Largest number of groups that may be started and neither trained nor rejected; 0 for no such
+    limit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Restored(Started):
-    """Generation starts in a run that was resumed from the checkpoint of `step`. Groups that were
-    not trained by `step` are void; the run generates them again, from `cursor` on.
+    """Ledger event: generation starts in a run that was resumed from the checkpoint of step `step`.
+    Groups (all rollouts of one prompt) that were not trained by that step are void; the run
+    generates them again, from position `cursor` of the training order on.
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dispatched:
-    """A group's requests are sent to the engines."""
+    """Ledger event: the generation requests of a group (all rollouts of one prompt) are sent to the
+    engines.
+    """
 
     ordinal: int
     """Position of the group's prompt in the training order of the whole run, from 0."""
@@ -68,73 +78,91 @@ class Dispatched:
     """Sampling seed of the group's first rollout."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Carried(Dispatched):
-    """A group that an earlier start of the run has sent to the engines and finished is taken from
-    the checkpoint. The group comes before those that are dispatched anew, and is finished next.
+    """Ledger event: the resumed run takes a group (all rollouts of one prompt) that an earlier
+    process has generated and scored from the checkpoint, and does not generate it again. Such
+    events come before those of groups that are sent to the engines; the group's `Finished` follows.
+    The fields are those of the time when the group was sent to the engines.
     """
 
 
 class RolloutRecord(NamedTuple):
-    """What is kept of a rollout."""
+    """What the run's ledger keeps of one rollout of a prompt: its number, its length in tokens, the
+    weight versions that generated it, and whether the verifier failed.
+    """
 
     sample: int
-    """Index in the group; -1 for a greedy response, which is not trained on."""
+    """Index in the group, from 0; -1 for a greedy response, which is not trained on."""
     tokens: int
-    """Tokens that the model generated."""
+    """Number of tokens that the model generated."""
     versions: list[tuple[int, int]]
-    """Weight versions that generated them, in order: (version, number of consecutive tokens)."""
+    """Weight versions that generated the tokens, in order: (version, number of consecutive
+    tokens)."""
     failure: str
-    """Why the verifier gave no score; empty if it gave one."""
+    """Why the verifier gave no score, "error", "timeout" or "nan"; "" if it gave one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finished:
-    """All rollouts of a group are generated and scored."""
+    """Ledger event: all rollouts of one prompt, that at position `ordinal` of the training order
+    (from 0), are generated and scored. `rollouts`: number, tokens, weight versions and failure of
+    each.
+    """
 
     ordinal: int
     rollouts: list[RolloutRecord]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Accepted:
-    """A group is part of the batch of `step` (from 1)."""
+    """Ledger event: the group (all rollouts of one prompt) at position `ordinal` of the training
+    order, from 0, is part of the batch of step `step`, from 1.
+    """
 
     ordinal: int
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rejected:
-    """A group was drawn for the batch of `step` (from 1), and is not trained on."""
+    """Ledger event: the group (all rollouts of one prompt) at position `ordinal` of the training
+    order, from 0, was looked at for the batch of step `step`, from 1, and is not trained on, for
+    the reason `why`, such as "equal rewards".
+    """
 
     ordinal: int
     step: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trained:
-    """The batch of `step` (from 1) is trained, and the weights `version` that came of it are on the
-    engines; both numbers are the same.
+    """Ledger event: step `step`, from 1, is trained, and its new weights, of version `version`, are
+    on the engines; both numbers are the same.
     """
 
     step: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Published:
-    """Weights `version` are on the engines."""
+    """Ledger event: the weights of version `version`, which is the number of steps trained, have
+    been sent to the engines, which now generate with them.
+    """
 
     version: int
     receipts: list[str]
-    """Digests of the weights; see `megarl.weight_sync.weight_receipts`."""
+    """Digests of these weights, in hexadecimal; an engine that computes with other weights reports
+    another digest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ended:
-    """Generation has ended, and no further event comes unless the run is resumed."""
+    """Ledger event: generation of rollouts has ended, after `step` steps. No further event follows
+    unless the run is resumed.
+    """
 
     step: int
     """Steps done."""
@@ -145,39 +173,29 @@ class Ended:
 Event = Started | Dispatched | Finished | Accepted | Rejected | Trained | Published | Ended
 
 KINDS: dict[str, type[Event]] = {
-    "started": Started,
-    "restored": Restored,
-    "dispatched": Dispatched,
-    "carried": Carried,
-    "finished": Finished,
-    "accepted": Accepted,
-    "rejected": Rejected,
-    "trained": Trained,
-    "published": Published,
-    "ended": Ended,
+    kind.__name__.lower(): kind for kind in (*get_args(Event), Restored, Carried)
 }
 """{name in the file: class}"""
 
-NAMES = {kind: name for name, kind in KINDS.items()}
-FIELDS = {kind: tuple(one.name for one in dataclasses.fields(kind)) for kind in NAMES}
-
-
 NOT_ORDERED = {"dispatch", "used", "max_open"}
-"""Fields of `Started` that are left out where groups are used in order: ledgers of such runs are
-read by earlier versions of megarl too."""
+"""Fields of `Started` that are left out where groups are used in the order of their prompts:
+earlier versions of megarl, which lack these fields, can then read the ledger too."""
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """The event as JSON data."""
-    kind = type(event)
-    names = FIELDS[kind]
+    """The ledger event as a dict of JSON data: {"event": name of its class in lower case, each
+    field by its name}.
+    """
+    values = vars(event)
     if isinstance(event, Started) and event.dispatch == ORDERED:
-        names = tuple(name for name in names if name not in NOT_ORDERED)
-    return {"event": NAMES[kind]} | {name: getattr(event, name) for name in names}
+        values = {name: value for name, value in values.items() if name not in NOT_ORDERED}
+    return {"event": type(event).__name__.lower()} | values
 
 
 def from_record(record: Mapping[str, Any]) -> Event:
-    """The event that `to_record` made `record` of. Raises `ValueError` for any other record."""
+    """The ledger event, such as `Dispatched(...)`, that `to_record` made the dict `record` of.
+    Raises `ValueError` for any other dict.
+    """
     values = dict(record)
     kind = KINDS.get(values.pop("event", ""))
     try:

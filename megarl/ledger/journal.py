@@ -1,4 +1,4 @@
-"""A file of JSON lines to which records are appended, in which damage shows.
+"""A file of JSON lines to which records (dicts) are appended, and in which damage can be found.
 
     {"n":0,"event":"ledger","format":1,"run":"9f3c...","crc":"5d1a0c3e"}
     {"n":1,"event":"dispatched","ordinal":0,...,"crc":"08be11f2"}
@@ -15,19 +15,21 @@ a name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import shutil
 import threading
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from megarl.files import parse_json
+from megarl.errors import UserError
+from megarl.files import UNFINISHED, in_thread, new_file, parse_json
 
 FILE = "ledger.jsonl"
 """Name of the ledger in the run folder."""
@@ -42,8 +44,8 @@ appended meanwhile."""
 SYNC_TIMEOUT_S = 60.0
 """Seconds to wait for records to be on the disk."""
 
-ASIDE = ".writing"
-"""End of the name of a copy that is to take the place of a journal."""
+BLOCK_BYTES = 2**16
+"""Bytes that are read at once from the end of a file."""
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\n')
@@ -52,8 +54,9 @@ SEAL_BYTES = len(b',"crc":"00000000"}\n')
 
 
 def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, int]:
-    """(line number `number` with the content of `record`, its checksum). `before`: checksum of the
-    line before, 0 for the first line.
+    """Make line number `number` (from 0) of a journal, a JSON-lines file that shows damage. Returns
+    (line {"n": number, ...record, "crc": hex} as bytes with its newline, its CRC-32). `before`:
+    CRC-32 of the line before, from which the line's own starts; 0 for the first line.
     """
     body = ENCODER.encode({"n": number, **record})[:-1].encode()
     crc = zlib.crc32(body, before)
@@ -61,8 +64,9 @@ def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, 
 
 
 def checksum(line: bytes, number: int, before: int) -> int | None:
-    """Checksum of a line that is whole, is number `number` and follows a line with checksum
-    `before`; None for any other.
+    """Check a line of a journal, bytes with its newline, as `sealed` makes it. Returns its CRC-32
+    if the line is complete, has the number `number` and follows a line with the CRC-32 `before` (0
+    for none); otherwise None.
     """
     seal = SEAL.fullmatch(line[-SEAL_BYTES:])
     if seal is None or not line.startswith(b'{"n":%d,' % number):
@@ -72,8 +76,9 @@ def checksum(line: bytes, number: int, before: int) -> int | None:
 
 
 class Reader:
-    """Reads a journal from its first line. A torn tail, which a killed process leaves, is passed
-    over.
+    """Reads a journal, a JSON-lines file with a CRC-32 in each line, from its first line: iterating
+    gives the records as dicts, `verify` only checks them. An incomplete end, which a killed process
+    leaves, is passed over.
 
     Args:
         path: the file.
@@ -81,7 +86,7 @@ class Reader:
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is no journal, or one of a newer format; and while it is read, a line
-            is broken that others follow.
+            is damaged and others follow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +100,7 @@ class Reader:
         self.num_lines, self.num_bytes, self.checksum = 0, 0, 0
         """Lines and bytes read so far that are whole, and the checksum of the last line."""
         self.torn_bytes = 0
-        """Bytes of the torn tail, once everything has been read."""
+        """Bytes of the incomplete end, once everything has been read."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records in order, without the first line's; `n` and `crc` are left out."""
@@ -106,23 +111,26 @@ class Reader:
                 yield record
 
     def verify(self) -> int:
-        """Read the whole file; returns the bytes of its torn tail."""
-        if self.is_torn_at_start:
-            self.torn_bytes = self.path.stat().st_size
-        else:
-            for _ in self.lines():
-                pass
+        """Read the whole file and check every line. Returns the number of bytes of its incomplete
+        end, 0 if there is none. Raises `ValueError` for a damaged line that others follow.
+        """
+        for _ in self.lines():
+            pass
         return self.torn_bytes
 
     def lines(self) -> Iterator[bytes]:
-        """The whole lines, the first one too."""
+        """Iterate over the complete lines, as bytes with their newline, the first one (which tells
+        the format and the run) included. Raises `ValueError` for a damaged line that others follow.
+        """
         self.num_lines, self.num_bytes, self.checksum, self.torn_bytes = 0, 0, 0, 0
         with self.path.open("rb") as file:
             for line in file:
                 crc = checksum(line, self.num_lines, self.checksum)
                 if crc is None:
-                    rest = file.readlines()
-                    if _is_damage(line, rest, self.num_lines, self.checksum):
+                    rest, whole = file.readlines(), WHOLE.fullmatch(line)
+                    # The end that a killed process leaves half written is broken to its last byte.
+                    is_other = whole is not None and int(whole[1]) != self.num_lines
+                    if is_other or any(map(WHOLE.fullmatch, rest)):
                         raise ValueError(
                             f"{self.path}, line {self.num_lines + 1} is damaged (its number or"
                             " checksum does not fit the line before), and other lines follow; move"
@@ -136,7 +144,9 @@ class Reader:
 
 
 def _run_id(path: Path, line: bytes) -> str:
-    """The run's name in the first line; raises `ValueError` unless that is one of this format."""
+    """The run id in the first line of the ledger at `path`. Raises `ValueError` if `line` is not
+    the first line of a ledger, is damaged, or is of a newer format.
+    """
     try:
         record = parse_json(line)
     except ValueError:  # of JSON or of UTF-8
@@ -154,45 +164,20 @@ def _run_id(path: Path, line: bytes) -> str:
     return str(record.get("run"))
 
 
-def _is_damage(line: bytes, rest: list[bytes], number: int, before: int) -> bool:
-    """Whether a broken line is damage, and not the end that a killed process has left half
-    written.
-
-    That end is broken to its last byte. Damage is told by a whole line behind it that fits, or by a
-    whole line of another number, as where a line was removed.
-    """
-    # The checksum by which the next line would follow: what the broken line says, or what it would
-    # say if only its own checksum were broken.
-    fitting = [zlib.crc32(line[:-SEAL_BYTES], before)]
-    for place, one in enumerate([line, *rest], start=number):
-        if any(checksum(one, place, crc) is not None for crc in fitting) and place > number:
-            return True
-        whole = WHOLE.fullmatch(one)
-        if whole is not None and int(whole[1]) != place:
-            return True
-        if place > number:
-            fitting = []
-        seal = SEAL.fullmatch(one[-SEAL_BYTES:])
-        fitting += [int(seal[1], 16)] if seal is not None else []
-    return False
-
-
-class LostError(OSError):
-    """Another run owns the journal. The text is a sentence for the user."""
-
-
 class Journal:
-    """A journal that is being written, by a thread of its own: appending costs the caller no input
-    or output.
+    """A JSON-lines file with a CRC-32 in each line, to which this process appends records (dicts).
+    A thread of its own writes and syncs them within a quarter of a second, so that `append` does
+    not wait for the disk; `sync` waits; `close` ends it.
 
     Args:
         path: the file; made with its folder if missing. Records are appended to a copy of an
-            existing one, which takes its place, without the torn tail.
-        lost: says in a sentence why this process must not write, "" while it may. Asked before
+            existing file, which takes its place, without an incomplete last line.
+        lost: returns a sentence why this process must not write, "" while it may; called before
             each write.
 
     Raises:
-        OSError: the file cannot be written; `LostError` for what `lost` says.
+        OSError: the file cannot be written.
+        UserError: this process must not write; the text is what `lost` returned.
         ValueError: the file is damaged before its end, or is no journal of a known format.
     """
 
@@ -207,161 +192,121 @@ class Journal:
             self._number, self._checksum = reader.num_lines, reader.checksum
         self.is_new = self._number <= 1
         """Whether the file held no record."""
-        self._file = self._take_place(size)
+        for left in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
+            left.unlink(missing_ok=True)  # of a process that was killed here
+        with new_file(path, self._refuse_lost) as file:
+            if size:
+                with path.open("rb") as old:
+                    shutil.copyfileobj(old, file)
+                file.truncate(size)
+            else:
+                first = {"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}
+                file.write(self._sealed(first))
+            file.seek(0, os.SEEK_END)
+            descriptor = os.dup(file.fileno())
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
         self._waiting: list[Callable[[], Mapping[str, Any]]] = []
-        self._appended = self._synced = 0
-        self._is_closed, self._is_urgent = False, False
+        self._changing, self._writing = threading.Lock(), threading.Lock()
         self._failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
-        self._thread.start()
+        self._is_urgent = threading.Event()
+        self._batch = Future[None]()
+        """The newest batch, which is on the disk after all those before."""
+        self._batch.set_result(None)
 
     def _refuse_lost(self) -> None:
         if problem := self._lost():
-            raise LostError(problem)
+            raise UserError(problem)
 
-    def _take_place(self, size: int) -> int:
-        """Put a copy of the first `size` bytes of the file in its place, with a first line if they
-        are none. Returns the descriptor of the new file, at its end.
-        """
-        for left in self.path.parent.glob(f".{self.path.name}.*{ASIDE}"):
-            self._refuse_lost()
-            left.unlink(missing_ok=True)  # of a process that was killed here
-        aside = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}{ASIDE}")
-        with contextlib.ExitStack() as undo:
-            undo.callback(aside.unlink, missing_ok=True)
-            new = os.open(aside, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-            undo.callback(os.close, new)
-            if size:
-                with self.path.open("rb") as old, open(new, "wb", closefd=False) as file:
-                    shutil.copyfileobj(old, file)
-                os.ftruncate(new, size)
-            else:
-                first = {"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}
-                line, self._checksum = sealed(0, first, 0)
-                self._number = 1
-                os.write(new, line)
-            os.fsync(new)
-            self._refuse_lost()
-            aside.rename(self.path)
-            undo.pop_all()
-        _sync_folder(self.path.parent)
-        return new
+    def _sealed(self, record: Mapping[str, Any]) -> bytes:
+        """The next line."""
+        line, self._checksum = sealed(self._number, record, self._checksum)
+        self._number += 1
+        return line
 
     def append(self, record: Callable[[], Mapping[str, Any]]) -> None:
-        """Append what `record` returns; the writing thread calls it. Returns at once. Raises
-        `OSError` if writing has failed before.
+        """Append one record, the dict of JSON data that `record()` returns; the writing thread
+        calls it later. Returns at once. Raises `UserError` if writing has failed before, as on a
+        full disk.
         """
-        with self._changed:
+        with self._changing:
             if self._failure is not None:
                 raise self._failure
-            assert not self._is_closed
+            if not self._waiting:
+                is_urgent = threading.Event()
+                self._batch = in_thread("ledger", functools.partial(self._write, is_urgent))
+                self._is_urgent = is_urgent
             self._waiting.append(record)
-            self._appended += 1
-            if len(self._waiting) == 1:
-                self._changed.notify_all()
 
     def sync(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
-        """Wait until everything that was appended is on the disk. Raises `OSError` if it cannot be
-        written, or is not there within `timeout_s`.
+        """Block until everything that was appended is on the disk (fsync). Raises `UserError` if it
+        cannot be written, or is not there within `timeout_s` seconds.
         """
-        with self._changed:
-            wanted, self._is_urgent = self._appended, True
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._synced >= wanted or self._failure is not None, timeout_s
-            )
-            if self._failure is not None:
-                raise self._failure
-            if self._synced < wanted:
-                raise TimeoutError(f"{self.path} was not on the disk within {timeout_s:g} s")
+        self._is_urgent.set()
+        done, _ = wait([self._batch], timeout_s)
+        if not done:
+            raise _unwritten(f"{self.path} was not on the disk within {timeout_s:g} s")
+        self._batch.result()
 
     def close(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
-        """Write what is left, and close the file. A second call does nothing."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
+        """Write what is left, blocking for at most `timeout_s` seconds, and close the file. Raises
+        nothing if it cannot be written. A second call does nothing.
+        """
+        with contextlib.suppress(UserError):
+            self.sync(timeout_s)
+            self._file.close()
 
-    def _work(self) -> None:
-        """What the thread does: write and sync, in batches, until the journal is closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                due = time.monotonic() + WRITE_WITHIN_S
-                while not (self._is_closed or self._is_urgent) and time.monotonic() < due:
-                    self._changed.wait(due - time.monotonic())
-                batch, self._waiting, self._is_urgent = self._waiting, [], False
-                is_last, upto = self._is_closed, self._appended
+    def _write(self, is_urgent: threading.Event) -> None:
+        """Write and sync what was appended until `is_urgent`, or within `WRITE_WITHIN_S`: in one
+        call, where the system takes it.
+        """
+        is_urgent.wait(WRITE_WITHIN_S)
+        with self._writing:
+            with self._changing:
+                batch, self._waiting = self._waiting, []
             try:
+                if self._failure is not None:
+                    raise self._failure
                 self._refuse_lost()
-                self._write([record() for record in batch])
-                os.fsync(self._file)
+                left = memoryview(b"".join(self._sealed(record()) for record in batch))
+                while left:
+                    left = left[self._file.write(left) :]
+                os.fsync(self._file.fileno())
             except Exception as error:  # raised again from the next call
-                with self._changed:
-                    self._failure = error
-                    if isinstance(error, OSError) and not isinstance(error, LostError):
-                        self._failure = OSError(error.errno, error.strerror, str(self.path))
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._synced = upto
-                self._changed.notify_all()
-            if is_last:
-                os.close(self._file)
-                return
-
-    def _write(self, records: list[Mapping[str, Any]]) -> None:
-        """Write records as lines; the whole batch in one call where the system takes it."""
-        lines = []
-        for record in records:
-            line, self._checksum = sealed(self._number, record, self._checksum)
-            self._number += 1
-            lines.append(line)
-        left = memoryview(b"".join(lines))
-        while left:
-            left = left[os.write(self._file, left) :]
+                is_disk = isinstance(error, OSError)
+                self._failure = _unwritten(f"{error}: {self.path}") if is_disk else error
+                raise self._failure from None
 
 
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new file in it is found after a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-BLOCK_BYTES = 1 << 16
-"""Bytes in which the end of the last line is looked for at a time."""
+def _unwritten(why: str) -> UserError:
+    return UserError(
+        f"the run's ledger cannot be written ({why}); free space on its disk, and resume the run"
+    )
 
 
 def position(path: Path) -> dict[str, int | str]:
-    """{"bytes": whole lines of the ledger `path`, "crc": checksum of the last one}; {} if the file
-    is missing or has no whole line. What the position covers is on the disk afterwards.
+    """How far the ledger file `path` is written: {"bytes": size of its complete lines, "crc": the
+    last one's CRC-32 as 8 hexadecimal digits}; {} if the file is missing or has no complete line.
+    Syncs the file to disk. A checkpoint keeps the result; a resumed run passes it to `difference`,
+    which tells whether the ledger still has these lines.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    with file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
+    with path.open("rb") as file:
+        end, size = file.seek(0, os.SEEK_END), 0
+        while end and not size:
             begin = max(0, end - BLOCK_BYTES)
             file.seek(begin)
             newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                size = begin + newline + 1
-                crc = _crc(path, size)
-                os.fsync(file.fileno())
-                return {"bytes": size, "crc": crc} if crc else {}
-            end = begin
-    return {}
+            end, size = begin, begin + newline + 1 if newline >= 0 else 0
+        os.fsync(file.fileno())
+    crc = _crc(path, size)
+    return {"bytes": size, "crc": crc} if crc else {}
 
 
 def difference(path: Path, before: Mapping[str, int | str]) -> str:
-    """Why the ledger `path` does not go on from `before`, what `position` returned for it; "" if it
-    does, or if `before` is empty.
+    """Why the ledger file `path` no longer has the lines that it had when `position` returned
+    `before`, in words: it is shorter, or the last of these lines is another. "" if it has them, or
+    if `before` is empty.
     """
     if not before:
         return ""

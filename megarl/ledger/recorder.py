@@ -1,8 +1,9 @@
-"""What the rollout service tells the ledger."""
+"""How the rollout service, which generates the rollouts of a run, writes the run's ledger."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,31 +28,35 @@ from megarl.ledger.events import (
     Trained,
     to_record,
 )
-from megarl.ledger.journal import Journal, LostError
+from megarl.ledger.journal import Journal
 from megarl.types import Cursor, Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
-"""Why dynamic sampling rejects a group with `rollout.filter: differing`."""
+"""Reason why dynamic sampling (`rollout.filter: differing`) rejects a group."""
 
 LONGEST_FAILURE = 300
 """Characters that are kept of the reason why generation failed."""
 
 
 class Recorder:
-    """Writes the events of a rollout service, which counts steps from 0; the file counts them from
-    1. Every method but `durable` and `end` returns at once.
+    """Writes the events of the rollout service, the process that generates a run's rollouts, to the
+    run's ledger, the file `path`: `start` first, then one call for each thing that happens to a
+    group (all rollouts of one prompt), then `end`. The service counts steps from 0; the file counts
+    them from 1. Every method but `durable` and `end` returns at once. Without a `path` nothing is
+    recorded.
 
-    No method waits for the disk before a batch is trained. A batch whose events are lost in a crash
-    is of no checkpoint yet: the resumed run makes it void and generates it again. What a checkpoint
-    says must be in the ledger, though, so the service awaits `durable` before it tells the cursor
-    that a checkpoint will hold.
+    No method waits for the disk before a batch is trained. If a crash loses the events of a batch,
+    no checkpoint has that batch: the resumed run generates it again. The events that a checkpoint
+    relies on must be in the ledger, so the service awaits `durable` before it answers with the
+    position in the data that a checkpoint will store.
 
     Methods raise `UserError` where the file cannot be written.
     """
 
     def __init__(self, path: Path | None = None, lost: Callable[[], str] = str) -> None:
-        """`path`: the ledger's file; None to record nothing. `lost`: see `Journal`. Raises
-        `OSError` or `ValueError` for a file that cannot be continued, as `Journal` does.
+        """`path`: the ledger's file; None to record nothing. `lost`: returns a sentence why this
+        process must not write, "" while it may. Raises `OSError`, `UserError` or `ValueError` for a
+        file that cannot be continued.
         """
         self._journal = Journal(path, lost) if path is not None else None
         self._version = 0
@@ -68,8 +73,11 @@ class Recorder:
         dispatch: str = ORDERED,
         max_open: int = 0,
     ) -> None:
-        """Generation starts after `step` steps, which have used the groups of `cursor`; see
-        `megarl.ledger.events.Started`.
+        """Write to the run's ledger that generation of rollouts starts after `step` steps, which
+        have used the groups (prompts with their rollouts) that `cursor` lists. The other arguments
+        are settings of the run: how many versions old the weights of a rollout may be, groups of a
+        batch, groups after which a batch is complete even if fewer are accepted,
+        `rollout.dispatch`, and the largest number of groups that may be under way (0: no limit).
         """
         if self._journal is not None:
             kind = Started if self._journal.is_new and step == 0 else Restored
@@ -82,21 +90,26 @@ class Recorder:
             self._version, self._is_started = step, True
 
     def dispatch(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
-        """Record that the requests of a group are sent to the engines. `ordinal`: position of the
-        group's prompt in the training order; `prompt`: index of its row in the data set;
-        `version`: of the trainer's weights now; `seed`: of the group's first rollout.
+        """Write to the run's ledger that the requests of a group (all rollouts of one prompt) are
+        sent to the engines. `ordinal`: position of the prompt in the training order, from 0;
+        `prompt`: index of its row in the data set; `version`: version of the trainer's weights now;
+        `seed`: sampling seed of the group's first rollout.
         """
         self._put(Dispatched(ordinal, prompt, version, seed))
 
     def carry(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
-        """Record that a finished group comes from the checkpoint that the run goes on from.
-        `version`: of the trainer's weights when the group was sent to the engines; the other
-        arguments are those of `dispatch`. Called after `start` and before the first `dispatch`.
+        """Write to the run's ledger that a finished group (all rollouts of one prompt) is taken
+        from the checkpoint that the run is resumed from. `ordinal`: position of the prompt in the
+        training order, from 0; `prompt`: index of its row in the data set; `version`: version of
+        the trainer's weights when the group was sent to the engines; `seed`: sampling seed of its
+        first rollout. Called after `start` and before the first `dispatch`.
         """
         self._put(Carried(ordinal, prompt, version, seed))
 
     def finish(self, group: Group) -> None:
-        """Record that all rollouts of `group` are generated and scored."""
+        """Write to the run's ledger that all rollouts of `group`, a prompt with its rollouts, are
+        generated and scored, its greedy response too, if it has one.
+        """
         rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
         self._append(functools.partial(_finished, group.ordinal, rollouts))
 
@@ -108,10 +121,11 @@ class Recorder:
         swept: Sequence[int] = (),
         reason: str = EQUAL_REWARDS,
     ) -> None:
-        """Record that the batch of `step` (from 0) is complete. `drawn`: ordinals of all groups
-        that the step has looked at; `accepted`: ordinals of those that are trained on, the others
-        are rejected for `reason`; `swept`: ordinals of unfinished groups that are rejected too,
-        because every later step would find them too old.
+        """Write to the run's ledger that the batch of `step` (from 0) is complete. Groups (all
+        rollouts of one prompt) are named by the position of their prompt in the training order.
+        `drawn`: all groups that were looked at for the batch; `accepted`: those of them that are
+        trained on, while the others are rejected for `reason`; `swept`: unfinished groups that are
+        rejected too, because every later step would find their weights too old.
         """
         for ordinal in drawn:
             self._put(
@@ -123,39 +137,39 @@ class Recorder:
             self._put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
-        """Record that the steps before `version` are trained, since the weights that came of them
-        are on the engines. Every rank releases each version; only the first call counts.
+        """Write to the run's ledger (the file that tells what became of every group of rollouts)
+        that the steps before `version` (counted from 0) are trained, since the weights that came of
+        them, of version `version`, are on the engines. Every rank reports each version; only the
+        first call for a version counts.
         """
         for done in range(self._version + 1, version + 1):
             self._put(Trained(done, done))
         self._version = max(self._version, version)
 
     def publish(self, version: int, receipts: Sequence[str]) -> None:
-        """Record the receipts of the weights `version`, which are on the engines
-        (`megarl.weight_sync.weight_receipts`).
+        """Write to the run's ledger that the weights of version `version` are on the engines.
+        `receipts`: digests of these weights, in hexadecimal, by which an engine's weights are
+        compared with the trainer's.
         """
         self._put(Published(version, list(receipts)))
 
     async def durable(self) -> None:
-        """Wait until every event so far is on the disk."""
+        """Wait until every event recorded so far is on the disk (fsync), in the ledger's file."""
         if self._journal is not None:
-            try:
-                await asyncio.to_thread(self._journal.sync)
-            except OSError as error:
-                raise unwritten(error) from error
+            await asyncio.to_thread(self._journal.sync)
 
     async def end(self, failure: BaseException | None) -> None:
-        """Generation has ended, by `failure` if one is given. A second call does nothing."""
+        """Write to the run's ledger that generation of rollouts has ended, because of the error
+        `failure` if one is given; wait until everything is on the disk, and close the file. A
+        second call does nothing.
+        """
         if self._journal is None:
             return
-        journal, self._journal = self._journal, None
-        reason = str(failure) or type(failure).__name__ if failure is not None else ""
         if self._is_started:
-            try:
-                ended = Ended(self._version, reason[:LONGEST_FAILURE])
-                journal.append(functools.partial(to_record, ended))
-            except OSError:
-                pass  # said where it came up
+            reason = str(failure) or type(failure).__name__ if failure is not None else ""
+            with contextlib.suppress(UserError):  # said where it came up
+                self._put(Ended(self._version, reason[:LONGEST_FAILURE]))
+        journal, self._journal = self._journal, None
         await asyncio.to_thread(journal.close)
 
     def _put(self, event: Event) -> None:
@@ -163,21 +177,7 @@ class Recorder:
 
     def _append(self, record: Callable[[], Mapping[str, Any]]) -> None:
         if self._journal is not None:
-            try:
-                self._journal.append(record)
-            except OSError as error:
-                raise unwritten(error) from error
-
-
-def unwritten(error: OSError) -> UserError:
-    """The `UserError` with which a run ends after writing its ledger has failed with `error`: the
-    disk is full, or, for `LostError`, another run has taken the folder.
-    """
-    if isinstance(error, LostError):
-        return UserError(str(error))
-    return UserError(
-        f"the run's ledger cannot be written ({error}); free space on its disk, and resume the run"
-    )
+            self._journal.append(record)
 
 
 def _finished(ordinal: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -23,13 +23,20 @@ from megarl.types import StepBatch, StepReport
 
 
 def main(config: DistillConfig, inputs: RunInputs) -> int:
-    """`megarl distill`; see `megarl.loops.rl.run_command`."""
+    """The command `megarl distill` on this rank: train the policy on a teacher's distributions
+    until `config.steps` steps are done. All ranks call it together. `config` is the checked recipe,
+    `inputs` what the checks before a run have loaded: tokenizer, layout of the ranks and, on rank
+    0, the prompts. Returns the exit code, 0; rank 0 prints a summary as one JSON object on stdout.
+    """
     return run_command(config, inputs, METHOD)
 
 
 def distillation_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """Train the policy to predict the distributions that the teacher predicts for the rollouts of
-    `batch`. A rank of the policy calls it once a step.
+    """One step of `megarl distill` on a rank of the policy: the teacher computes its next-token
+    distributions for the tokens of `batch` (this rank's samples of the step), and the policy is
+    trained to predict them. All ranks of the policy call it together, once a step. `parts`: this
+    rank's models, with a teacher. Returns the step's number and metrics {name: number}, the same on
+    each rank.
     """
     learner, teacher = parts.learner, parts.teacher
     assert isinstance(learner, Distillation) and teacher is not None
@@ -39,12 +46,14 @@ def distillation_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
 
 
 def serve_teacher(parts: ServingParts, step: int) -> None:
-    """A step on a rank that has a part of the teacher and none of the policy: compute the teacher's
-    distributions, which the ranks of the policy receive.
+    """One step of `megarl distill` on a rank that has a part of the teacher and none of the policy:
+    compute the teacher's distributions for samples that the policy's ranks send, and send the
+    distributions back. All such ranks call it together. `parts`: this rank's part of the teacher.
+    `step` (from 0) is not used.
     """
     assert parts.teacher is not None
     parts.teacher.read(None, ())
 
 
 METHOD = Method(distillation_step, serve_teacher)
-"""What `megarl distill` does with the rollouts of a step."""
+"""The two functions by which `megarl distill` differs from `megarl train`."""

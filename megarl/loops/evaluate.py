@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from megarl import console
 from megarl.chat_template import tags_of
-from megarl.checks.evaluation_checks import EvalCase, EvalInputs
+from megarl.checks.preflight import EvalCase, EvalInputs
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.rollout_client import RolloutClient
@@ -34,11 +34,16 @@ from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 
 PROBLEMS_PER_CALL = 256
-"""Problems asked of the rollout service at once; this bounds the size of an answer."""
+"""Problems in one request to the rollout service; this bounds the size of its answer."""
 
 
 def main(config: RunConfig, inputs: EvalInputs) -> int:
-    """Evaluate every model on every data set; prints the results as one JSON object."""
+    """The command `megarl eval`, in one process: evaluate every model on every data set. `config`
+    is the recipe; `inputs`, which the checks before the run have made, lists for each model its
+    recipe, tokenizer and tokenised problems. Writes generations.jsonl and results.json in a new
+    folder FOLDER/eval/NUMBER, where FOLDER is the recipe's `folder`, and prints the results as one
+    JSON object on stdout. Returns the exit code, 0.
+    """
     folder = make_folder(Path(config.folder) / "eval")
     console.open_log(folder)
     console.say(f"generations and results are written to {folder}")
@@ -53,7 +58,9 @@ def main(config: RunConfig, inputs: EvalInputs) -> int:
 
 
 def make_folder(parent: Path) -> Path:
-    """Make and return `parent`/000001 or, if it is there already, the next number."""
+    """Make the next numbered folder in `parent`, 000001 at first, and return its path. `parent` is
+    made if it does not exist. Two processes get different folders.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(one.name) for one in parent.iterdir() if one.name.isdecimal()), default=0)
     while True:
@@ -66,8 +73,11 @@ def make_folder(parent: Path) -> Path:
 
 
 def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
-    """Start the engines of a model and evaluate it: the results on one data set after another.
-    Every generation is written to the file `to`, one JSON object a line.
+    """Start the engines of one model and evaluate it: yields the results on one data set after
+    another, each a dict of metrics with `model`, `data` and, where several or sampled responses to
+    a problem are asked for, `sampled`. `case` holds the recipe with this model, its tokenizer and
+    the tokenised problems by data set. Every generation is written to the open text file `to`, one
+    JSON object a line. The engines are closed with the iterator.
     """
     tags = tags_of(case.inputs.tokenizer.chat_template)
     config, evaluation = case.config, case.config.evaluation
@@ -95,8 +105,11 @@ def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[None]:
-    """Engines of `model.path`, behind a rollout service, until the end of the block. Raises
-    `UserError` if they give log-probs of `prompt` that are not finite.
+    """A context manager in which inference engines of the model `config.model.path`, behind a
+    rollout service on a Ray cluster of their own, answer the requests of a `RolloutClient` in this
+    process. `inputs`: the model's tokenizer and stop tokens. Entering blocks until the engines are
+    ready. They first score the tokens of `prompt`; raises `UserError` if the log-probs are not
+    finite.
     """
     on_cpu = mesh.local_device().type == "cpu"
     with Cluster(
@@ -118,8 +131,9 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
 
 
 def shown(found: Mapping[str, Any], temperature: float) -> str:
-    """Format the accuracies `found` of one data set as a line of text: first of the responses at
-    `temperature`, then, if there are any, of several sampled responses to each problem.
+    """The accuracies in `found`, the results on one data set, as a line of text without newline:
+    first of the one response to each problem, sampled at `temperature` ("greedy" for 0), then, if
+    there are any, of several sampled responses to each problem.
     """
     first = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
     parts = {first: found}
@@ -138,7 +152,8 @@ def shown(found: Mapping[str, Any], temperature: float) -> str:
 
 def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
     """Raise `UserError`, which names the model, if an engine has returned a log-prob that is NaN or
-    infinite. scores: [engines][tokens] log-probs of the same text. `model`: its path.
+    infinite. `scores`: [engines][tokens] log-probs of the same text. `model`: path or name of the
+    model.
     """
     if not all(math.isfinite(score) for engine in scores for score in engine):
         raise UserError(
@@ -156,9 +171,14 @@ def generate(
     *,
     inspects: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one response to each problem for each of `names`, which tell the sampling
-    seeds apart; sample by sample, in the order of the problems. `inspects`: see
-    `megarl.rollout.evaluation.answers`.
+    """Have the rollout service answer and judge each of `prompts` (`Prompt` objects: tokenised
+    problems with reference answers) once for each of `names`, and yield a dict for each response:
+    all problems for the first name, in their order, then for the next. Keys are, among others,
+    `prompt`, `response` (text), `correct` (bool), `reward`, `tokens` and `finish`. A response's
+    sampling seed depends on the problem and the name alone.
+
+    `temperature`: 0 for greedy. With `inspects` failed verdicts raise no `UserError`, and each dict
+    has the token segments of the response as `segments`.
     """
     pending = [
         client.answers(
@@ -175,7 +195,10 @@ def generate(
 
 
 def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
-    """Append the records of one data set to a file."""
+    """Append the responses `rows` of one data set to the open text file `to`, one JSON object a
+    line, each with the entries of `about` and `kind` ("greedy" or "sampled") before its own; NaN
+    and infinity become null. The file is flushed.
+    """
     for record in rows:
         to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
     to.flush()
@@ -184,7 +207,11 @@ def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[s
 def over_samples(
     records: list[dict[str, Any]], num_problems: int, environment: EnvironmentConfig
 ) -> dict[str, float | None]:
-    """avg@n, pass@k and maj@n of records that lie sample by sample."""
+    """avg@n, pass@k and maj@n, fractions 0 to 1 as {name: value}, of n responses to each of
+    `num_problems` problems. `records`: dicts of the responses with `correct` and `response`, first
+    one to each problem, then the next one to each. `environment`: the recipe's section, whose
+    verifier tells which answers are equal; maj@n is None where it does not.
+    """
     by_problem = [records[number::num_problems] for number in range(num_problems)]
     correct = [[one["correct"] for one in rows] for rows in by_problem]
     answers, parts = None, environment.named_parts or {"": environment}
@@ -206,9 +233,10 @@ def over_samples(
 
 
 def final_answer(response: str, environment: EnvironmentConfig, question: str = "") -> str | None:
-    """The answer in a response, by which maj@n counts equal answers. Verifier `math`: the final
-    expression, a plain number by its value. Verifier `exact_match`: the text that is compared.
-    None if the response holds no answer. `question`: the prompt's text.
+    """The answer in a response's text, by which maj@n counts equal answers; None if the response
+    holds no answer. `environment`: the recipe's section. With its verifier `math` the answer is the
+    final expression, a plain number by its value; with `exact_match` the text that is compared.
+    `question`: the prompt's text, whose end may be the opening tag of the response's thinking.
     """
     response = answer_part(response, environment.thinking, question)
     if environment.verifier == "math":

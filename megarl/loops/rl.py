@@ -2,9 +2,10 @@
 weights go to the engines. The same code on every rank of the policy.
 
 Synchronous training is `rollout.max_staleness: 0` of this loop, not a second loop: the rollout
-service decides what may start, the loop only takes, trains, publishes and releases. `megarl
-distill` is this loop too, with another way to train (`megarl.loops.distill`).
-`megarl.loops.rl_setup` builds what the loop works with.
+service decides which rollouts may start; the loop takes a batch, trains on it, sends the new
+weights to the engines, and tells the service that the step is done. `megarl distill` is this loop
+too, with another way to train (`megarl.loops.distill`). `megarl.loops.rl_setup` builds what the
+loop works with.
 """
 
 from __future__ import annotations
@@ -34,31 +35,44 @@ from megarl.trainer.policy import PolicyGradient
 from megarl.types import StepBatch, StepReport
 
 TrainStep = Callable[[TrainingParts, StepBatch], StepReport]
-"""Trains the roles of a rank on the batch of one step."""
+"""Function of (objects of this rank, batch of one step) -> report with metrics: trains the policy,
+and critics if there are any, on the batch. All ranks of the policy call it together."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a command does with the rollouts of a step: the two functions in which `megarl train`
-    and `megarl distill`, which share the loop of this module, differ.
+    """What a command does with the rollouts of each step, as two functions that the RL loop calls:
+    `train` on ranks of the policy, `serve` on ranks that have only other models. `megarl train` and
+    `megarl distill` differ in these functions alone.
     """
 
     train: TrainStep
     """Trains the policy on one batch and returns the step's report. All ranks of the policy call
     the function together, in every step."""
     serve: Callable[[ServingParts, int], None]
-    """The part of a rank that holds other roles, but no part of the policy: it computes its roles'
-    columns of the batch that `train` trains on. The number is the step, from 0. All such ranks call
-    the function together, in every step."""
+    """The part of a step on a rank that has a reference, critic, reward model or teacher, but no
+    part of the policy: it computes, for each token of the batch that `train` gets, what its model
+    adds to it, such as log-probs or values. The number is the step, from 0. All such ranks call the
+    function together, in every step."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """`megarl train`; see `run_command`."""
+    """The command `megarl train` on this rank: train the policy by reinforcement learning until
+    `config.steps` steps are done. All ranks call it together. `config` is the checked recipe,
+    `inputs` what the checks before a run have loaded: tokenizer, layout of the ranks and, on rank
+    0, the prompts. Returns the exit code, 0; rank 0 prints a summary as one JSON object on stdout.
+    """
     return run_command(config, inputs, method_of(config))
 
 
 def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
-    """Train on rollouts; rank 0 prints a summary as one JSON object. Returns the exit code."""
+    """Train on rollouts until `config.steps` steps are done, on this rank; all ranks call it
+    together. Sets up torch.distributed, models and engines, and closes them at the end. `config` is
+    the checked recipe, `inputs` what the checks before a run have loaded (tokenizer, layout of the
+    ranks and, on rank 0, the prompts), `method` the functions that do a step's training. Returns
+    the exit code, 0; rank 0 prints a summary as one JSON object on stdout. Errors are raised, and
+    `EndedBySignal` after a signal.
+    """
     with open_context(config, inputs) as context:
         if not context.is_finished():
             assert isinstance(context.config, RunConfig)
@@ -77,8 +91,11 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
 
 
 def run(parts: Parts, method: Method) -> None:
-    """Train until `config.steps` steps are done. A signal ends the run after the last finished
-    step, with a checkpoint of it; raises `EndedBySignal` then.
+    """The RL loop of a rank of the policy: train until `config.steps` steps are done, or a metric
+    is good enough for an early stop. All ranks of the policy call it together. `parts`: this rank's
+    models, engines, rollouts and checkpoints, as `build` returns them; `method`: the functions that
+    do a step's training. A signal ends the run after the last finished step, with a checkpoint of
+    that step; `EndedBySignal` is raised then.
     """
     with graceful() as stop:
         parts.rollouts.stop = stop
@@ -95,9 +112,11 @@ def run(parts: Parts, method: Method) -> None:
 
 
 def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
-    """Train from step `parts.first_step`; returns (steps done, steps done at the newest
-    checkpoint). The run was interrupted if these are fewer than `config.steps`. Raises `UserError`
-    if no step has changed the weights.
+    """Train from step `parts.first_step` on, with rollouts, evaluations and checkpoints. All ranks
+    of the policy call it together. `parts`: this rank's models, engines, rollouts and checkpoints;
+    `method`: the functions that do a step's training. Returns (steps done, steps done at the newest
+    checkpoint); fewer steps than `config.steps` if a signal or an early stop has ended the run.
+    Raises `UserError` if no step has changed the weights.
     """
     config, rollouts = parts.config, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
@@ -161,8 +180,9 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
 
 def lend_memory(parts: Parts) -> None:
-    """Offload the trained roles of every rank, and then wake the colocated engines. All ranks of
-    the policy call it together.
+    """Move master weights and optimizer state of every trained model in `parts` (this rank's models
+    and engines) from the GPU to the host, and then wake the inference engines that share the
+    trainer's GPUs. All ranks of the policy call it together.
     """
     for role in parts.trained:
         role.engine.offload()
@@ -172,7 +192,11 @@ def lend_memory(parts: Parts) -> None:
 
 
 def save(parts: Parts, done: int) -> None:
-    """Write the checkpoint after `done` steps. All ranks of the policy call it together."""
+    """Begin to write the checkpoint after `done` steps into the run folder: the trained models, the
+    position in the data, and finished rollouts that are not used yet. Files are written while
+    training goes on. All ranks of the policy call it together. `parts`: this rank's models,
+    rollouts and checkpoints. Errors of writing are raised (`OSError`, `UserError`).
+    """
     record_batch(parts, None, done)
     cursor = parts.rollouts.cursor(done)
     is_writer = parts.context.mesh.sample.rank == 0
@@ -190,9 +214,11 @@ def save(parts: Parts, done: int) -> None:
 
 
 def record_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
-    """With `observe.batches`, wait until the batches so far are on the disk and begin to write
-    `batch`. Raises `UserError` on every rank, after `done` steps, if one could not be written. All
-    ranks of the policy call it together.
+    """If the recipe sets `observe.batches`, begin to write `batch` (this rank's samples of a step)
+    into the run folder, from which `megarl replay` trains again; first wait until earlier batches
+    are on the disk. With None only wait. Otherwise nothing. All ranks of the policy call it
+    together. Raises `UserError` on each of them, after `done` steps, if a batch could not be
+    written.
     """
     if not parts.config.observe.batches:
         return
@@ -206,8 +232,11 @@ def record_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
 
 
 def publish(parts: Parts, version: int) -> dict[str, float]:
-    """Send the policy's weights to every engine; returns metrics. An engine that does not answer
-    is late after `weight_sync.timeout_s`. All ranks of the policy call it together.
+    """Send the policy's weights to every inference engine, as weight version `version` (the number
+    of steps done). All ranks of the policy call it together; blocks until the engines have them.
+    Returns metrics such as `publish/bytes` {name: number}. `parts`: the objects of this rank,
+    as `rl_setup.build` made them. Raises `RuntimeError` on every rank if an engine
+    does not answer in time or holds other weights than were sent.
     """
     timeout_s = parts.config.weight_sync.timeout_s
     what = f"publication of weights {version}"
@@ -219,18 +248,22 @@ Order = Literal["train", "save", "end", "abort"]
 
 
 def tell(parts: TrainingParts, order: Order, step: int) -> None:
-    """Let the ranks that hold no part of the policy, if there are any, do the same; see
-    `serve`.
+    """On rank 0, give the ranks that hold no part of the policy the order for step `step`: "train"
+    the step, "save" a checkpoint after so many steps, "end" the run, or "abort" it without waiting
+    for a checkpoint. Does nothing if there are no such ranks; does not block.
     """
     if parts.serving is not None:
         parts.serving.give(order, step)
 
 
 def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """Compute the columns that other roles provide for the batch, then train policy and critic on
-    the batch.
+    """One step of `megarl train` on a rank of the policy: reward models, reference and critics
+    compute their values for each token of `batch` (this rank's samples of the step), rewards become
+    advantages, then policy and critics are trained; only critics while these warm up. All ranks of
+    the policy call it together. `parts`: this rank's models. Returns the step's number and metrics
+    {name: number}, the same on each rank.
     """
-    policy, learner, critic, step = parts.policy, parts.learner, parts.critic, batch.step
+    policy, learner, step = parts.policy, parts.learner, batch.step
     assert isinstance(learner, PolicyGradient)
     packed, columns = policy.pack_step(batch), {}
     scores = parts.rewards.scores(batch, packed)
@@ -239,45 +272,62 @@ def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
         columns["reference_logprobs"] = parts.reference.score(
             batch, packed, temperature=parts.config.rollout.temperature
         )
-    if critic is not None:
-        columns["values"] = critic.values(batch, packed)
+    for critic in parts.critics:
+        columns["values" + critic.suffix] = critic.values(batch, packed)
     columns = learner.prepare(batch, packed, columns)
-    if critic is None:
-        return learner.train(batch, packed, columns)
-    critic.start(step, columns.get("returns"))
-    if step < parts.config.critic.warmup_steps:
+    for critic in parts.critics:
+        critic.start(columns.get("returns" + critic.suffix))
+    # Once all have their returns: nothing of another critic waits for one that learns.
+    for critic in parts.critics:
+        critic.learn(step)
+    if step < parts.config.warmup_steps:
         report = StepReport(step, batch.metrics | {"tokens/trained": 0.0})
     else:
         report = learner.train(batch, packed, columns)
-    return replace(report, metrics=report.metrics | critic.finish(step))
+    for critic in parts.critics:
+        report = replace(report, metrics=report.metrics | critic.finish(step))
+    return report
 
 
-def work(parts: ServingParts, step: int) -> None:
-    """A step of a rank without a part of the policy: its roles score, and the critic learns."""
+def work_as_role(parts: ServingParts, step: int) -> None:
+    """One step of `megarl train` on a rank that has no part of the policy: its reward models,
+    reference and critics compute their values for the samples that the policy's ranks send, send
+    them back, and the critics are trained. All such ranks call it together. `parts`: this rank's
+    models. `step`: number of the step, from 0.
+    """
     parts.rewards.scores(None, ())
     if parts.reference is not None:
         parts.reference.score(None, (), temperature=parts.config.rollout.temperature)
-    if parts.critic is not None:
-        parts.critic.values(None, ())
-        parts.critic.start(step, None)
-        parts.critic.finish(step)
+    for critic in parts.critics:
+        critic.values(None, ())
+    for critic in parts.critics:
+        critic.start(None)
+    for critic in parts.critics:
+        critic.learn(step)
+    for critic in parts.critics:
+        critic.finish(step)
 
 
 METHODS: dict[str, TrainStep] = {"policy_gradient": policy_gradient_step}
-"""{name in `algorithm.method`: function that trains on a step's batch}"""
+"""{name in `algorithm.method`: function that trains on the batch of one step}"""
 
 
 def method_of(config: RunConfig) -> Method:
-    """What `megarl train` does with the rollouts of a step."""
-    return Method(function_of(config.algorithm.method, METHODS, "algorithm.method"), work)
+    """The functions that `megarl train` calls in each step. On ranks of the policy it is the
+    training step that the recipe's `algorithm.method` names, a key of `METHODS` or the user's own
+    FILE.py:NAME; on other ranks `work_as_role`, which computes for the policy's ranks. Raises
+    `ValueError` if the file has no such function.
+    """
+    return Method(function_of(config.algorithm.method, METHODS, "algorithm.method"), work_as_role)
 
 
 def serve(parts: ServingParts, method: Method) -> None:
-    """The RL loop of a training rank that holds no part of the policy: in each step its roles work
-    on the samples that the policy's ranks send.
+    """The RL loop of a training rank that has no part of the policy, but of a reference, critic,
+    reward model or teacher (`parts`): it follows the orders of rank 0, of which each step has one,
+    until the run ends, and calls `method.serve` in each step. All such ranks call it together.
 
     After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
-    step.
+    step; then `EndedBySignal` is raised.
     """
     with graceful() as stop:
         while True:
@@ -296,8 +346,9 @@ def serve(parts: ServingParts, method: Method) -> None:
 
 
 def refuse_lost(parts: TrainingParts, done: int) -> None:
-    """End the run with `UserError` on every rank if another run owns its folder by now. All ranks
-    of the policy call it together, after `done` steps and before anything is written.
+    """End the run with `UserError` on every rank if another run has become the owner of the run
+    folder. All ranks of the policy call it together, after `done` steps and before anything is
+    written to the folder.
     """
     if lost := parts.context.lost_folder():
         tell(parts, "abort", done)
@@ -305,8 +356,11 @@ def refuse_lost(parts: TrainingParts, done: int) -> None:
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
-    """On rank 0, write the metrics and transcripts of a step. All ranks of the policy call it
-    together. Raises `UserError` on each of them if another run owns the run folder.
+    """After a training step, rank 0 writes its metrics and transcripts to the run folder, and ends
+    the run if a metric is good enough for an early stop. `report`: the step's number and metrics,
+    the same on every rank; `transcripts`: on rank 0, dicts of prompts with their responses as text.
+    All ranks of the policy call it together. Raises `UserError` on each of them if another run owns
+    the run folder.
     """
     refuse_lost(parts, report.step + 1)
     if parts.observer is not None:
@@ -347,8 +401,10 @@ def _evaluate(parts: Parts, step: int) -> bool:
 
 
 def is_evaluated(parts: Parts, step: int, name: str) -> bool:
-    """Whether a run that goes on after `step` steps was killed after this evaluation of them, which
-    then counts. All ranks call it together.
+    """Whether this evaluation of the weights after `step` steps is in the run folder already: the
+    run was killed after it, and now goes on from the checkpoint of that step. Its metrics then
+    count for an early stop. `name`: "eval" or "eval_sampled". All ranks of the policy call it
+    together and get the same answer.
     """
     if step != parts.first_step or step == 0:
         return False
@@ -359,8 +415,9 @@ def is_evaluated(parts: Parts, step: int, name: str) -> bool:
 
 
 def stop_again(parts: Parts) -> None:
-    """On rank 0 of a run that goes on, end it if the last step of its checkpoint has stopped it
-    early: it was started again, or killed between that checkpoint and its end.
+    """On rank 0 of a run that goes on from a checkpoint, end the run if the metrics of the
+    checkpoint's last step were good enough for an early stop; a run that has stopped early and is
+    started again so ends at once. It does nothing on other ranks.
     """
     if parts.observer is not None and parts.first_step > 0:
         metrics = parts.observer.trained(parts.first_step)
@@ -369,7 +426,11 @@ def stop_again(parts: Parts) -> None:
 
 
 def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:
-    """On rank 0, end the run after `done` steps if the metric of `early_stop` is good enough."""
+    """On rank 0, end the run on all ranks after the present step if `metrics` {name: value},
+    measured after `done` steps, are good enough by the recipe's section `early_stop`. Raises
+    `UserError` if an evaluation lacks the metric of evaluations that the recipe names, or a step a
+    metric of the user's own.
+    """
     early = parts.config.early_stop
     if done < parts.config.steps and reached(early, metrics):
         console.say(f"early stop after {done} steps: {early.metric} is {metrics[early.metric]:.4g}")

@@ -1,4 +1,9 @@
-"""What the loop on rollouts works with: roles, engines, rollouts, publisher, time limits."""
+"""Builds what the RL loop works with on each rank: models, inference engines, the service that
+makes rollouts, the transfer of weights, checkpoints, and time limits.
+
+"All ranks of the job" includes ranks that have no part of the policy, only of other models, such as
+a reference on GPUs of its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,6 @@ from megarl.trainer.role import Role
 from megarl.trainer.teacher import Teacher
 from megarl.trainer.transfer import BatchTransfer, Scorer
 from megarl.weight_sync.adapter_publisher import AdapterPublisher
-from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publication import Publication
 from megarl.weight_sync.publisher import Publisher
@@ -37,8 +41,10 @@ from megarl.weight_sync.publisher import Publisher
 
 @dataclass
 class TrainingParts:
-    """What one training rank of the policy needs to train on batches of rollouts: models,
-    checkpoints and metrics.
+    """What one rank of the policy needs to train on batches of rollouts: the recipe, the policy
+    with its optimizer (`policy`) and what trains it (`learner`), reference, critics, reward models
+    and teacher, checkpoints, and on rank 0 the writer of metrics (`observer`). Made by
+    `build_training`.
     """
 
     config: RunConfig
@@ -47,15 +53,18 @@ class TrainingParts:
     """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
     policy: Role
     reference: Scorer | None
-    """Computes the column `reference_logprobs` of each batch; None without a KL penalty."""
-    critic: Critic | None
-    """Computes the column `values` of each batch and learns from its returns; None without GAE."""
+    """Computes the reference's log-prob of each token of a batch; None without a KL penalty."""
+    critics: list[Critic]
+    """Compute the values of each batch and learn from its returns: no critic, one for GAE, or those
+    that an advantage function of the user's own needs."""
     rewards: RewardModels
-    """Adds the scores of the reward models, if there are any, to the rewards of each batch."""
+    """Adds the scores of the reward models to the rewards of each batch; without reward models it
+    changes nothing."""
     teacher: Teacher | None
-    """Computes the soft targets of `megarl distill`; None otherwise."""
+    """Computes the teacher's token distributions for `megarl distill`; None otherwise."""
     serving: Orders | None
-    """Rank 0's orders to the ranks that hold no part of the policy; None where there are none."""
+    """Rank 0's orders to the ranks that hold no part of the policy; None where there are no such
+    ranks."""
     learner: PolicyGradient | Distillation
     checkpoints: Checkpoints
     observer: Observer | None
@@ -65,21 +74,23 @@ class TrainingParts:
 
     @property
     def trained(self) -> list[Role]:
-        """The roles on this rank that have an optimizer."""
-        critic = self.critic.role if self.critic is not None else None
-        return [self.policy] if critic is None else [self.policy, critic]
+        """The models on this rank that have an optimizer: the policy, and critics that have a part
+        here.
+        """
+        return [self.policy, *(one.role for one in self.critics if one.role is not None)]
 
     def algorithm_state(self) -> dict[str, float]:
-        """{name: number} that the algorithm has adapted so far, for a checkpoint; empty for a
-        method that adapts nothing.
+        """What the algorithm adapts during a run, to be saved in a checkpoint: {name: number}, such
+        as the KL coefficient; empty for distillation, which adapts nothing.
         """
         return self.learner.state() if isinstance(self.learner, PolicyGradient) else {}
 
 
 @dataclass
 class Parts(TrainingParts):
-    """What one training rank of the policy needs for the RL loop: in addition rollouts and weight
-    sync.
+    """What one rank of the policy needs for the RL loop: the models and checkpoints of
+    `TrainingParts`, and in addition inference engines (`generation`), the source of rollouts
+    (`rollouts`), and what sends weights to the engines (`publisher`). Made by `build`.
     """
 
     generation: Generation
@@ -89,27 +100,34 @@ class Parts(TrainingParts):
     """Number of held-out problems; 0 if the recipe has none."""
     batches: BatchWriter | None
     """Writes the batch of each step for `megarl replay`; None where the recipe does not ask for it,
-    and on ranks whose data rank has another writer."""
+    and on all but one of the ranks that get the same samples."""
 
 
 @dataclass
 class ServingParts:
-    """What a training rank needs that holds no part of the policy, only of other roles, such as a
-    reference on ranks of its own.
+    """What a training rank needs that has no part of the policy, only of other models, such as a
+    reference on ranks of its own: these models (None or empty where there are none), checkpoints,
+    and the receiver of rank 0's orders (`serving`). Made by `build`.
     """
 
     config: RunConfig
     reference: Scorer | None
-    critic: Critic | None
+    critics: list[Critic]
     rewards: RewardModels
     teacher: Teacher | None
     serving: Orders
-    """Of rank 0, which says what comes next."""
+    """Orders of rank 0, which say what this rank does next."""
     checkpoints: Checkpoints
 
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
-    """Create the objects of this rank; `context.stack` closes them. All ranks call it together."""
+    """Create the objects of this rank: the models and, on ranks of the policy, inference engines
+    and rollouts, which are ready when it returns. Returns `Parts` on ranks of the policy, else
+    `ServingParts`, which hold them. All ranks of the job call it together; it takes minutes.
+    `context`: the opened run (mesh, device, run folder), whose `stack` closes what is created, at
+    the end of the run. `config`: the checked recipe. `inputs`: what the checks have loaded
+    (tokenizer, layout, data).
+    """
     mesh, stack = context.mesh, context.stack
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
     deadline_s = step_deadline_s(config, num_held_out)
@@ -157,8 +175,11 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
 def build_training(
     context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
 ) -> TrainingParts | ServingParts:
-    """Create the models of this rank, and load the checkpoint to resume from. `deadline_s`: seconds
-    that ranks without a part of the policy may wait for an order. All ranks call it together.
+    """Create the models of this rank, and load the checkpoint to resume from. Returns
+    `TrainingParts` on ranks of the policy, else `ServingParts`, which hold them. All ranks of the
+    job call it together. `context`: the opened run (mesh, device, run folder). `config`: the
+    checked recipe. `inputs`: what the checks have loaded (tokenizer, layout, data). `deadline_s`:
+    seconds that a rank without a part of the policy waits for the next order of rank 0 at most.
     """
     mesh, everyone, orders = context.mesh, all_ranks(), None
     if len(mesh.ranks) < everyone.size:
@@ -167,31 +188,31 @@ def build_training(
         orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
         context.stack.callback(orders.close)
     if not mesh.is_member:
-        reference, critic, rewards = make_roles(context, config, inputs, everyone, None)
-        checkpoints = make_checkpoints(context, config, inputs, None, critic, everyone)
+        reference, critics, rewards = make_roles(context, config, inputs, everyone, None)
+        checkpoints = make_checkpoints(context, config, inputs, None, critics, everyone)
         teacher = make_teacher(context, config, inputs, None, everyone)
         context.resume(checkpoints)
         assert orders is not None
-        return ServingParts(config, reference, critic, rewards, teacher, orders, checkpoints)
-    updates = (config.steps - config.critic.warmup_steps) * config.training.optimizer_steps
+        return ServingParts(config, reference, critics, rewards, teacher, orders, checkpoints)
+    updates = (config.steps - config.warmup_steps) * config.training.optimizer_steps
     with phase("model and optimizer"), activity("model and optimizer", kind="load"):
         policy = context.role("policy", config.model, optimizer_steps=updates)
         learner = make_learner(config, policy)
-        reference, critic, rewards = make_roles(context, config, inputs, everyone, policy)
-    checkpoints = make_checkpoints(context, config, inputs, policy, critic, everyone)
+        reference, critics, rewards = make_roles(context, config, inputs, everyone, policy)
+    checkpoints = make_checkpoints(context, config, inputs, policy, critics, everyone)
     teacher = make_teacher(context, config, inputs, policy, everyone)
     progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
     if progress and isinstance(learner, PolicyGradient):
         learner.restore(progress.algorithm)
-    learner.empty_steps.has_updated = first_step > config.critic.warmup_steps
+    learner.empty_steps.has_updated = first_step > config.warmup_steps
     return TrainingParts(
         config=config,
         context=context,
         first_step=first_step,
         policy=policy,
         reference=reference,
-        critic=critic,
+        critics=critics,
         rewards=rewards,
         teacher=teacher,
         serving=orders,
@@ -203,8 +224,10 @@ def build_training(
 
 
 def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
-    """Start Ray, the engines and the rollout service, without waiting for them. All ranks of the
-    policy call it together.
+    """Begin to start Ray, the inference engines and the service that makes rollouts, on rank 0;
+    does not wait for the engines. All ranks of the policy call it together. Before use, call on the
+    result `wait`, which blocks rank 0 until the engines are ready, and `join`, by which the other
+    ranks connect to Ray.
     """
     on_cpu = context.device.type == "cpu"
     with phase("Ray"), activity("start of Ray", kind="load"):
@@ -218,18 +241,20 @@ def make_publisher(
     generation: Generation,
     mesh: ProcessMesh,
 ) -> Publication:
-    """What sends the policy's weights, or only its adapters, to the engines. All ranks of the
-    policy call it together.
+    """The object whose `publish` sends the policy's weights, or with `training.lora.publish:
+    adapter` only its LoRA adapters, from the trainer's ranks to the inference engines. All ranks of
+    the policy call it together. `policy`: this rank's part of the model; `generation`: the engines;
+    `mesh`: the policy's ranks.
     """
     engine, lora = config.rollout.engine, config.training.lora
+    probe = Probe.random(
+        dtypes=(engine.dtype, config.training.dtype),
+        vocab_size=len(inputs.tokenizer),
+        max_tokens=longest_sequence(config, inputs.hf),
+        seed=config.seed,
+        tolerance=config.weight_sync.probe_tolerance,
+    )
     if lora.is_on and lora.publish == "adapter":
-        probe = Probe.random(
-            dtypes=(engine.dtype, config.training.dtype),
-            vocab_size=len(inputs.tokenizer),
-            max_tokens=longest_sequence(config, inputs.hf),
-            seed=config.seed,
-            tolerance=config.weight_sync.probe_tolerance,
-        )
         return AdapterPublisher(
             config.weight_sync,
             policy=policy,
@@ -238,24 +263,26 @@ def make_publisher(
             probe=probe,
             layouts=f"adapters of rank {lora.rank}, training {mesh.layout}",
         )
+    table = broadcast_object(inputs.table, mesh.world)
+    assert table is not None, "the checks make it wherever engines get all weights"
     return Publisher(
         config.weight_sync,
-        table=parameter_table(inputs.hf.to_dict()),
+        table=table,
         policy=policy,
         engines=generation.engines,
         num_engines=config.rollout.num_engines,
         engine_tensor=engine.tensor,
         mesh=mesh,
         dtype=engine.dtype,
-        precision=config.training.dtype,
-        vocabulary=len(inputs.tokenizer),
-        max_tokens=longest_sequence(config, inputs.hf),
-        seed=config.seed,
+        probe=probe,
     )
 
 
 def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
-    """What trains the policy on the rollouts of a step."""
+    """The object that trains the policy on the rollouts of a step: `Distillation` for a recipe of
+    `megarl distill`, else `PolicyGradient`. Every rank of the policy calls it. `policy`: this
+    rank's part of the model with its optimizer.
+    """
     rollout = config.rollout
     if isinstance(config, DistillConfig):
         at_same = config.distillation.temperature == rollout.temperature
@@ -267,8 +294,10 @@ def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillati
 def make_teacher(
     context: RunContext, config: RunConfig, inputs: RunInputs, policy: Role | None, everyone: Axis
 ) -> Teacher | None:
-    """Create the teacher model of a `megarl distill` run; returns None for other runs. `policy`:
-    the policy, None on a rank that has no part of it. All ranks of the job call it together.
+    """Create the frozen teacher model of a `megarl distill` run, whose `read` computes its
+    distributions for a step's samples; returns None for other runs. `policy`: this rank's part of
+    the policy, None on a rank that has none. `everyone`: an axis of all ranks of the job, which
+    call it together.
     """
     if not isinstance(config, DistillConfig):
         return None
@@ -292,8 +321,12 @@ def make_transfer(
     head: HeadName = "logprobs",
     optimizer_steps: int | None = None,
 ) -> BatchTransfer:
-    """Create the role of section `name` on its ranks, and what moves batches there. All ranks of
-    the job call it together. The role is trained if `optimizer_steps` is given.
+    """Create the model of the recipe's section `name` ("reference", "critic", "reward_models.NAME",
+    "teacher") on the ranks that the recipe gives it, and return what moves batches from the
+    policy's ranks to it and results back. All ranks of the job (`everyone`) call it together.
+    `head`: what the model computes for each token: "logprobs", "value", "scalar" (a reward) or
+    "states" (last hidden states). The model is trained if `optimizer_steps`, its optimizer steps in
+    the whole run, is given; otherwise it is frozen.
     """
     settings, place = config.other_roles[name], inputs.roles.get(name)
     mesh = context.mesh
@@ -326,11 +359,14 @@ def make_roles(
     inputs: RunInputs,
     everyone: Axis,
     policy: Role | None,
-) -> tuple[Scorer | None, Critic | None, RewardModels]:
-    """The reference and the critic, each None if the algorithm does not use it, and the reward
-    models. All ranks of the job call it together; `policy` is None on ranks without a part of it.
+) -> tuple[Scorer | None, list[Critic], RewardModels]:
+    """Create the models beside the policy: (reference, critics, reward models), objects that
+    compute log-probs, values and scores of a step's samples. The reference is None where the
+    algorithm does not use one; where the recipe names no other model and trains with LoRA, it is
+    the policy itself, without its adapters or with those that it started from. All ranks of the job
+    (`everyone`) call it together; `policy` is None on ranks that have no part of the policy.
     """
-    reference = critic = None
+    reference = None
     if "reference" in config.other_roles and policy_as_reference(config):
         transfer = BatchTransfer(
             policy,
@@ -349,17 +385,18 @@ def make_roles(
             reference = Scorer(transfer, within=policy.adapters_off)
     elif "reference" in config.other_roles:
         reference = Scorer(make_transfer(context, config, inputs, "reference", everyone))
-    if "critic" in config.other_roles:
+    critics = []
+    for name, settings in config.all_critics.items():
         transfer = make_transfer(
             context,
             config,
             inputs,
-            "critic",
+            name,
             everyone,
             head="value",
             optimizer_steps=config.steps * config.training.optimizer_steps,
         )
-        critic = Critic(transfer, value_clip=config.critic.value_clip)
+        critics.append(Critic(transfer, value_clip=settings.value_clip, section=name))
     scorers = {
         name: Scorer(
             make_transfer(context, config, inputs, f"reward_models.{name}", everyone, head="scalar")
@@ -367,7 +404,7 @@ def make_roles(
         for name in config.reward_models
     }
     weights = {name: model.weight for name, model in config.reward_models.items()}
-    return reference, critic, RewardModels(scorers, weights)
+    return reference, critics, RewardModels(scorers, weights)
 
 
 def make_checkpoints(
@@ -375,27 +412,30 @@ def make_checkpoints(
     config: RunConfig,
     inputs: RunInputs,
     policy: Role | None,
-    critic: Critic | None,
+    critics: list[Critic],
     everyone: Axis,
 ) -> Checkpoints:
-    """The checkpoints of policy and critic. All ranks of the job create them, save and load
-    together.
+    """The object that saves and loads the checkpoints of policy and critics in the run folder. All
+    ranks of the job (an axis `everyone`) create it, save and load together; `policy` is None on
+    ranks that have no part of the policy.
     """
     return context.checkpoints(
         policy.engine if policy else None,
-        {"critic": critic.role.engine} if critic and critic.role else {},
+        {one.section: one.role.engine for one in critics if one.role is not None},
         roles=trained_roles(config, inputs.roles),
         everyone=everyone,
     )
 
 
 STEPS_OF = 10
-"""By so many times `training.collective_timeout_s` a rank waits for another role's step, which is
-made of many collectives."""
+"""A rank waits for another model's step, which is made of many collectives, for so many times
+`training.collective_timeout_s`."""
 
 
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds that the rollouts of a step, or the evaluation on the held-out problems, may take."""
+    """Seconds that the rollouts of one step, or one evaluation on the `num_held_out` held-out
+    problems, may take at most, from the recipe's deadline of a single request.
+    """
     draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
@@ -403,8 +443,9 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds from one batch to the next, seen from a rank that only scores: rollouts, training, a
-    publish with its repetitions, evaluations, and before the first step the engines' start.
+    """Seconds that may pass at most from one batch to the next, seen from a rank that has no part
+    of the policy: rollouts, training, evaluations on `num_held_out` problems, sending weights to
+    engines with repetitions, and before the first step the engines' start.
     """
     publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
     start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s

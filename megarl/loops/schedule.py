@@ -1,4 +1,4 @@
-"""When a loop saves, evaluates and stops."""
+"""When a training loop writes a checkpoint, evaluates and stops."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from megarl.trainer.context import RunContext
 
 
 def due(done: int, every: int, last: int) -> bool:
-    """Whether a periodic action is to run after step number `done` of `last`: every `every` steps
-    (0: never), and after the last step.
+    """Whether a periodic action (checkpoint, evaluation) is to run after `done` of `last` steps:
+    every `every` steps (0: never), and always after the last step.
     """
     return done == last or (every > 0 and done % every == 0)
 
 
 def save_due(run: RunContext, done: int, last: int) -> bool:
-    """Whether a checkpoint is due after step number `done` of `last`. All ranks of the run's mesh
-    call it together, and get the same: the clock is rank 0's.
+    """Whether a checkpoint is to be written after `done` of `last` steps: by the recipe's
+    `training.checkpoint.every` (steps) or `minutes`, and after the last step. `run`: the opened run
+    with recipe and mesh; if a checkpoint is due, its `saved_at` is set to now. All ranks of the
+    run's mesh call it together and get the same answer, since the clock is rank 0's.
     """
     config = run.config.training.checkpoint
     is_due = due(done, config.every, last)
@@ -33,8 +35,12 @@ def save_due(run: RunContext, done: int, last: int) -> bool:
 
 
 def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether metrics of a step, or of an evaluation, are good enough to stop. Raises `UserError`
-    if the step or the evaluation has no metric of the name that is asked for.
+    """Whether `metrics`, {name: value} of a step or of an evaluation, are good enough to end the
+    run by the recipe's section `early_stop` (`config`). False if the recipe asks for no metric,
+    `metrics` are of another kind than the metric that it asks for (names of evaluations begin with
+    "eval/" or "eval_sampled/", those of steps do not), or a step lacks one of megarl's own metrics
+    of steps, as one that trains only critics does. Raises `UserError` if metrics of the right kind
+    lack any other metric.
     """
     name = config.metric
     if not name or _kind(name) not in {_kind(key) for key in metrics}:

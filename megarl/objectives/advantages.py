@@ -28,11 +28,12 @@ REWARD_LIMIT = 1e18
 losses are computed."""
 
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64.
+"""Function of (rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64, for the
+N samples of a step.
 
-tokens_N are the response tokens of each sample that are trained on. It is 0 for the greedy
-responses that `remax` compares with, and for no others.
-"""
+groups_N is equal for responses to one prompt. tokens_N are the response tokens of each sample that
+are trained on: 0 for the greedy responses that `remax` compares with, and for samples without
+response tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for unequal shapes, rewards that are NaN or beyond `REWARD_LIMIT`, or
-    negative token counts.
+    """Raise `ValueError` for tensors that are not [N] for the same N, for rewards that are NaN or
+    beyond 1e18, or for negative token counts. `rewards_N`, `groups_N` and `tokens_N`: reward, group
+    label and number of trained tokens of each sample.
     """
     if (
         rewards_N.dim() != 1
@@ -107,7 +109,11 @@ def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(r - mean) / (std + EPSILON) within each group: GRPO, DeepSeekMath, arXiv:2402.03300, 4.1.2.
+    """(r - mean) / (std + 1e-6) within each group: GRPO, DeepSeekMath, arXiv:2402.03300, 4.1.2.
+
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
 
     The std is the population's (n, not n - 1), so that the mean square of a group's advantages is 1
     whatever its size. The paper leaves this open; with n - 1 the advantages are smaller by sqrt((n
@@ -123,9 +129,11 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2.
+    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2. Use with `aggregation: constant`.
 
-    Use with `aggregation: constant`.
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
@@ -133,6 +141,10 @@ def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """alpha x (r - mean) within each group: GPG, arXiv:2504.02546, with F_norm = 1.
+
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
 
     alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
     all samples; alpha keeps it from shrinking with the groups that teach nothing.
@@ -150,9 +162,11 @@ def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r minus the reward of the greedy response to the same prompt: ReMax, arXiv:2310.10505,
     algorithm 1.
 
-    The greedy response of a group is its sample with 0 in `tokens_N`; its own advantage is 0. One
-    further sample in each group is enough. Raises `ValueError` if a group does not have exactly one
-    greedy response.
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens. The greedy response of a group is its sample with 0 in
+    `tokens_N`; its own advantage is 0. One further sample in each group is enough. Returns
+    advantages [N] float64. Raises `ValueError` for a reward that is NaN or beyond 1e18, or if a
+    group does not have exactly one greedy response.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     labels, index_N = torch.unique(groups_N, return_inverse=True)
@@ -172,7 +186,10 @@ def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019).
 
-    Equal to n / (n - 1) x (r_i - mean). A group of one sample has no baseline and gets 0.
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18. Equal to n / (n - 1) x (r_i - mean)
+    in a group of n. A group of one sample has no baseline and gets 0.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -180,24 +197,32 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + EPSILON) over all response tokens.
+    """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + 1e-6), with mean and std over all response
+    tokens of the step.
+
+    For the N samples of a step: `rewards_N` r float64, `tokens_N` int64 trained tokens, `groups_N`
+    int64 (only checked here: there is no group baseline, so one sample per prompt is enough).
+    Returns advantages [N] float64; raises `ValueError` for a reward that is NaN or beyond 1e18. A
+    sample of T tokens counts T times in the statistics: over tokens, advantages have mean 0 and
+    variance 1.
 
     With a KL penalty in the reward, r has the penalty of the whole sequence. The paper's eq. 8 has,
-    for token t, the penalties from t on: `reinforce_plus_plus_tokens`.
-
-    There is no group baseline, so one sample per prompt is enough. A sample of T tokens counts T
-    times in the statistics: over tokens, advantages have mean 0 and variance 1.
+    for token t, the penalties from t on: the advantage `reinforce_plus_plus_tokens`.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """REINFORCE++ with baseline, arXiv:2501.03262: r minus its group's mean, then normalised.
+    """REINFORCE++ with baseline, arXiv:2501.03262: r minus its group's mean, then (x - mean) / (std
+    + 1e-6) over all response tokens of the step.
 
-    The normalisation is over all response tokens of the step. Its mean is over tokens, the group's
-    over samples. Where right and wrong answers differ in length it is not 0, and a group of equal
-    rewards gets a small value other than 0.
+    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
+    prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64; raises `ValueError`
+    for a reward that is NaN or beyond 1e18.
+
+    The group's mean is over samples, the other one over tokens. Where right and wrong answers
+    differ in length it is not 0, and a group of equal rewards gets a small value other than 0.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
@@ -212,4 +237,4 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""{name in `algorithm.advantage`: function from rewards to advantages}"""
+"""{name in `algorithm.advantage`: function from rewards to one advantage per sample}"""

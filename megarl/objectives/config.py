@@ -17,14 +17,14 @@ _SomePresets = Literal["dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp
 _OtherPresets = Literal["reinforce_pp_baseline", "ppo", "gspo", "cispo", "sapo", "gpg"]
 PresetName = Literal["", _SomePresets, _OtherPresets]
 COMPARING = ("grpo", "dr_grpo", "gpg", "rloo", "reinforce_plus_plus_baseline")
-"""Advantages that compare the samples of a group: a group of one sample, or of equal rewards,
-teaches nothing."""
+"""Names of advantages that compare the samples of a group, which are the responses to one prompt: a
+group of one sample, or of equal rewards, teaches nothing."""
 ZERO_IF_EQUAL = ("grpo", "dr_grpo", "gpg", "rloo")
-"""Those of `COMPARING` that give exactly 0 to a group of equal rewards, whatever other groups are
-in the step."""
+"""Names of those of these advantages that are exactly 0 in a group of equal rewards, whatever other
+groups are in the step."""
 WITH_GREEDY_BASELINE = ("remax",)
-"""Advantages that compare each sample with a greedy response to the same prompt, which the engines
-generate beside the group and which is not trained on."""
+"""Names of advantages that compare each sample with a greedy response to the same prompt, which the
+engines generate in addition and which is not trained on."""
 
 LOSS = IsPath("code", ("ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"))
 CLIPPED = Of("loss", "ppo_clip", "dual_clip", "gspo", "cispo", FILE)
@@ -53,12 +53,16 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
 
 
 def kinds_with(place: Literal[0, 1]) -> list[str]:
-    """The corrections that have a lower bound (0) or an upper one (1)."""
+    """Names of the off-policy corrections (`algorithm.correction.kind`) whose weights have a lower
+    bound (`place` 0) or an upper one (1).
+    """
     return [kind for kind, bounds in BOUNDS.items() if bounds[place] is not None]
 
 
 class KLConfig(Config):
-    """Penalty on the KL divergence from a frozen reference policy."""
+    """Penalty that keeps the policy close to a frozen reference model: the KL divergence of the
+    two, times a coefficient, added to the loss or subtracted from the rewards.
+    """
 
     coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the penalty; 0 turns it off, and no reference model is loaded."""
@@ -83,8 +87,9 @@ class KLConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Weight of each token's loss from w = exp(trainer log-prob - engine log-prob), because the
-    engine sampled.
+    """Off-policy correction: the factor of each token's loss by how much more likely the token is
+    for the trainer than for the engine that sampled it, w = exp(trainer log-prob - engine
+    log-prob).
     """
 
     kind: Annotated[str, CORRECTION] = "none"
@@ -105,12 +110,16 @@ class CorrectionConfig(Config):
 
     @property
     def lower(self) -> float:
-        """`low`, or its usual value for `kind`; 0 where `kind` has no lower bound."""
+        """The recipe's `low`, or the usual lower bound of the correction `kind` if `low` is null; 0
+        where the correction has no lower bound.
+        """
         return self.low if self.low is not None else BOUNDS.get(self.kind, (None, None))[0] or 0.0
 
     @property
     def upper(self) -> float:
-        """`high`, or its usual value for `kind`; infinity where `kind` has no upper bound."""
+        """The recipe's `high`, or the usual upper bound of the correction `kind` if `high` is null;
+        infinity where the correction has no upper bound.
+        """
         usual = BOUNDS.get(self.kind, (None, None))[1]
         return self.high if self.high is not None else math.inf if usual is None else usual
 
@@ -125,7 +134,9 @@ class CorrectionConfig(Config):
 
 
 class GaeConfig(Config):
-    """Generalised advantage estimation from a critic's values, for `algorithm.advantage: gae`."""
+    """Settings of generalised advantage estimation (discount, lambdas, whitening) from a critic's
+    values, for `algorithm.advantage: gae`.
+    """
 
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
     """Discount of the next token's reward."""
@@ -140,7 +151,8 @@ class GaeConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """The policy-gradient algorithm.
+    """The policy-gradient algorithm: how rewards become advantages and the loss of each token, with
+    the KL penalty and the off-policy correction.
 
     By default DAPO's loss (arXiv:2503.14476) with GRPO's advantages.
     """
@@ -176,23 +188,25 @@ class AlgorithmConfig(Config):
     """Number of tokens by which the sum over a sequence is divided under `aggregation: constant`
     (Dr.GRPO: the token limit)."""
     clip_low: Annotated[float, Range(0.0, 1.0), CLIPPED] = 0.2
-    """The ratio's lower bound is 1 - clip_low; gspo needs about 3e-4, since its ratio is a mean."""
+    """The lower bound of a token's ratio (new / old probability) is 1 - clip_low; gspo needs about
+    3e-4, since its ratio is a mean."""
     clip_high: Annotated[float, Range(0.0, 100.0), CLIPPED] = 0.28
-    """The ratio's upper bound is 1 + clip_high; gspo needs about 4e-4."""
+    """The upper bound of a token's ratio (new / old probability) is 1 + clip_high; gspo needs about
+    4e-4."""
     dual_clip: Annotated[float, Range(1.000001, 100, fix=ABOVE_1), DUAL_CLIP] = 3.0
     """Loss `dual_clip` only: for negative advantages the loss is at most dual_clip x |A|."""
     sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo", FILE)] = 1.0
     """Loss `sapo` only: how fast the gradient fades with the ratio, for positive advantages."""
     sapo_negative: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo", FILE)] = 1.05
-    """Loss `sapo` only: the same for other advantages."""
+    """Loss `sapo` only: how fast the gradient fades with the ratio, for advantages of 0 or less."""
     entropy_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
     """Weight of the entropy bonus."""
     gae: Annotated[GaeConfig, Of("advantage", "gae", FILE)] = section(GaeConfig)
     kl: KLConfig = section(KLConfig)
     correction: Annotated[CorrectionConfig, BY_TRAINER] = section(CorrectionConfig)
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
-    """Denominator of the ratio: recomputed by the trainer before the step's first update, or
-    reported by the engine that sampled."""
+    """Denominator of the ratio: `trainer`, log-probs that the trainer computes before the step's
+    first update; `engine`, those that the engine that sampled has reported."""
 
     def check(self) -> None:
         for key, value in PRESETS.get(self.preset, {}).items():
@@ -213,11 +227,13 @@ SMOOTHING = ("cdpo", "robust_dpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Preference methods that compare with no reference model."""
 USUAL_BETA = {"simpo": 2.0}
-"""{method: usual `beta`}; 0.1 for all others."""
+"""{preference method: usual `beta`}; 0.1 for all others."""
 
 
 class PreferenceLossConfig(Config):
-    """The loss of `megarl preference`; the formulae are in megarl/apps/tune/pairwise.py."""
+    """The loss of `megarl preference`, which trains a model on preferred and rejected responses by
+    DPO or a relative of it. The formulae are in megarl/apps/tune/pairwise.py.
+    """
 
     method: PreferenceMethod = "dpo"
     """`dpo`; `cdpo` and `robust_dpo`, for labels of which a share is wrong; `ipo`; `simpo` and
@@ -246,12 +262,16 @@ class PreferenceLossConfig(Config):
 
     @property
     def scale(self) -> float:
-        """`beta`, or its usual value for the method."""
+        """The recipe's `beta`, or if it is null the usual one of the preference method: 2.0 for
+        simpo, 0.1 for all others.
+        """
         return USUAL_BETA.get(self.method, 0.1) if self.beta is None else self.beta
 
     @property
     def has_reference(self) -> bool:
-        """Whether the method compares with a reference model."""
+        """Whether the preference method compares the policy with a frozen reference model: all but
+        simpo and orpo.
+        """
         return self.method not in WITHOUT_REFERENCE
 
     def check(self) -> None:
@@ -268,7 +288,10 @@ class PreferenceLossConfig(Config):
 
 
 class RewardLossConfig(Config):
-    """The loss of `megarl reward-model`: Bradley-Terry on pairs of scores."""
+    """The loss of `megarl reward-model`, which trains a model to score the chosen response of a
+    pair above the rejected one: Bradley-Terry, -log sigmoid(chosen score - rejected score - margin
+    of the pair), and a term that centres the scores.
+    """
 
     centering: Annotated[float, Range(0.0, 1e6)] = 0.0
     """Weight of a term that keeps the two scores of a pair around 0, coefficient x (chosen +

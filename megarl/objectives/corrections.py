@@ -5,11 +5,11 @@ returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`,
 `CORRECTION` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
-Together with a loss that clips the ratio to them, this is PPO with three policies: the engine's
-(behaviour), the trainer's at the start of the step (proximal) and the one that learns (current).
-Weights multiply `LossTerms.per_token` and do not change the normalisers: a token of weight 0 still
-counts. `mismatch`, `merge` and `summarise` measure the difference over micro-batches and ranks,
-`weight_sums` and `summarise_weights` what the weights do.
+Together with a loss that clips the ratio to the trainer's log-probs, this is PPO with three
+policies: the engine's (behaviour), the trainer's at the start of the step (proximal) and the one
+that learns (current). Weights multiply `LossTerms.per_token` and do not change the normalisers: a
+token of weight 0 still counts. `mismatch`, `merge` and `summarise` measure the difference over
+micro-batches and ranks, `weight_sums` and `summarise_weights` what the weights do.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ LOG_WEIGHT_LIMIT = 20.0
 """Bound of |log w|, which keeps weights finite at untrained positions too."""
 
 OUTSIDE_RATIO = 1.25
-"""A ratio is counted as outside if it is not in [1 / 1.25, 1.25] = [0.8, 1.25]."""
+"""A token's ratio of probabilities, engine to trainer, counts as outside if it is not in
+[1 / 1.25, 1.25] = [0.8, 1.25]."""
 
 MAXIMA = frozenset({"max_abs"})
-"""Keys of `mismatch` to be reduced with maximum; all others with sum."""
+"""Keys of the result of `mismatch` that are reduced over micro-batches and ranks with maximum; all
+others with sum."""
 
 WEIGHT_SUMS = ("weights", "squares", "dropped", "clipped")
-"""Keys of `weight_sums`, to be reduced with sum."""
+"""Keys of the result of `weight_sums`, which are all reduced over micro-batches and ranks with
+sum."""
 
 SequenceSum = Callable[[Tensor], Tensor]
 """[T] -> [T]: each token's value becomes the sum over the response tokens of its sample, which may
 be on several ranks; all of them call it, even without tokens."""
 
 CorrectionFunction = Callable[[Tensor, Tensor, SequenceSum, CorrectionConfig], Tensor]
-"""(trainer_logp_T, engine_logp_T, sequence_sum, config) -> weights_T, detached."""
+"""Function of (trainer_logp_T, engine_logp_T, sequence_sum, config) -> weights_T, detached: the
+factor of each token's loss."""
 
 
 def _log_weights(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> Tensor:
@@ -64,7 +68,9 @@ def none(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """No correction: [T] ones."""
+    """No off-policy correction: a weight of 1 for each of the T tokens of `trainer_logp_T`, [T].
+    The other arguments, which all corrections take, are not used.
+    """
     return torch.ones_like(trainer_logp_T, requires_grad=False)
 
 
@@ -74,13 +80,15 @@ def decoupled(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Decoupled PPO: [T] w where w <= high, else 0, by default 5, so that the loss is w x clipped
-    objective.
+    """Off-policy weights of decoupled PPO for T tokens: [T] w = exp(trainer_logp_T - engine_logp_T)
+    where w <= `config.upper` (5 by default), else 0; detached. The loss is then w x clipped
+    objective. `trainer_logp_T` and `engine_logp_T` are [T] log-probs of the sampled tokens by
+    trainer and engine; `sequence_sum` is not used.
 
-    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers
-    have no bound, with which one token of w = e^20 would decide about a whole step. AReaL's code
-    drops the tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function.
-    `tis` keeps such tokens, with the weight `high`.
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers have no
+    bound, with which one token of w = e^20 would decide about a whole step. AReaL's code drops the
+    tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function. The correction
+    `tis` keeps such tokens, with the bound as weight.
     """
     weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
@@ -92,7 +100,11 @@ def tis(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Truncated importance sampling: [T] min(w, high), by default high 2. https://fengyao.notion.site/off-policy-rl"""
+    """Off-policy weights of truncated importance sampling for T tokens: [T] min(w, `config.upper`),
+    by default 2, with w = exp(trainer_logp_T - engine_logp_T); detached. `trainer_logp_T` and
+    `engine_logp_T` are [T] log-probs of the sampled tokens by trainer and engine; `sequence_sum` is
+    not used. https://fengyao.notion.site/off-policy-rl
+    """
     return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T)).clamp(max=config.upper)
 
 
@@ -102,8 +114,10 @@ def icepop(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """IcePop, arXiv:2510.18855: [T] w where low <= w <= high, else 0; by default 0.5 and 5, as
-    there.
+    """Off-policy weights of IcePop, arXiv:2510.18855, for T tokens: [T] w where `config.lower` <= w
+    <= `config.upper` (0.5 and 5 by default, as in the paper), else 0, with w = exp(trainer_logp_T -
+    engine_logp_T); detached. `trainer_logp_T` and `engine_logp_T` are [T] log-probs of the sampled
+    tokens by trainer and engine; `sequence_sum` is not used.
     """
     weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
@@ -115,11 +129,14 @@ def sequence_mask(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Masked importance sampling of whole samples: [T] W where low <= W <= high, else 0, by default
-    0 and 2, with W = product of w over the sample's response tokens.
+    """Masked importance sampling of whole samples: [T] off-policy weights, W where `config.lower`
+    <= W <= `config.upper` (0 and 2 by default), else 0; detached. W is the product of w =
+    exp(trainer_logp_T - engine_logp_T) over the response tokens of the token's sample, the same for
+    all its tokens. `sequence_sum` takes and returns [T]: each token's value becomes the sum over
+    its sample's response tokens, which may be on several ranks.
 
     The gradient of a sample that is kept has no bias from the difference between trainer and
-    engine. Over long responses W leaves any bounds, and all samples are dropped: then
+    engine. Over long responses W leaves any bounds, and all samples are dropped; then use
     `geometric_mask`.
     """
     weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_logp_T, engine_logp_T)))
@@ -132,11 +149,14 @@ def geometric_mask(
     sequence_sum: SequenceSum,
     config: CorrectionConfig,
 ) -> Tensor:
-    """Drops whole samples: [T] 1 where low <= g <= high, else 0, by default 0.99 and 1.01, with g =
-    geometric mean of w over the sample's response tokens.
+    """Drops whole samples: [T] off-policy weights, 1 where `config.lower` <= g <= `config.upper`
+    (0.99 and 1.01 by default), else 0; detached. g is the geometric mean of w = exp(trainer_logp_T
+    - engine_logp_T) over the response tokens of the token's sample, the same for all its tokens.
+    `sequence_sum` takes and returns [T]: each token's value becomes the sum over its sample's
+    response tokens, which may be on several ranks.
 
-    g does not depend on the sample's length, as W of `sequence_mask` does. The weights only drop
-    samples; they do not correct those that are kept.
+    g does not depend on the sample's length, as the product of all w does (`sequence_mask`). The
+    weights only drop samples; they do not correct those that are kept.
     """
     log_w_T = _log_weights(trainer_logp_T, engine_logp_T)
     lengths_T = sequence_sum(torch.ones_like(log_w_T))
@@ -152,11 +172,13 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
     "sequence_mask": sequence_mask,
     "geometric_mask": geometric_mask,
 }
-"""{name in `algorithm.correction.kind`: function from log-probs to weights}"""
+"""{name in `algorithm.correction.kind`: function from the two log-probs of each token to the factor
+of its loss}"""
 
 
 def truncated(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
-    """[T] bool, True where `tis` has lowered a token's weight to `high`. All False for the other
+    """[T] bool: for which of T tokens the correction `tis` has lowered the weight
+    exp(trainer_logp_T - engine_logp_T) to its bound `config.upper`. All False for the other
     corrections, which drop what is outside of their bounds.
     """
     weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
@@ -165,9 +187,12 @@ def truncated(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionC
 
 @torch.no_grad()
 def weight_sums(weights_T: Tensor, truncated_T: Tensor) -> dict[str, Tensor]:
-    """Sums over this rank's trained tokens, as float64 scalars, by the names of `WEIGHT_SUMS`: of
-    the weights of a correction, of their squares, and the numbers of tokens of weight 0 and of
-    tokens whose weight was lowered to the bound (`truncated`).
+    """Sums over this rank's trained tokens, as float64 scalars, to be summed over micro-batches and
+    ranks: {"weights": of the weights of a correction, "squares": of their squares, "dropped":
+    number of tokens of weight 0, "clipped": number of tokens whose weight was lowered to the
+    bound}.
+
+    `weights_T`: [T] weights. `truncated_T`: [T] bool, whether a weight was lowered to the bound.
     """
     w_T = weights_T.double()
     return {
@@ -179,14 +204,15 @@ def weight_sums(weights_T: Tensor, truncated_T: Tensor) -> dict[str, Tensor]:
 
 
 def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Metrics from the sums of `weight_sums` over all ranks and `num_tokens` tokens; all 0 without
-    tokens.
+    """Metrics of a correction's weights from `sums`, the results of `weight_sums` summed over all
+    ranks, and the number of trained tokens: {"mean": mean weight, "effective_samples",
+    "dropped_share", "clipped_share": fractions of the tokens, 0 to 1}; all 0 without tokens.
 
-    `effective_samples` is Kish's effective sample size as a share of the tokens,
-    (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1 / n if one token has all the weight, 0 if
-    all weights are 0. Kish, Survey Sampling, 1965; for importance weights Kong, A note on
-    importance sampling using standardized weights, 1992. It counts tokens for corrections of whole
-    samples too, whose tokens have equal weights.
+    `effective_samples` is Kish's effective sample size as a fraction of the tokens, (sum w)^2 / (n
+    sum w^2): 1 if all weights are equal, 1 / n if one token has all the weight, 0 if all weights
+    are 0. Kish, Survey Sampling, 1965; for importance weights Kong, A note on importance sampling
+    using standardized weights, 1992. It counts tokens for corrections of whole samples too, whose
+    tokens have equal weights.
     """
     n = max(num_tokens, 1.0)
     squares = sums["squares"]
@@ -200,7 +226,11 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 @torch.no_grad()
 def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-    """Sums over this rank's tokens of differences between trainer and engine, as float64 scalars.
+    """Sums over this rank's tokens of the differences d between the trainer's and the engine's
+    log-probs, as a dict of float64 scalars: `count` of tokens, `sum_abs` and `max_abs` of |d|,
+    `sum_k1` and `sum_k3` of two KL estimates, and `sum_outside`, the number of tokens whose
+    probability ratio is not in [0.8, 1.25]. `merge` adds up those of several micro-batches or
+    ranks, and `summarise` makes metrics of them.
 
     Args:
         trainer_T: [T] log-probs by the trainer.
@@ -220,7 +250,10 @@ def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, T
 
 
 def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Combine two results of `mismatch`: maximum for `MAXIMA`, sum for all others."""
+    """Combine two dicts of scalars that `mismatch` returned for two micro-batches or ranks (sums of
+    differences between the trainer's and the engine's log-probs) into a new dict: maximum for the
+    largest difference `max_abs`, sum for all other keys.
+    """
     return {
         key: torch.maximum(value, second[key]) if key in MAXIMA else value + second[key]
         for key, value in first.items()
@@ -228,10 +261,13 @@ def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tens
 
 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics from the merged sums of `mismatch`; all 0 without tokens.
+    """Metrics of the difference between the trainer's and the engine's log-probs, as {name:
+    number}, from the dicts of `mismatch` (sums over tokens) merged over all micro-batches and
+    ranks; all 0 without tokens.
 
-    `k1` and `k3` estimate KL(engine || trainer), see `kl.py`; `outside` is the share of tokens
-    whose ratio is not in [0.8, 1.25].
+    `mean_abs` and `max_abs` are of |log-prob difference|, in nats. `k1` and `k3` are estimates of
+    KL(engine || trainer) per token. `outside` is the fraction of tokens whose probability ratio is
+    not in [0.8, 1.25].
     """
     num_tokens = max(float(sums["count"]), 1.0)
     return {

@@ -35,24 +35,32 @@ from torch import Tensor
 from megarl.objectives.config import KLConfig
 
 K3_LIMIT = 10.0
-"""k3 is exact for d >= -K3_LIMIT; below, it continues as its tangent."""
+"""`k3` is exact for d = logp - ref >= -K3_LIMIT; below, it continues as its tangent."""
 
 KLFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logp [T], ref [T]) -> [T], differentiable in logp."""
+"""Function of (logp [T] by the policy, ref [T] by the reference) -> [T], differentiable in logp."""
 
 
 def k1(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k1: [T] d = logp - ref. For rewards: as a loss its gradient is 0 on average."""
+    """KL estimator k1: d = logp - ref for each token. `logp` and `ref` are [T] log-probs of the
+    sampled tokens by the policy and by the reference; returns [T], differentiable in `logp`. For
+    rewards only: as a loss its gradient is 0 on average.
+    """
     return logp - ref.detach()
 
 
 def k2(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k2: [T] d^2 / 2 with d = logp - ref; its gradient is d."""
+    """KL estimator k2: d^2 / 2 with d = logp - ref for each token; its gradient is d. `logp` and
+    `ref` are [T] log-probs of the sampled tokens by the policy and by the reference; returns [T],
+    differentiable in `logp`.
+    """
     return 0.5 * (logp - ref.detach()).square()
 
 
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k3: [T] exp(-d) - 1 + d >= 0 with d = logp - ref; its gradient is 1 - exp(-d).
+    """KL estimator k3: exp(-d) - 1 + d >= 0 with d = logp - ref for each token; its gradient is 1 -
+    exp(-d). `logp` and `ref` are [T] log-probs of the sampled tokens by the policy and by the
+    reference; returns [T], differentiable in `logp`.
 
     Computed with `expm1`, which keeps the digits of small d. Below d = -K3_LIMIT the tangent at
     that point continues it: value and gradient stay continuous and finite, and still pull the
@@ -67,16 +75,18 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}
-"""{name in `algorithm.kl.estimator`: function from log-probs to per-token values}"""
+"""{name in `algorithm.kl.estimator`: function of (logp [T], ref [T]) -> [T] per-token values}"""
 
 
 LARGEST_ERROR = 0.2
-"""Bound of the relative error that a single step acts on, as in the paper."""
+"""Bound of the relative error that `KLControl` acts on in one step, as in the paper."""
 
 
 class KLControl:
-    """Coefficient of the KL penalty; with `algorithm.kl.target` a proportional controller in
-    log-space, arXiv:1909.08593, 2.2:
+    """The coefficient of the KL penalty during a run, in the attribute `coefficient`, which begins
+    with that of the recipe's section `algorithm.kl` (`config`). With `algorithm.kl.target` in the
+    recipe, `update` changes it after each step, as a proportional controller in log-space,
+    arXiv:1909.08593, 2.2; otherwise it is constant:
 
         error = clip(kl / target - 1, -0.2, 0.2)        coefficient <- coefficient (1 + gain error)
 
@@ -90,12 +100,14 @@ class KLControl:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the coefficient follows the divergence."""
+        """Whether the coefficient of the KL penalty follows the measured KL, since the recipe sets
+        `algorithm.kl.target`; otherwise it is constant.
+        """
         return self._config.target is not None
 
     def update(self, divergence: float) -> None:
-        """Take in the mean divergence of a token in a step, in nats; the new coefficient counts
-        from the next step on. Without a target nothing changes.
+        """Take in `divergence`, the mean KL of a token in this step, in nats, and change
+        `coefficient` in place for the next step. Without a target in the recipe nothing changes.
         """
         if self._config.target is not None:
             error = divergence / self._config.target - 1.0
@@ -103,8 +115,8 @@ class KLControl:
             self.coefficient *= 1.0 + self._config.gain * error
 
     def restore(self, coefficient: float) -> None:
-        """Take the coefficient over from a checkpoint. With a fixed coefficient (no target in the
-        recipe) nothing changes: the recipe's is used.
+        """Set `coefficient` to that of a checkpoint. Without a target in the recipe (a fixed
+        coefficient) nothing changes: the recipe's coefficient is used.
         """
         if self.is_adaptive:
             self.coefficient = coefficient

@@ -26,22 +26,21 @@ from torch import Tensor
 from megarl.objectives.config import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of |log ratio| (in `gspo`, of its mean over the sequence), which keeps ratios and their
-sums finite in float32.
-
-`ppo_clip` and `dual_clip` give a token at the bound no gradient.
-"""
+"""Bound of |log ratio| of a token (in `gspo`, of its mean over the sequence), which keeps ratios
+and their sums finite in float32. `ppo_clip` and `dual_clip` give a token at the bound no
+gradient."""
 
 SequenceMean = Callable[[Tensor], Tensor]
-"""[T] -> [T]: each token's value becomes the mean over the response tokens of its sample.
-
-The sample's tokens may be on several ranks. Differentiable.
-"""
+"""Function [T] -> [T]: each token's value becomes the mean over the response tokens of its sample.
+The sample's tokens may be on several ranks, which all call it together. Differentiable."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A policy loss before the sum over tokens."""
+    """What a policy loss function returns for T tokens, before the weighted sum over tokens, [T]
+    each: the loss with gradient (`per_token`), whether clipping changed it (`clipped`, bool), and
+    the importance ratio before clipping, detached (`ratio`).
+    """
 
     per_token: Tensor
     """[T] loss of each token, with gradient."""
@@ -52,11 +51,13 @@ class LossTerms:
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, SequenceMean, AlgorithmConfig], LossTerms]
-"""(logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; differentiable in logp_T
-only."""
+"""Function of (logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; differentiable in
+logp_T only. logp_T are the policy's log-probs of the sampled tokens, old_T those before the step's
+first update or the engine's (`algorithm.old_logprobs`)."""
 
 AggregationFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
-"""(response tokens of each sample [N] int64, config) -> weights [N] float64."""
+"""Function of (response tokens of each sample of the mini-batch [N] int64, config) -> weight of
+each of the sample's tokens in the loss [N] float64."""
 
 
 def _log_ratio(logp_T: Tensor, old_T: Tensor) -> Tensor:
@@ -81,9 +82,13 @@ def ppo_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old).
+    """PPO's loss of each token: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp
+    - old).
 
-    arXiv:1707.06347, eq. 7. The two clip widths ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are the recipe's
+    `algorithm.clip_low` and `clip_high` in `config`; `sequence_mean` is not used. Returns loss,
+    whether it was clipped, and ratio r of each token. arXiv:1707.06347, eq. 7. The two clip widths
+    ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     per_token_T, clipped_T = _clip_surrogate(ratio_T, advantages_T.detach(), config)
@@ -97,9 +102,13 @@ def dual_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """Dual-clip PPO, arXiv:1912.09729: `ppo_clip`, and for A < 0 at most dual_clip x |A|.
+    """Dual-clip PPO, arXiv:1912.09729: PPO's clipped loss of each token, -min(r A, clip(r, 1 -
+    clip_low, 1 + clip_high) A) with r = exp(logp - old), and for A < 0 at most dual_clip x |A|.
 
-    The bound limits tokens with a negative advantage and a large ratio, which PPO does not clip.
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
+    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
+    The bound dual_clip limits tokens with a negative advantage and a large ratio, which PPO does
+    not clip.
     """
     terms = ppo_clip(logp_T, old_T, advantages_T, sequence_mean, config)
     bound_T = -config.dual_clip * advantages_T.detach()
@@ -116,7 +125,13 @@ def gspo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """GSPO: `ppo_clip` with the sequence's ratio s = exp(mean over its tokens of (logp - old)).
+    """GSPO: PPO's clipped loss of each token with the sequence's ratio s = exp(mean over the
+    sample's tokens of (logp - old)) instead of the token's.
+
+    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `sequence_mean`
+    takes and returns [T]: each token's value becomes the mean over its sample's response tokens;
+    the bounds `clip_low` and `clip_high` are in `config`. Returns loss, whether it was clipped, and
+    ratio s of each token.
 
     arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 13 and 14: every token's ratio is sg[s]
     x exp(logp - sg[logp]), where sg stops the gradient. Its value is s, its gradient that of the
@@ -142,8 +157,11 @@ def cispo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp, where sg stops the gradient.
+    """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp for each token, with r = exp(logp
+    - old), where sg stops the gradient.
 
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
+    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
     MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a token's weight but keeps its gradient. The
     paper has no lower bound: set clip_low to 1.
     """
@@ -160,10 +178,12 @@ def sapo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A with r = exp(logp - old), where tau is
-    `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped: its gradient fades
-    as its ratio leaves 1.
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A for each token, with r = exp(logp - old), where tau
+    is the recipe's `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped:
+    its gradient fades as its ratio leaves 1.
 
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` is not
+    used. Returns loss, whether it was clipped (always False) and ratio r of each token.
     arXiv:2511.20347, eq. 5 and 6.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
@@ -181,11 +201,14 @@ def reinforce(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """REINFORCE: -A x logp, the policy gradient itself, without a ratio and without clipping.
+    """REINFORCE: -A x logp for each token, the policy gradient itself, without clipping; the ratio
+    exp(logp - old) is only reported.
 
-    Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient holds
-    for samples of the present policy: with several mini-batches or epochs in a step, later updates
-    are off-policy.
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` and
+    `config` are not used. Returns loss, whether it was clipped (always False) and ratio of each
+    token. Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient
+    holds for samples of the present policy: with several mini-batches or epochs in a step, later
+    updates are off-policy.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     return LossTerms(-advantages_T.detach() * logp_T, torch.zeros_like(ratio_T).bool(), ratio_T)
@@ -200,23 +223,28 @@ def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
 
 
 def token(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Mean over tokens: 1 / (response tokens of the mini-batch). DAPO, arXiv:2503.14476, 3.3."""
+    """Weights of tokens in a loss that is the mean over all tokens of the mini-batch: 1 / (response
+    tokens of the mini-batch), as [N] float64 by sample. `tokens_N`: [N] int64 response tokens of
+    each sample of the mini-batch, over all ranks; a sample without any gets 0. DAPO,
+    arXiv:2503.14476, 3.3.
+    """
     return _where_trained(tokens_N, tokens_N.sum().expand_as(tokens_N))
 
 
 def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Mean over sequences of their token means: 1 / (sequences x T_i).
-
-    GRPO, arXiv:2402.03300, eq. 3.
+    """Weights of tokens in a loss that is the mean over sequences of their token means: 1 /
+    (sequences x tokens of the sample), as [N] float64 by sample. `tokens_N`: [N] int64 response
+    tokens of each sample of the mini-batch, over all ranks; samples without any get 0 and do not
+    count. GRPO, arXiv:2402.03300, eq. 3.
     """
     return _where_trained(tokens_N, (tokens_N > 0).sum() * tokens_N)
 
 
 def constant(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Weight of each token's loss, [N] by sample: 1 / (sequences x config.constant_tokens), so
-    equal in short and in long responses. Dr.GRPO, arXiv:2503.20783, 3.2.
-
-    `tokens_N`: response tokens of each sample. Samples without any get 0 and do not count.
+    """Weights of tokens in a loss that counts tokens of short and long responses alike: 1 /
+    (sequences x `config.constant_tokens`), as [N] float64 by sample. `tokens_N`: [N] int64 response
+    tokens of each sample of the mini-batch, over all ranks; samples without any get 0 and do not
+    count. Dr.GRPO, arXiv:2503.20783, 3.2.
     """
     return _where_trained(
         tokens_N, ((tokens_N > 0).sum() * config.constant_tokens).expand_as(tokens_N)
@@ -231,11 +259,12 @@ LOSSES: dict[str, LossFunction] = {
     "sapo": sapo,
     "reinforce": reinforce,
 }
-"""{name in `algorithm.loss`: policy loss}"""
+"""{name in `algorithm.loss`: policy loss, a function with the arguments of `LossFunction`}"""
 
 AGGREGATIONS: dict[str, AggregationFunction] = {
     "token": token,
     "sequence": sequence,
     "constant": constant,
 }
-"""{name in `algorithm.aggregation`: function from token counts to weights of tokens}"""
+"""{name in `algorithm.aggregation`: function of (response tokens of each sample [N] int64, config)
+-> weight of each of the sample's tokens in the loss [N] float64}"""

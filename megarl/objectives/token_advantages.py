@@ -1,15 +1,15 @@
 """From the rewards of every token, or of every turn, to one advantage per token.
 
-`megarl.objectives.advantages` has the functions that give a whole sample one advantage. Here are
-those that give each token its own. To add one: write a function of (`TokenRewards`, config), add a
-line to `TOKEN_ADVANTAGES`, add its name to `ADVANTAGE` in `config.py`.
+The functions of `megarl.objectives.advantages` give a whole sample one advantage. Those here give
+each token its own. To add one: write a function of (`TokenRewards`, config), add a line to
+`TOKEN_ADVANTAGES`, add its name to `ADVANTAGE` in `config.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from megarl.objectives.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Rewards of the tokens of whole samples on one data rank; the tokens of a sample are in order
+    """What advantages per token are computed from, for the T tokens of all samples of a step on one
+    data rank, [T] each: rewards, the critic's values (None without a critic), whether the policy
+    generated the token (`mask`), and the number of its sample (`sample_ids`); also
+    `sum_over_ranks`, which sums a tensor over the data ranks. The tokens of a sample are in order
     and next to each other.
     """
 
@@ -30,18 +33,22 @@ class TokenRewards:
     mask: Tensor
     """[T] bool, True for tokens that the policy generated."""
     sample_ids: Tensor
-    """[T] int64, the sample of each token."""
+    """[T] int64 number of each token's sample; equal ones are next to each other."""
     sum_over_ranks: Callable[[Tensor], Tensor]
-    """Elementwise sum over the data ranks, whose samples are disjoint; every rank calls it equally
-    often.
-    """
+    """Elementwise sum of a tensor over the data ranks, which have different samples; a collective,
+    which every rank calls equally often."""
     values: Tensor | None = None
     """[T] float64 value of the state before each token, predicted by the critic; 0 where `mask` is
     False. None without a critic."""
+    critics: Mapping[str, Tensor] = field(default_factory=dict)
+    """{name in the recipe's `critics`: values [T] float64 that this critic predicts, 0 where `mask`
+    is False}, for an advantage function of the user's own."""
 
 
 def returns_to_go(rewards: Tensor, sample_ids: Tensor) -> Tensor:
-    """[T] sum of the rewards from each token to the end of its sample (discount 1)."""
+    """[T] sum of the rewards from each token to the end of its sample (discount 1). `rewards`: [T];
+    `sample_ids`: [T] int64 sample of each token, equal ones next to each other.
+    """
     lengths = torch.unique_consecutive(sample_ids, return_counts=True)[1].tolist()
     # Sample by sample: one sum over all would leave the rounding of other samples' rewards.
     parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.split(lengths)]
@@ -49,8 +56,11 @@ def returns_to_go(rewards: Tensor, sample_ids: Tensor) -> Tensor:
 
 
 def normalise(values: Tensor, mask: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-    """[T] (x - mean) / (std + EPSILON) over all masked tokens of all ranks; 0 elsewhere. The
-    standard deviation is the population's.
+    """(x - mean) / (std + 1e-6) of `values` [T], where mean and population standard deviation are
+    over the tokens of all data ranks for which `mask` [T] bool is True; 0 elsewhere. Returns [T].
+
+    `sum_over_ranks`: elementwise sum of a tensor over the data ranks. Every rank calls it together,
+    also one without tokens.
     """
     chosen = values[mask]
     count, total = sum_over_ranks(
@@ -66,14 +76,15 @@ def normalise(values: Tensor, mask: Tensor, sum_over_ranks: Callable[[Tensor], T
 def generalised_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, sample_ids: Tensor, *, gamma: float, lam: float
 ) -> Tensor:
-    """[T] float64 generalised advantage estimate of each masked token; 0 elsewhere. GAE,
-    arXiv:1506.02438, eq. 11 and 12:
+    """[T] float64 generalised advantage estimate of each token that the policy generated (`mask`
+    [T] bool); 0 elsewhere. GAE, arXiv:1506.02438, eq. 11 and 12:
 
         delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)
 
-    t counts the masked tokens of a sample: tokens of the environment between two of them are no
-    step. After a sample's last masked token the value is 0, also if the response was cut off at its
-    token limit.
+    `rewards` and `values` (of the state before each token): [T] float64. `sample_ids`: [T] int64,
+    equal ones next to each other. t counts the masked tokens of a sample: tokens of the environment
+    between two of them are no step. After a sample's last masked token the value is 0, also if the
+    response was cut off at its token limit.
     """
     chosen = mask.nonzero()[:, 0]
     if not len(chosen):
@@ -98,41 +109,52 @@ def generalised_advantages(
 
 
 def gae(step: TokenRewards, config: AlgorithmConfig) -> Tensor:
-    """GAE of the critic's values, with `gae.gamma` and `gae.lam`; over all response tokens of the
-    step brought to mean 0 and variance 1 if `gae.whiten` is set.
+    """GAE (arXiv:1506.02438), with the recipe's `algorithm.gae.gamma` and `gae.lam`: advantages [T]
+    float64, 0 for tokens that the policy has not generated. `step` holds the rewards and the
+    critic's values of the T tokens of a step on this rank, and which sample each token is of. With
+    `gae.whiten` they are brought to mean 0 and variance 1 over all response tokens of the step; all
+    data ranks then call it together.
     """
-    found = _estimate(step, config.gae.gamma, config.gae.lam)
+    assert step.values is not None, "GAE needs the values of a critic"
+    found = generalised_advantages(
+        *(step.rewards, step.values, step.mask, step.sample_ids),
+        gamma=config.gae.gamma,
+        lam=config.gae.lam,
+    )
     return normalise(found, step.mask, step.sum_over_ranks) if config.gae.whiten else found
 
 
-def value_targets(step: TokenRewards, config: AlgorithmConfig) -> Tensor:
-    """[T] float64 returns that the critic is trained to predict: values + GAE with `gae.value_lam`
-    (lambda returns); 0 where `mask` is False. With lambda 1 they are the discounted sums of the
+def value_targets(step: TokenRewards, values: Tensor, config: AlgorithmConfig) -> Tensor:
+    """[T] float64 returns that a critic is trained to predict, where `values` [T] are its present
+    predictions: values + GAE with the recipe's `gae.value_lam` (lambda returns); 0 for tokens that
+    the policy has not generated. `step` holds the rewards of the T tokens of a step on this rank,
+    and which sample each token is of. With lambda 1 the returns are the discounted sums of the
     rewards from each token on, and do not depend on the values.
     """
-    assert step.values is not None
-    return _estimate(step, config.gae.gamma, config.gae.value_lam) + step.values * step.mask
-
-
-def _estimate(step: TokenRewards, gamma: float, lam: float) -> Tensor:
-    assert step.values is not None, "GAE needs the values of a critic"
-    return generalised_advantages(
-        step.rewards, step.values, step.mask, step.sample_ids, gamma=gamma, lam=lam
+    found = generalised_advantages(
+        *(step.rewards, values, step.mask, step.sample_ids),
+        gamma=config.gae.gamma,
+        lam=config.gae.value_lam,
     )
+    return found + values * step.mask
 
 
 def reinforce_plus_plus_tokens(step: TokenRewards, config: AlgorithmConfig) -> Tensor:
-    """Sum of rewards from each token on, normalised over all response tokens of the step:
-    REINFORCE++, arXiv:2501.03262, eq. 8 to 10, with discount 1.
+    """REINFORCE++, arXiv:2501.03262, eq. 8 to 10, with discount 1: the sum of rewards from each
+    token to the end of its sample, brought to mean 0 and variance 1 over all response tokens of the
+    step. `step` holds the rewards of the T tokens of a step on this rank, and which sample each
+    token is of; `config` is not used. Returns [T] float64; all data ranks call it together.
 
     With a KL penalty in the reward, a token's sum has the penalties of that token and of later
-    ones; `reinforce_plus_plus` uses the penalty of the whole sequence for every token.
+    ones; the advantage `reinforce_plus_plus` uses the penalty of the whole sequence for every
+    token.
     """
     return normalise(returns_to_go(step.rewards, step.sample_ids), step.mask, step.sum_over_ranks)
 
 
 TokenAdvantage = Callable[[TokenRewards, AlgorithmConfig], Tensor]
-"""(TokenRewards, config) -> advantages [T] float64."""
+"""Function of (TokenRewards, config) -> advantages [T] float64, 0 for tokens that are not
+trained."""
 
 TOKEN_ADVANTAGES: dict[str, TokenAdvantage] = {
     "reinforce_plus_plus_tokens": reinforce_plus_plus_tokens,
@@ -141,16 +163,18 @@ TOKEN_ADVANTAGES: dict[str, TokenAdvantage] = {
 
 
 def is_per_token(function: Callable[..., Tensor]) -> bool:
-    """Whether an advantage is a `TokenAdvantage`, with two arguments, and no
-    `AdvantageFunction`, with three.
+    """Whether an advantage function gives one advantage per token, from two arguments
+    (`TokenRewards`, config), rather than one per sample, from three (rewards, groups, tokens).
+    Decided by its number of parameters.
     """
     return len(inspect.signature(function).parameters) == 2
 
 
 def turn_of_tokens(mask: Tensor, sample_ids: Tensor) -> Tensor:
-    """[T] int64 turn of each token, from 0: a turn is a stretch of tokens of one sample where
-    `mask` ([T] bool, tokens of the policy) is True. Tokens where it is False get an arbitrary
-    number. `sample_ids`: [T] int64, whose equal values are neighbours.
+    """[T] int64 number of the turn that each token is in, from 0 within its sample: a turn is a
+    stretch of tokens of one sample where `mask` ([T] bool, tokens of the policy) is True. Tokens
+    where it is False get an arbitrary number. `sample_ids`: [T] int64 sample of each token, equal
+    ones next to each other.
     """
     before = torch.cat([mask.new_zeros(1), mask[:-1]])
     is_new = torch.ones_like(mask)
@@ -165,8 +189,12 @@ def turn_of_tokens(mask: Tensor, sample_ids: Tensor) -> Tensor:
 
 
 def turn_sums(values: Tensor, mask: Tensor, sample_ids: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[N, K] float64 sum of `values` ([T]) over the tokens of each turn of each sample of this
-    rank; 0 for samples of other ranks. `shape`: (N, K).
+    """Sum of `values` [T] over the tokens of each turn (a stretch of tokens that the policy
+    generated) of each sample: [N, K] float64 for `shape` = (N samples of the step, K turns at
+    most); 0 for samples that are not on this rank.
+
+    `mask`: [T] bool, tokens of the policy. `sample_ids`: [T] int64 number of each token's sample, 0
+    to N - 1, equal ones next to each other.
     """
     found = torch.zeros(shape, dtype=torch.float64, device=values.device)
     places = sample_ids * shape[1] + turn_of_tokens(mask, sample_ids)
@@ -182,11 +210,14 @@ def turn_advantages(
     *,
     discount: float = 1.0,
 ) -> Tensor:
-    """[N, K] float64 advantage of each turn; 0 for turns that a sample does not have.
+    """Advantage of each turn of each sample, [N, K] float64: `function` (an advantage per sample,
+    such as `grpo`) is applied to each turn's returns, compared with the same turn of the other
+    samples of the group. 0 for turns that a sample does not have.
 
     `rewards_NK`: [N, K] float64 reward of each turn. `tokens_NK`: [N, K] int64 trained tokens of
-    each turn, 0 for turns that a sample does not have. `groups_N`: [N] int64 group of each sample.
-    `discount`: 0 to 1, of the reward one turn later.
+    each turn, 0 for turns that a sample does not have. `groups_N`: [N] int64 group of each sample,
+    equal for responses to one prompt. `discount`: 0 to 1, how much the reward of the next turn
+    counts.
     """
     returns_NK = rewards_NK.clone()
     for turn in range(rewards_NK.shape[1] - 2, -1, -1):

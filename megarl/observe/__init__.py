@@ -1,1 +1,1 @@
-"""Observation of a run: metrics, transcripts, progress, and the report page."""
+"""What a run reports: metrics, transcripts, progress on the terminal, and the report page."""

@@ -1,4 +1,4 @@
-"""Configuration of metrics, transcripts and progress."""
+"""The sections `observe` and `early_stop` of a recipe, and the names of the metrics."""
 
 from typing import Annotated
 
@@ -34,12 +34,15 @@ EVALUATION_METRICS = (
     *("accuracy", "reward/mean", "length/mean", "length/truncated_share"),
     *("verifier/failures", "problems"),
 )
-"""Names of the metrics of an evaluation, after `eval/` or `eval_sampled/`."""
+"""Names of the metrics of an evaluation, each with `eval/` or `eval_sampled/` before it."""
 Bound = Annotated[float | None, Range(-8e307, 8e307)]
 
 
 class ObserveConfig(Config):
-    """Where metrics and transcripts of a run go; `metrics.jsonl` is always written."""
+    """What a run reports and where: metrics for TensorBoard and Weights & Biases, transcripts of
+    rollouts, progress, and recordings of its processes; `metrics.jsonl` in the run folder is always
+    written.
+    """
 
     tensorboard: bool = True
     """Also write metrics for TensorBoard."""
@@ -47,10 +50,11 @@ class ObserveConfig(Config):
     """Weights & Biases project that also gets the metrics, if set; the API key comes from the
     environment."""
     transcripts_per_step: Annotated[int, Range(0, MOST_SAMPLES)] = 2
-    """Groups per step whose rollouts are written to `transcripts.jsonl`."""
+    """Number of groups (all rollouts of one prompt) per step that are written to
+    `transcripts.jsonl`."""
     transcripts_gib: Annotated[float, Range(0.0, 1e6)] = 4.0
-    """GiB of transcripts that are kept, in parts of 64 MiB; of more parts the oldest but the first
-    are removed."""
+    """GiB of transcripts that are kept, in files of 64 MiB; beyond it the oldest files but the
+    first are removed."""
     progress: bool = True
     """Show progress on standard error."""
     batches: bool = False

@@ -33,14 +33,16 @@ is always printed."""
 
 
 class Observer(contextlib.AbstractContextManager):
-    """Writes a run's metrics and transcripts and shows its progress.
+    """Writes a run's metrics and transcripts to the run folder and to viewers, and shows its
+    progress on standard error. Made once, on rank 0; a context manager that closes everything at
+    its end.
 
     Args:
         config: which viewers and how many transcripts.
         folder: the run folder; created if missing.
         total_steps: steps of the whole run.
-        first_step: steps already done. Records of later steps, from a process that went beyond its
-            last checkpoint, are dropped. With 0 the files start empty.
+        first_step: steps already done. Lines of later steps, from a process that went beyond its
+            last checkpoint, are removed from the files. With 0 the files start empty.
         resolved: the recipe as plain data, for viewers that show it.
     """
 
@@ -69,7 +71,10 @@ class Observer(contextlib.AbstractContextManager):
         self._progress = ProgressBar(total_steps, first_step) if config.progress else None
 
     def step(self, report: StepReport) -> None:
-        """Write the metrics of one step and show the main ones."""
+        """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the
+        viewers (TensorBoard, W&B), and show the main ones. `report` has the step's number, `step`,
+        from 0, and `metrics`, {name: number}; files and viewers count steps from 1.
+        """
         number = report.step + 1
         self._metrics.write(number, report.metrics)
         self._sink(number, report.metrics)
@@ -79,12 +84,13 @@ class Observer(contextlib.AbstractContextManager):
     def evaluation(
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
     ) -> None:
-        """Write metrics and transcripts of an evaluation of the weights after `step` steps.
+        """Write metrics and transcripts of an evaluation of the weights after `step` steps to
+        `evaluations.jsonl` and the viewers, and show the metrics.
 
         Args:
             step: steps done; 0 is before training.
-            metrics: named `eval/...` or `eval_<kind>/...`; calls with the same step add up.
-            transcripts: one for each problem: prompt, answer, response, correct, reward, tokens.
+            metrics: named `eval/...` or `eval_<kind>/...`; an evaluation may take several calls.
+            transcripts: a dict for each problem: prompt, answer, response, correct, reward, tokens.
 
         Raises:
             ValueError: a metric's name does not begin with `eval`.
@@ -100,8 +106,9 @@ class Observer(contextlib.AbstractContextManager):
             self._progress.evaluation(step, metrics)
 
     def evaluated(self, step: int, name: str) -> dict[str, float] | None:
-        """The metrics `name`/... of an evaluation of the weights after `step` steps that an earlier
-        process has written; None where none has.
+        """The metrics whose names begin with `name`/ of the evaluation after `step` steps, read
+        from `evaluations.jsonl`, where this or an earlier process of the run has written them; None
+        if there are none.
         """
         found = [
             {key: one for key, one in record.items() if key.startswith(f"{name}/")}
@@ -111,8 +118,9 @@ class Observer(contextlib.AbstractContextManager):
         return next(filter(None, reversed(found)), None)
 
     def trained(self, step: int) -> dict[str, float]:
-        """The metrics of step number `step` (from 1) that an earlier process has written, without
-        those that are not finite; empty where it has written none.
+        """The metrics of step number `step` (from 1), read from `metrics.jsonl`, where an earlier
+        process of the run has written them; without those that were not finite. Empty if there are
+        none.
         """
         found = [one for one in read_records(self._folder / METRICS) if one.pop("step") == step]
         return {
@@ -120,11 +128,12 @@ class Observer(contextlib.AbstractContextManager):
         }
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Write the groups that a training step has drawn to the transcripts file, at most
-        `observe.transcripts_per_step` of them.
+        """Write the rollouts of a training step to `transcripts.jsonl`: the first
+        `observe.transcripts_per_step` of `groups`. A group is a dict of JSON data with the keys
+        ordinal (position of its prompt in training), prompt (text), answer (text) and rollouts
+        (list of dicts).
 
-        `step`: number of the step, the first is 0; the file counts from 1. A group is a dict with
-        the keys ordinal, prompt, answer and rollouts.
+        `step`: number of the step, the first is 0; the file counts from 1.
         """
         for group in groups[: self._config.transcripts_per_step]:
             self._transcripts.write(step + 1, group)
@@ -150,7 +159,9 @@ class Observer(contextlib.AbstractContextManager):
 
 
 class ProgressBar:
-    """Progress of a run: a bar on a terminal, else an occasional line."""
+    """Progress of a run on standard error: a bar on a terminal, otherwise a line at most every 5
+    seconds. `first_step`: steps done before this process started.
+    """
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total, self._last_line = total_steps, float("-inf")
@@ -161,7 +172,9 @@ class ProgressBar:
             self._bar = tqdm(total=total_steps, initial=first_step, **how)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show step number `step` (from 1)."""
+        """Show that step number `step` (from 1) is done, with its main metrics (reward, accuracy,
+        length, ...).
+        """
         if self._bar is not None:
             self._bar.set_postfix_str(shown_metrics(metrics, separator=", "), refresh=False)
             self._bar.update()
@@ -173,7 +186,9 @@ class ProgressBar:
             console.say(f"step {step}/{self._total}  {shown_metrics(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print an evaluation's metrics on a line."""
+        """Print the metrics, {name: number}, of an evaluation after `step` steps on a line of
+        standard error, above the progress bar if there is one.
+        """
         numbers = "  ".join(
             f"{name} {value:.4g}"
             for name, value in metrics.items()
@@ -187,7 +202,7 @@ class ProgressBar:
             self._bar.refresh()
 
     def close(self) -> None:
-        """Close the bar, which stays visible."""
+        """Close the progress bar; its last state stays visible on the terminal."""
         if self._bar is not None:
             self._bar.close()
 
@@ -204,7 +219,10 @@ _SHOWN = (
 
 
 def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ") -> str:
-    """Format the main metrics of a step as one line, without those that are missing or None."""
+    """The main metrics of a training step (reward, accuracy, mean length, loss, tokens per second)
+    as one line, formatted; metrics that are missing or None are left out. `separator` stands
+    between two metrics.
+    """
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()

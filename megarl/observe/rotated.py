@@ -1,38 +1,48 @@
-"""A JSON-lines file of bounded size: full parts are put away under names that tell their steps.
+"""A JSON-lines file of bounded size: it is cut into parts, and a full part is renamed so that its
+name tells its steps.
 
     transcripts.jsonl                     the newest records
     transcripts.000001-000240.jsonl       a full part: steps 1 to 240
     transcripts.000241-000480.jsonl
 
-A resumed run reads one part at most, and of more parts than are kept the oldest but the first go.
+A resumed run reads one part at most. If the parts exceed the limit, the oldest ones but the first
+are removed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.observe.sinks import MetricsFile, read_records
 
 PART_BYTES = 64 * 2**20
-"""Bytes from which a part is full; it ends with the step that it is in."""
+"""Bytes from which a part is full; the records of the step that is being written still go into
+it."""
 
 NAME = re.compile(r".*\.(\d{6,})-(\d{6,})\.jsonl")
 
 
 class RotatedPart(NamedTuple):
-    """A full part."""
+    """One full part of a JSON-lines file that is cut into parts by size: the first and last
+    training step of which it has lines, and its path.
+    """
 
     first: int
-    """Its first step."""
+    """First step of which the part has records."""
     last: int
     path: Path
 
 
 def parts_of(path: Path) -> list[RotatedPart]:
-    """The full parts of the file `path`, by step."""
+    """The full parts of the JSON-lines file `path` (`transcripts.jsonl`) that was cut into parts by
+    size, such as transcripts.000001-000240.jsonl for steps 1 to 240, found by their names in its
+    folder, in the order of their steps. `path` itself, with the newest lines, is none of them.
+    """
     found = []
     for part in path.parent.glob(f"{path.stem}.*-*.jsonl"):
         if match := NAME.fullmatch(part.name):
@@ -41,18 +51,20 @@ def parts_of(path: Path) -> list[RotatedPart]:
 
 
 def read_again(path: Path, step: int) -> Path:
-    """The file that a run reads which goes on after `step` steps: the full part of the file `path`
-    that has later steps, or `path`.
+    """The one file that must be read when a run resumes after `step` steps: the first full part of
+    the JSON-lines file `path`, which is cut into parts by size, with lines of later steps, or
+    `path` itself if there is none.
     """
     return next((part.path for part in parts_of(path) if part.last > step), path)
 
 
 class RotatedFile:
-    """Writes records of ascending steps.
+    """Writes records of ascending training steps, a line of JSON each, to a file that is cut into
+    parts: a full one is renamed to NAME.FIRST-LAST.jsonl by its steps.
 
     Args:
         path: the file of the newest records; created with its folder if missing.
-        keep_until_step: records of later steps are dropped.
+        keep_until_step: records of later steps, of an earlier process, are removed.
         most_bytes: bytes of all parts that are kept, roughly; the first and the newest part stay
             however small the number is.
         part_bytes: bytes from which a part is full.
@@ -75,7 +87,9 @@ class RotatedFile:
         self._first, self._last = (steps[0], steps[-1]) if steps else (0, 0)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append `{"step": step, **record}`; see `MetricsFile.write`."""
+        """Append `{"step": step, **record}` as a line of JSON; NaN and infinities become null.
+        Raises `OSError`, with the path, if the file cannot be written.
+        """
         if step != self._last and self._path.stat().st_size >= self._part_bytes:
             self._put_away()
         self._file.write(step, record)
@@ -101,19 +115,18 @@ class RotatedFile:
 
 
 def ends(path: Path) -> list[dict[str, Any]]:
-    """The records of the first step and of the last step in the file `path` and its parts. Of the
-    parts, only the first and the newest are read.
+    """The records of the first step and of the last step in the rotated file `path`, its full parts
+    included, each as a dict with `step`. Of the full parts, only the first and the newest are read.
+    Empty without records.
     """
     places = [*(part.path for part in parts_of(path)), path]
-    first: list[dict[str, Any]] = []
-    for record in _records(places):
-        if first and record["step"] != first[0]["step"]:
-            break
-        first.append(record)
-    last: list[dict[str, Any]] = []
-    for record in _records(places[-2:]):  # a new part may have no record yet
-        if not first or record["step"] != first[0]["step"]:
-            last = [kept for kept in last if kept["step"] == record["step"]] + [record]
+    by_step = itemgetter("step")
+    first = next((list(group) for _, group in groupby(_records(places), by_step)), [])
+    last = first
+    for _, group in groupby(_records(places[-2:]), by_step):  # a new part may have no record yet
+        last = list(group)
+    if not first or by_step(first[0]) == by_step(last[0]):
+        return first
     return first + last
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,26 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from megarl.console import say
-from megarl.files import parse_json
+from megarl.files import UNFINISHED, new_file, parse_json
 from megarl.observe.config import ObserveConfig
 
 
 @dataclass(frozen=True)
 class Sink:
-    """A viewer that gets copies of the metrics, for example TensorBoard."""
+    """A viewer that gets copies of the metrics, for example TensorBoard: two functions,
+    `write(step, {name: finite value})` and `close()`.
+    """
 
     write: Callable[[int, Mapping[str, float]], None]
-    """Records the metrics of a step; steps do not decrease."""
+    """Records the metrics of a step, given by its number from 1 (0: an evaluation before training);
+    numbers do not decrease."""
     close: Callable[[], None]
     """Finishes writing."""
 
 
 Recipe = Mapping[str, Any]
-"""The resolved recipe as plain data."""
+"""The recipe with all defaults, as nested dicts."""
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON data: NaN and infinities as None, numpy and torch numbers as Python's."""
+    """A copy of `value`, nested dicts and lists of numbers and texts, as JSON data: NaN and
+    infinities as None, numpy and torch numbers and arrays as Python's, tuples as lists.
+    """
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -47,8 +51,8 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any]]:
-    """Iterate over the lines of a JSON-lines file, such as metrics.jsonl, as {name: value}. A file
-    that does not exist has none.
+    """Iterate over the lines of a JSON-lines file, such as metrics.jsonl, each as a dict with
+    `step`. A file that does not exist has none.
 
     A last line without newline is skipped: a killed process leaves one. With `numbers`, as in files
     of metrics, every value must be a number or null, and `transcripts` a list of objects. Raises
@@ -83,12 +87,12 @@ def _fits(name: str, value: Any) -> bool:
 
 
 class MetricsFile:
-    """A JSON-lines file with one object per step, flushed after each.
+    """Appends to a JSON-lines file, one object for each call of `write`, flushed at once.
 
     Args:
         path: the file; created with its folder if missing.
-        keep_until_step: records of later steps are dropped, in one atomic rename, because a
-            resumed run writes them again. None keeps all complete lines.
+        keep_until_step: records of later steps are removed, in one atomic rename, because a resumed
+            run writes them again. None keeps all complete lines.
 
     Raises:
         ValueError: the existing file is not JSON objects with a `step`.
@@ -124,19 +128,19 @@ def _keep(path: Path, until_step: int | None) -> None:
     whole = path.read_bytes().rpartition(b"\n")
     if whole[2]:
         say(f"megarl: {path}: cutting off a torn line of {len(whole[2])} bytes")
-    kept = path.with_name(path.name + ".kept")
-    with kept.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    for left in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
+        left.unlink(missing_ok=True)  # of a process that was killed here
+    with new_file(path) as file:
         for record in read_records(path):
             if until_step is None or record["step"] <= until_step:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    kept.replace(path)
+                line = json.dumps(record, ensure_ascii=False) + "\n"
+                file.write(line.encode(errors="backslashreplace"))
 
 
 def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Metrics as TensorBoard's scalars, in `folder`/tensorboard. What an earlier process logged of
-    steps after `first_step` is hidden.
+    """Open the viewer that writes metrics as TensorBoard scalars in `folder`/tensorboard. What an
+    earlier process logged of steps after `first_step`, the steps that are done, is hidden. `config`
+    and `recipe` are not used.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -155,7 +159,9 @@ WANDB_ID = "wandb_id.txt"
 
 
 def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Metrics in Weights & Biases, beside the recipe; the API key comes from the environment.
+    """Open the viewer that sends metrics to the Weights & Biases project `config.wandb_project`,
+    with the recipe (nested dicts) as the run's config; the API key comes from the environment. If
+    `first_step` steps are done, the W&B run of the run folder `folder` is continued.
 
     W&B drops what is logged at a step that it has already: after a resume the steps that a killed
     run had logged beyond its checkpoint stay as they were.
@@ -172,8 +178,9 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
 
 
 def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
-    """Every viewer that `config` asks for, of a run in `folder` that has done `first_step` steps.
-    `megarl.checks.folder_checks` has refused those that are not installed.
+    """Open every viewer that `config` asks for, TensorBoard and W&B, for a run in the run folder
+    `folder` that has done `first_step` steps. `recipe`: the recipe as nested dicts. Raises
+    `ImportError` if a viewer's package is not installed; the checks before a run refuse that.
     """
     asked = {wandb: bool(config.wandb_project), tensorboard: config.tensorboard}
     return [make(config, folder, first_step, recipe) for make, is_on in asked.items() if is_on]

@@ -1,4 +1,4 @@
-"""Reading a run folder: metrics over steps, evaluations, and a summary in a few numbers."""
+"""Reads a run folder: metrics over steps, evaluations, and a summary in a few numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from megarl.observe.rotated import ends
 from megarl.observe.sinks import read_records
 
 ENDS = 5
-"""Without evaluations, "before" and "after" are means over this many first and last steps."""
+"""Without evaluations, "before" and "after" are means over at most this many first and last
+steps."""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """One evaluation, of the weights after `step` steps."""
+    """One evaluation of the weights after `step` steps (0: before training): `metrics`, {name:
+    number}, and `transcripts`, a dict for each problem (prompt, answer, response, correct, ...).
+    """
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -27,32 +30,40 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Run:
-    """The content of a run folder."""
+    """The content of a run folder, as `read_run` returns it: metrics of all steps, evaluations and
+    some transcripts.
+    """
 
     metrics: list[dict[str, Any]]
     """The metrics of each step, ordered by step."""
     evaluations: list[Evaluation]
     """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]
-    """Transcripts of the first and the last step that has any."""
+    """Transcripts of the first and the last step that has any: dicts with step, prompt, answer and
+    rollouts."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric over the steps that have it; NaN where it was not
-        finite."""
+        """([n] steps, [n] values), float64 arrays, of the training metric `name` over the n steps
+        that have it, in order; NaN where the value was not finite.
+        """
         return _series(
             [(record["step"], record[name]) for record in self.metrics if name in record]
         )
 
     @property
     def failures(self) -> dict[str, int]:
-        """{kind: number of rollouts} that the verifier could not judge, over all steps."""
+        """{"errors", "timeouts", "nans": number of rollouts, over all steps, that the verifier
+        could not score for this reason}.
+        """
         return {
             kind: int(sum(record.get(f"verifier/{kind}") or 0 for record in self.metrics))
             for kind in ("errors", "timeouts", "nans")
         }
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values) of a metric over the evaluations that have it."""
+        """([n] steps, [n] values), float64 arrays, of the metric `name`, such as eval/accuracy,
+        over the n evaluations that have it, in order.
+        """
         return _series(
             [(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics]
         )
@@ -65,7 +76,9 @@ def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarr
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; of records with the same step the last one counts.
+    """Read the run folder `folder`. Returns a `Run`: the metrics of each step as dicts, the
+    evaluations, and transcripts of the first and last step. If several lines of a file have the
+    same step, the last one counts.
 
     Raises `ValueError` where the folder has no `metrics.jsonl`, or a file is damaged before its
     last line.
@@ -101,15 +114,16 @@ def _read_evaluations(path: Path) -> list[Evaluation]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """A run in a few numbers, None where unknown.
+    """The run in the run folder `folder` in a few numbers, None where unknown.
 
     Returns:
-        accuracy_before, accuracy_after, length_before, length_after (tokens): from the greedy
-            evaluations (`measured_on` "evaluation"), or else means over the rollouts of the first
-            and last steps ("rollouts")
+        accuracy_before, accuracy_after (0 to 1), length_before, length_after (tokens): from the
+            greedy evaluations (`measured_on` is "evaluation"), or else means over the rollouts of
+            the first and last steps ("rollouts")
         steps, seconds: number of steps, and sum of `time/step_s`
         generated_tokens_per_s, trained_tokens_per_s: means over time
-        step_over_longer_part: see `_overlap`
+        step_over_longer_part: seconds of all steps, divided by the sum of the longer of each step's
+            rollout and training; 1 if the two overlap wholly, up to 2 if they take turns
 
     Raises:
         ValueError: the folder is not one of a run.
@@ -118,7 +132,12 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def summarise_run(run: Run) -> dict[str, Any]:
-    """The numbers that `summary` returns, from a run folder that has been read."""
+    """A run in a few numbers, None where unknown, from a run folder that `read_run` has read: a
+    dict with accuracy_before, accuracy_after (0 to 1), length_before, length_after (tokens),
+    measured_on ("evaluation" or "rollouts"), steps, seconds, generated_tokens_per_s,
+    trained_tokens_per_s and step_over_longer_part (1 if rollouts and training overlap wholly, up to
+    2 if they take turns).
+    """
     evaluated = any(
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations

@@ -23,53 +23,66 @@ from megarl.types import Prompt, Segment, Verdict
 
 
 class PromptSource(Protocol):
-    """Interface of a prompt sequence: `at` depends only on the seed and the ordinal, so a position
-    in the data is a single number.
+    """Interface of the training prompts in their order: position n has the same prompt in every
+    process and after every resume, so that a position in the data is a single number. `len` is the
+    number of prompts of an epoch.
     """
 
     def __len__(self) -> int: ...
 
     def at(self, ordinal: int) -> Prompt:
-        """The prompt at position `ordinal` of training, over all epochs; each epoch is shuffled
-        anew.
+        """The prompt at position `ordinal` of training, from 0, counted over all epochs; each epoch
+        is shuffled anew.
         """
         ...
 
 
 class EnvironmentHandle(Protocol):
-    """Interface that the rollout service needs of an environment."""
+    """Interface of an environment, as the rollout service calls it: it judges what the model wrote,
+    and answers it where a rollout has several turns. A session is the environment's state for one
+    rollout, and has a `key`.
+    """
 
     has_start: bool
     """Whether `begin` must be called before the model's first segment."""
 
     async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        """Start the session of rollout `key`.
+        """Start the session of the rollout with this `key`, a text that no other rollout has.
 
-        Returns what the model reads after the prompt: a segment, or None for nothing. Returns a
-        verdict if the session could not start.
+        Returns what the model reads after the prompt: an environment segment (token ids), or None
+        for nothing. Returns a verdict (reward and the reason of the failure) if the session could
+        not start.
         """
         ...
 
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
     ) -> Segment | Verdict:
-        """Respond to the model's `segment` with an observation, or with the verdict that ends the
-        rollout. `num_tokens`: tokens the model has generated in the whole rollout.
+        """Respond to the model's newest `segment` (token ids) of the rollout `key`: by an
+        environment segment, after which the model goes on, or by the verdict (reward, and whether
+        the response is correct) that ends the rollout. `num_tokens`: tokens that the model has
+        generated in the whole rollout.
         """
         ...
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        """End the session of rollout `key`, of which a limit is used up; returns the verdict."""
+        """End the session of the rollout `key`, which has reached its limit of tokens or turns;
+        returns the verdict (reward, and whether the response is correct). `num_tokens`: tokens that
+        the model has generated in the rollout.
+        """
         ...
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        """Decode each segment to text, without special tokens."""
+        """Decode each segment, whose token arrays may be in another process, to text without
+        special tokens; one text for each.
+        """
         ...
 
 
 def request_seed(run_seed: int, *place: int | str) -> int:
-    """Sampling seed of a generation request. The seed depends only on the run's seed and `place`
-    (such as group, sample, turn), so results do not depend on the order of arrival.
+    """Sampling seed of a generation request, an int of 62 bits. It depends only on the run's seed
+    and `place`, which names the request in the run (such as group, sample, turn), so results do not
+    depend on the order of arrival.
     """
     text = "/".join(str(part) for part in (run_seed, *place))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
@@ -77,7 +90,9 @@ def request_seed(run_seed: int, *place: int | str) -> int:
 
 @dataclass
 class Attempts:
-    """Generates and scores rollouts with a run's engines and environment."""
+    """Generates and scores single rollouts with a run's engines and environment, by `await
+    attempt(prompt, ...)`. Used in one event loop, in which many rollouts run at the same time.
+    """
 
     engines: EnginePool
     environment: EnvironmentHandle
@@ -87,25 +102,29 @@ class Attempts:
     max_turns: int = 0
     """Limit of model segments in a rollout; 0 is none."""
     max_failure_share: float = 1.0
-    """An evaluation raises `UserError` if at least this share of its verdicts has failed."""
+    """Fraction, 0 to 1, of failed verdicts from which an evaluation raises `UserError`."""
 
     progress: int = 0
     """Answers that engines and environment have given so far."""
     scoring: Busy = field(default_factory=lambda: Busy("verdicts", kind="score"))
-    """Records that the environment is at work."""
+    """Records in the activity files that the environment is at work."""
 
     def seed(self, *place: int | str) -> int:
-        """Sampling seed of the first generation request of the rollout at `place`."""
+        """Sampling seed of the first generation request of a rollout. `place` names the rollout in
+        the run, for example (group, sample).
+        """
         return request_seed(self.run_seed, *place)
 
     async def attempt(
         self, prompt: Prompt, *place: int | str, temperature: float
     ) -> tuple[list[Segment], Verdict]:
-        """Generate and score one rollout of `prompt`: (segments, verdict).
+        """Generate and score one rollout of `prompt`. Returns (the segments in order, with token
+        ids and log-probs, of the model and of the environment; the verdict, with the reward and
+        whether the response is correct). `temperature`: of sampling, 0 is greedy.
 
-        `place` identifies the rollout in the run, for example (group, sample). The seed of its
-        first request is `request_seed(run_seed, *place)`, that of request n > 0 is
-        `request_seed(run_seed, *place, n)`.
+        `place` names the rollout in the run, for example (group, sample). The seed of its first
+        request is `request_seed(run_seed, *place)`, that of request n > 0 is
+        `request_seed(run_seed, *place, n)`. Raises `RuntimeError` if an engine does not answer.
         """
         key = "/".join(map(str, place))
         try:

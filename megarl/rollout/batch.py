@@ -1,5 +1,6 @@
-"""A step's groups are dealt out to data ranks as plans: lengths, rewards and references to token
-arrays. A rank fetches the arrays of its own samples and assembles its `StepBatch`.
+"""A step's groups (all rollouts of a prompt) are divided over the data-parallel ranks as plans:
+lengths, rewards and references to token arrays. A rank fetches the arrays of its own samples and
+assembles its `StepBatch`.
 
     groups --shares--> StepGroups --plan(data rank)--> SharePlan --assemble--> StepBatch
 """
@@ -19,33 +20,37 @@ from megarl.parallel.prefix_tree import Size, chains
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
-"""A function that loads token arrays, given references to them (`Segment.arrays`), in the same
-order."""
+"""A function that loads token arrays: gets references to them (values of `Segment.arrays`), and
+returns the arrays in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """One sample of a step, with references to its token arrays instead of the arrays."""
+    """One sample of a step: a prompt with one rollout. Its `segments` have references to the token
+    arrays instead of the arrays, so that it is cheap to send.
+    """
 
     sample_id: int
-    """Index of the sample in the step."""
+    """Index of the sample in the step, from 0."""
     prompt_ids: np.ndarray
     """[P] int32 prompt tokens; all samples of a group share one array."""
     segments: list[Segment]
     final_reward: float
     """Reward at the end of the rollout; those of earlier turns are in the segments."""
     is_trained: bool = True
-    """False for a greedy response, which is only compared with."""
+    """False for a greedy response, which others are compared with."""
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and segments."""
+        """Number of tokens of prompt and segments together."""
         return len(self.prompt_ids) + sum(part.num_tokens for part in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class SharePlan:
-    """The samples of a step that one data-parallel rank trains on, without their token arrays."""
+    """The samples of a step that one data-parallel rank trains on, without their token arrays. The
+    rollout service sends it to the rank, which makes a `StepBatch` of it by `assemble`.
+    """
 
     batch: StepBatch
     """The rank's `StepBatch`, in which only `samples` is still to be filled."""
@@ -55,7 +60,9 @@ class SharePlan:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """A complete step, divided over the data-parallel ranks."""
+    """All samples of a step, divided over the data-parallel ranks by `shares`: for each rank the
+    plan (`SharePlan`) of what it trains on, and the groups to show as text.
+    """
 
     step: int
     plans: list[SharePlan]
@@ -64,17 +71,26 @@ class StepGroups:
     """Groups whose text is written to the transcripts."""
 
     def share(self, data_rank: int) -> StepBatch:
-        """The `StepBatch` of `data_rank`; the token arrays must be in this process."""
+        """The batch that the rank `data_rank` trains on: token ids, log-probs and rewards for each
+        mini-batch. Only where the token arrays of all segments are in this process, not references
+        to them.
+        """
         return assemble(self.plans[data_rank], in_process)
 
 
 def in_process(arrays: Sequence[Any]) -> Sequence[TokenArrays]:
-    """A `Fetch` for arrays that are in this process already: returns them unchanged."""
+    """Return `arrays` unchanged: the argument `fetch` of `assemble` where `Segment.arrays` are
+    token arrays in this process, and not references.
+    """
     return arrays
 
 
 def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:
-    """Fetch the token arrays of a rank's samples and return the complete `StepBatch`."""
+    """The batch that a data-parallel rank trains on, with the token ids, log-probs and rewards of
+    its samples. `plan`: what the rollout service has sent the rank, the samples without these
+    arrays; not changed. `fetch`: function that returns the token arrays for a list of references to
+    them (`Segment.arrays`), in that order; called once.
+    """
     segments = [part for samples in plan.parts for one in samples for part in one.segments]
     arrays = iter(fetch([part.arrays for part in segments]))
     return replace(plan.batch, samples=[_columns(samples, arrays) for samples in plan.parts])
@@ -127,27 +143,24 @@ def shares(
     prefix_saves: float = math.inf,
     windows: Sequence[int | None] = (),
 ) -> StepGroups:
-    """Divide the `accepted` groups into mini-batches of whole groups, and each mini-batch over the
-    ranks. Samples are balanced by length, and every rank gets equally many packed sequences. Only
-    lengths and rewards are read.
+    """Divide the `accepted` groups (all rollouts of a prompt) of a step into mini-batches of whole
+    groups, and each mini-batch over the data ranks, balanced by length; every rank gets equally
+    many packed sequences, of at most `micro_batch_tokens` tokens. Token arrays are not read. With
+    fewer accepted groups than `num_mini_batches`, there are only as many mini-batches as groups.
 
-    A group's greedy response is a sample of the step without trained tokens. `with_greedy`: also
-    send its tokens to the ranks, whose reward models are to score it.
+    `drawn`: accepted and rejected groups, for the metrics. `seconds`: that the step's rollouts
+    took. `transcripts`: number of groups to write as text. `warning`: for the user.
 
-    `skips_equal`: groups of equal rewards, whose advantages are 0, count in the step (rewards,
-    numbers of tokens) but are not sent to the ranks, since they change no gradient. A mini-batch of
-    such groups alone keeps one sample, so that its optimizer step, of momentum alone, is taken.
+    A group's greedy response is a sample of the step without trained tokens, whose tokens the ranks
+    get only `with_greedy`, for their reward models. `skips_equal`: groups of equal rewards, whose
+    advantages are 0, count in the step but are not sent to the ranks. A mini-batch of such groups
+    alone keeps one sample, so that its optimizer step, of momentum alone, is taken.
 
-    `stale`: groups that the dispatch policy has rejected for their age when the batch was complete;
-    None for a policy that rejects none. `carried`: ordinals of groups that were generated before
-    the run was resumed, whose tokens do not count for the rate of generation.
-
-    `prefix_saves`: share of their samples' tokens that the beginning of prompts must save to be
-    computed once (`megarl.trainer.prefixes.must_save`); infinite where prompts are not shared.
-    `windows`: the sliding window of each layer of the policy, or None; empty where none has one.
-
-    With fewer accepted groups than mini-batches there are fewer mini-batches. A step without
-    accepted groups trains on nothing.
+    `stale`: number of groups that the dispatch policy gave up for their age; None if it gives up
+    none. `carried`: ordinals (positions in the training order) of groups that an earlier start of
+    the run has generated. `prefix_saves`: fraction of their samples' tokens that beginnings of
+    prompts must save to be computed once; infinite to share none. `windows`: each layer's sliding
+    window in tokens or None.
     """
     rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
@@ -274,9 +287,11 @@ def describe(
     seconds: float,
     carried: Collection[int] = (),
 ) -> dict[str, float]:
-    """Metrics over all drawn groups, also those that dynamic sampling rejected: the accepted groups
-    alone would give biased averages. Only `token_ages` are of the accepted groups. `carried`: see
-    `shares`.
+    """Metrics {name: value} of a step's rollouts. `drawn`: its groups, also those that dynamic
+    sampling rejected: the `accepted` groups alone would give biased averages. Only the metrics of
+    token age are of the accepted groups. `seconds`: that the rollouts took. `carried`: ordinals
+    (positions in the training order) of groups that an earlier start of the run generated, which do
+    not count for tokens per second.
 
     `staleness/mean` and `staleness/max` are over rollouts, greedy responses included, of `step`
     less the oldest weight version that generated a token of the rollout.
@@ -359,8 +374,8 @@ def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
 
 
 def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """{"environment/<name>": mean} of the metrics that verifiers returned with their verdicts, each
-    over the verdicts that have it.
+    """{"environment/<name>": mean} of the metrics that verifiers gave. `returned`: for each
+    response, {name: value}; the mean of a name is over the responses that have it.
     """
     values: dict[str, list[float]] = {}
     for metrics in returned:
@@ -372,9 +387,11 @@ def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def source_metrics(
     responses: Sequence[tuple[str, bool, float, int, bool]],
 ) -> dict[str, float]:
-    """{"source/<name>/<metric>": mean} for each named verifier of a mixture, and the number of its
-    responses; empty without a mixture. `responses`: (name, whether the response is correct, reward,
-    tokens, whether it was cut off at the token limit).
+    """Metrics by verifier, where `environment.mixture` has several: {"source/<name>/<metric>": mean
+    over its responses} with the metrics accuracy, reward/mean, length/mean and
+    length/truncated_share, and "source/<name>/responses", their number. `responses`: (name of the
+    verifier, whether the response is correct, reward, tokens, whether it was cut off at the token
+    limit); those with an empty name are left out.
     """
     found: dict[str, float] = {}
     for name in sorted({one[0] for one in responses if one[0]}):

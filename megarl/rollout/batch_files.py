@@ -1,4 +1,4 @@
-"""The batches that a run has trained on, as files: what `megarl replay` trains on again.
+"""The batches that a run has trained on, as files, which `megarl replay` trains on again.
 
     runs/x/batches/step_000012.rank_000.safetensors     the `StepBatch` of data rank 0 in step 12
 
@@ -8,12 +8,10 @@ A file has the arrays as safetensors and the rest as JSON in its header. Transcr
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from safetensors.numpy import save
 
 from megarl.activity.spans import activity
 from megarl.errors import UserError, disk_advice
+from megarl.files import in_thread, new_file
 from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"
@@ -38,29 +37,28 @@ OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 OF_SAMPLES = ("ids", "offsets", "prompts", *COLUMNS)
 """The arrays of each of its `Samples`."""
 
-ASIDE = ".writing"
-"""End of the name of a file that is being written."""
-
 WRITTEN_WITHIN_S = 300.0
 """Seconds to wait for a batch to be on the disk, beside the step in which it was written."""
 
-NAME = re.compile(r"step_(\d{6,})\.rank_(\d{3,})\.safetensors")
+NAME = re.compile(r"step_(\d{6,})\.rank_(\d{3,})\.safetensors(.*)")
+"""Step, data rank and, of a file that is not finished, an end."""
 
 
 def batch_file(folder: Path, step: int, data_rank: int) -> Path:
-    """Path of the file with what `data_rank` trains on in `step`, in the run folder `folder`. Steps
-    count from 0 here and from 1 in the file's name.
+    """Path of the file, in the run folder `folder`, with the batch that the data-parallel rank
+    `data_rank` trains on in `step`. Steps count from 0 here and from 1 in the file's name. The file
+    need not exist.
     """
     return folder / FOLDER / f"step_{step + 1:06d}.rank_{data_rank:03d}.safetensors"
 
 
 def recorded(folder: Path) -> dict[int, set[int]]:
-    """{step, from 0: numbers of the data ranks that have a batch file} of the run folder `folder`.
-    The files are not opened.
+    """Which batches the run folder `folder` has: {step, from 0: numbers of the data-parallel ranks
+    with a file for it}. The files are not opened.
     """
     found: dict[int, set[int]] = {}
     for path in (folder / FOLDER).glob("step_*"):
-        if match := NAME.fullmatch(path.name):
+        if (match := NAME.fullmatch(path.name)) and not match[3]:
             found.setdefault(int(match[1]) - 1, set()).add(int(match[2]))
     return found
 
@@ -68,10 +66,12 @@ def recorded(folder: Path) -> dict[int, set[int]]:
 def write_batch(
     path: Path, batch: StepBatch, num_data_ranks: int, lost: Callable[[], str] = str
 ) -> None:
-    """Write a batch aside, bring it to the disk and give it its name. Raises `OSError`.
+    """Write a batch to the safetensors file `path`, without its transcripts: under another name
+    first, which changes once all is on the disk. Makes its folder. `num_data_ranks`: of the run,
+    noted in the file. Raises `OSError`.
 
-    `lost`: says in a sentence why the run must not write to its folder, "" while it may; the file
-    gets no name then, and the sentence is raised as a `UserError`.
+    `lost`: returns in a sentence why the run must not write to its folder, "" while it may. If it
+    returns a sentence, no file is left, and the sentence is raised as a `UserError`.
     """
     arrays = {name: getattr(batch, name) for name in OF_STEP}
     for number, samples in enumerate(batch.samples):
@@ -88,24 +88,20 @@ def write_batch(
     }
     about["digest"] = _digest(about, arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own: a run that was suspended may write beside the one that took its folder.
-    aside = path.with_suffix(f".{uuid.uuid4().hex[:8]}{ASIDE}")
-    try:
-        with aside.open("wb") as file:
-            file.write(save(arrays, {"megarl": json.dumps(about)}))
-            file.flush()
-            os.fsync(file.fileno())
-        if problem := lost():
-            raise UserError(problem)
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with new_file(path, lambda: _refuse_lost(lost)) as file:
+        file.write(save(arrays, {"megarl": json.dumps(about)}))
+
+
+def _refuse_lost(lost: Callable[[], str]) -> None:
+    """Raise `UserError` with the sentence of `lost`, if it is not empty."""
+    if problem := lost():
+        raise UserError(problem)
 
 
 def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> StepBatch:
-    """The batch of `step` (from 0) that `data_rank` of `num_data_ranks` has trained on in the run
-    folder `folder`. Raises `ValueError` if its file is missing, damaged, of a newer version, or
-    holds another batch.
+    """Read, from the run folder `folder`, the batch of `step` (from 0) that `data_rank` of
+    `num_data_ranks` data-parallel ranks has trained on. Raises `ValueError` if its file is missing,
+    damaged or of a newer version, or holds another batch.
     """
     path = batch_file(folder, step, data_rank)
     batch, data_ranks = read_batch(path)
@@ -118,7 +114,8 @@ def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> St
 
 
 def read_batch(path: Path) -> tuple[StepBatch, int]:
-    """(batch, number of data ranks of its run) of a file of `write_batch`, bit by bit as written.
+    """Read a safetensors file that `write_batch` has written: (the batch, with bit-identical token
+    ids, log-probs and rewards, number of data-parallel ranks of its run). Transcripts are empty.
     Raises `ValueError` for a file that is missing, damaged or of a newer version.
     """
     try:
@@ -166,81 +163,69 @@ def _digest(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
 
 @dataclass
 class BatchWriter:
-    """Writes the batches of one data rank in a thread, one at a time, while the rank trains."""
+    """Writes the batches of one data-parallel rank to safetensors files in the run folder, in a
+    thread, one at a time, while the rank trains: for each batch call `flush`, then `write`; at the
+    end `flush`.
+    """
 
     folder: Path
     """The run folder."""
     data_rank: int
     num_data_ranks: int
     lost: Callable[[], str] = str
-    """Says in a sentence why the run must not write to its folder, "" while it may."""
-    _thread: threading.Thread | None = None
-    _problem: list[Exception] = field(default_factory=list)
+    """Returns in a sentence why the run must not write to its folder, "" while it may."""
+    _writing: Future[None] | None = None
 
     def start(self, first_step: int) -> None:
-        """Remove this rank's files of steps from `first_step` on, which an earlier start of the run
-        has written and which count no longer. Raises `UserError` if another run owns the folder.
+        """Remove this rank's files of steps from `first_step` (from 0) on, which an earlier start
+        of the run has written and which count no longer. Raises `UserError` if another run owns the
+        folder.
         """
-
-        def remove(path: Path) -> None:
-            if problem := self.lost():
-                raise UserError(problem)
-            path.unlink(missing_ok=True)
-
-        for left in (self.folder / FOLDER).glob(f"*.rank_{self.data_rank:03d}.*{ASIDE}"):
-            remove(left)  # of a run that was killed here
-        for step, ranks in recorded(self.folder).items():
-            for rank in ranks:
-                # With fewer ranks than before, rank 0 removes the files of those that are gone.
-                is_orphan = self.data_rank == 0 and rank >= self.num_data_ranks
-                if step >= first_step and (rank == self.data_rank or is_orphan):
-                    remove(batch_file(self.folder, step, rank))
+        for path in (self.folder / FOLDER).glob("step_*"):
+            if not (match := NAME.fullmatch(path.name)):
+                continue
+            step, rank, unfinished = int(match[1]) - 1, int(match[2]), match[3]
+            # With fewer ranks than before, rank 0 removes the files of those that are gone.
+            is_orphan = self.data_rank == 0 and rank >= self.num_data_ranks
+            if (rank == self.data_rank or is_orphan) and (step >= first_step or unfinished):
+                _refuse_lost(self.lost)
+                path.unlink(missing_ok=True)
 
     def write(self, batch: StepBatch) -> None:
-        """Begin to write a batch, once `flush` has returned."""
-        assert self._thread is None
-        # A daemon: a disk that does not answer must not keep the process.
-        self._thread = threading.Thread(
-            target=self._write, args=(batch,), name="batch writer", daemon=True
+        """Begin to write a batch in a thread, and return at once. `flush` must have been called
+        since the batch before; `batch` must not change until the next `flush`.
+        """
+        path = batch_file(self.folder, batch.step, self.data_rank)
+        self._writing = in_thread(
+            "batch writer", lambda: write_batch(path, batch, self.num_data_ranks, self.lost)
         )
-        self._thread.start()
 
     def flush(self) -> str:
-        """Wait until every batch so far is on the disk, for at most `WRITTEN_WITHIN_S`. Returns an
-        error message if one could not be written, else "".
+        """Block until the last batch is on the disk, at most 300 seconds. Returns an
+        error message if it is not there by then or could not be written, else "".
         """
-        if self._thread is not None:
-            what = "batch that is being written"
-            with activity(what, kind="wait", deadline_s=WRITTEN_WITHIN_S):
-                self._thread.join(WRITTEN_WITHIN_S)
-            if self._thread.is_alive():
-                return (
-                    f"a batch was not on the disk of {self.folder / FOLDER} within"
-                    f" {WRITTEN_WITHIN_S:g} s; see to the disk and resume the run, or set"
-                    " observe.batches to false"
-                )
-            self._thread = None
-        if not self._problem:
+        if self._writing is None:
             return ""
-        if isinstance(self._problem[0], UserError):
-            return str(self._problem[0])
-        said = str(self._problem[0])
+        with activity("batch that is being written", kind="wait", deadline_s=WRITTEN_WITHIN_S):
+            done, _ = wait([self._writing], WRITTEN_WITHIN_S)
+        if not done:
+            return (
+                f"a batch was not on the disk of {self.folder / FOLDER} within"
+                f" {WRITTEN_WITHIN_S:g} s; see to the disk and resume the run, or set"
+                " observe.batches to false"
+            )
+        error = self._writing.exception()
+        if error is None or isinstance(error, UserError):
+            return str(error or "")
         return (
-            f"a batch could not be written to {self.folder / FOLDER} ({said}); {disk_advice(said)}"
-            " and resume the run, or set observe.batches to false"
+            f"a batch could not be written to {self.folder / FOLDER} ({error});"
+            f" {disk_advice(error)} and resume the run, or set observe.batches to false"
         )
-
-    def _write(self, batch: StepBatch) -> None:
-        try:
-            path = batch_file(self.folder, batch.step, self.data_rank)
-            write_batch(path, batch, self.num_data_ranks, self.lost)
-        except Exception as error:  # told where the run waits for the thread
-            self._problem.append(error)
 
 
 def refuse_gaps(folder: Path, steps: int) -> int:
-    """Raise `ValueError` unless the run folder `folder` has the batches of all data ranks for its
-    first `steps` steps; returns the number of data ranks.
+    """Raise `ValueError` unless the run folder `folder` has a batch file of every data-parallel
+    rank for each of its first `steps` steps; returns the number of these ranks.
     """
     found = recorded(folder)
     if 0 not in found:

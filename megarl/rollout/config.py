@@ -10,9 +10,10 @@ from megarl.schema import Config, Of, Range, require, section
 ENGINE_STARTS = 3
 """Times in a row that the start of an engine may fail before the run goes on without it."""
 MOST_STOPS = 16
-"""Largest number of texts in `rollout.stop`."""
+"""Largest number of texts in the setting `rollout.stop`."""
 DispatchName = Literal["ordered", "windowed"]
-"""Names of the dispatch policies, which are in `megarl.rollout.dispatch.policy_table`."""
+"""Names of the dispatch policies, which decide when a group of rollouts starts and which step it is
+trained in; they are in `megarl.rollout.dispatch.policy_table`."""
 WINDOWED = Of("dispatch", "windowed")
 FILTER = IsPath("code", ("", "differing", "all"))
 LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, where vLLM samples"
@@ -20,8 +21,13 @@ LEARNABLE = "set it above 0 (greedy rollouts cannot learn), from 0.01 to 2, wher
 
 
 class EngineConfig(Config):
-    """Settings of each vLLM engine; `rollout.num_engines` of them run."""
+    """Settings of an inference engine, which generates rollouts; they are the same for all
+    `rollout.num_engines` engines.
+    """
 
+    kind: Annotated[str, IsPath("code", ("vllm",), "Class")] = "vllm"
+    """`vllm`, or a class of your own, such as my_engine.py:MyEngine, which does what
+    `megarl.rollout.inference_engine.InferenceEngine` says (docs/extending.md)."""
     tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Tensor-parallel degree of an engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -52,7 +58,9 @@ class EngineConfig(Config):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an engine samples beside the temperature; see `RolloutConfig` for each field."""
+    """How an engine samples, besides the temperature: from which tokens, and at which texts a
+    response ends. The fields are settings of `rollout`, and by default switch nothing on.
+    """
 
     top_p: float = 1.0
     top_k: int = 0
@@ -61,18 +69,21 @@ class Sampling:
 
     @property
     def truncation(self) -> dict[str, float]:
-        """{setting: value} of the settings that take tokens out of the law; empty if none does."""
+        """{setting: value} of those of top_p, top_k and min_p that keep some tokens from being
+        sampled; empty if none does.
+        """
         found = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {name: value for name, value in found.items() if value != getattr(PLAIN, name)}
 
 
 PLAIN = Sampling()
-"""Sampling from the whole law, up to an end-of-sequence token."""
+"""Sampling from all tokens, up to an end-of-sequence token."""
 
 
 class DynamicSamplingConfig(Config):
-    """DAPO's dynamic sampling: a group that `rollout.filter` does not keep, by default one whose
-    rewards are all equal, so that its advantages are zero, is replaced by a new group.
+    """DAPO's dynamic sampling: a group (all rollouts of a prompt) that `rollout.filter` does not
+    keep, by default one whose rewards are all equal, so that its advantages are zero, is replaced
+    by a new group.
     """
 
     enabled: bool = True
@@ -82,7 +93,9 @@ class DynamicSamplingConfig(Config):
 
 
 class RolloutConfig(Config):
-    """How rollouts are sampled: engines, group size, sampling parameters and staleness."""
+    """How rollouts (the model's responses to prompts) are sampled: engines, group size, sampling
+    parameters and staleness.
+    """
 
     num_engines: Annotated[int, Range(1, MOST_RANKS)] = 1
     engine: EngineConfig = section(EngineConfig)
@@ -93,18 +106,18 @@ class RolloutConfig(Config):
     group_size: Annotated[int, Range(1, MOST_SAMPLES)] = 16
     """Rollouts of each prompt."""
     max_new_tokens: Annotated[int, Range(1, MOST_TOKENS)] = 256
-    """Length limit of a response."""
+    """Length limit of a response in tokens."""
     temperature: Annotated[float, Range(0.01, 2.0, fix=LEARNABLE)] = 1.0
     """Sampling temperature; the trainer's log-probs are computed at the same temperature."""
     top_p: Annotated[float, Range(1e-6, 1.0)] = 1.0
     """Sample from the likeliest tokens that together have this probability; 1: from all. Log-probs
-    are those of the truncated law, renormalised, so that `algorithm.old_logprobs: engine` is
+    are those of the remaining tokens, renormalised, so that `algorithm.old_logprobs: engine` is
     needed. Greedy evaluation does not use it."""
     top_k: Annotated[int, Range(0, 2**20)] = 0
-    """Sample from this many likeliest tokens; 0: from all. See `top_p`."""
+    """Sample from this many likeliest tokens; 0: from all. Log-probs as with `top_p`."""
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
-    """Sample from tokens that have at least this share of the likeliest token's probability; 0:
-    from all. See `top_p`."""
+    """Sample from tokens that have at least this fraction of the likeliest token's probability; 0:
+    from all. Log-probs as with `top_p`."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the tokens that end a turn. The response includes the
     tokens of the text, with the log-probs they were sampled with. Stop texts do not change any
@@ -162,11 +175,15 @@ class RolloutConfig(Config):
 
     @property
     def most_open_groups(self) -> int:
-        """Maximum number of groups that are started and neither trained nor rejected."""
+        """Maximum number of groups (all rollouts of a prompt) that are started and neither trained
+        nor rejected: `max_open_groups`, or its default.
+        """
         usual = (1 + self.max_staleness) * self.groups_per_step
         return usual if self.max_open_groups is None else self.max_open_groups
 
     @property
     def sampling(self) -> Sampling:
-        """The settings beside the temperature, as the engines get them."""
+        """The settings of sampling besides the temperature (top_p, top_k, min_p, stop), as an
+        object for the engines.
+        """
         return Sampling(self.top_p, self.top_k, self.min_p, self.stop)

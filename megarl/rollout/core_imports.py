@@ -1,5 +1,5 @@
-"""What the process imports from which vLLM's engine core is forked; see
-`megarl.rollout.engine_core`.
+"""Imported by the fork server of `megarl.rollout.engine_core`, the process from which vLLM's engine
+core is forked on the CPU: it imports what the core needs, while the engine's process imports vLLM.
 """
 
 from megarl.quick_imports import quick_imports

@@ -1,28 +1,24 @@
-"""One inference engine: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and their
-log-probs out.
+"""The inference engine `vllm`: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and
+their log-probs out.
 
-`Engine` is a plain class; `megarl.cluster.ray_cluster` makes a Ray actor of it. Weights arrive
-through vLLM's weight-transfer interface, so version 0 is published like every other and no engine
-reads a checkpoint.
+`Engine` is a plain class; the Ray actor `megarl.cluster.remote.EngineActor` has one. Weights arrive
+through vLLM's weight-transfer interface. The trainer sends version 0 like every other version, so
+that no engine reads a checkpoint.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.quick_imports import quick_imports
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
-from megarl.rollout.engine_core import fork_core, import_core_ahead, spawn_core
+from megarl.rollout.engine_core import VllmProcess, vllm_imports
+from megarl.rollout.inference_engine import Pulse
 from megarl.rollout.pauses import Pauses
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
@@ -44,29 +40,12 @@ WORKER_EXTENSION = "megarl.weight_sync.receiver.WeightSyncWorker"
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """What an engine says when it is asked for a sign of life."""
-
-    steps: int
-    """Engine steps so far. A step computes the next token of every running request, or a part of
-    the prompts."""
-    tokens: int
-    """Tokens generated so far."""
-    prompt_tokens: int
-    """Tokens of the prompts of all answered requests, earlier turns included."""
-    cached_tokens: int
-    """How many of them were in the cache, so that they were not computed for that request."""
-    requests: int
-    """Requests that are not yet answered."""
-    is_paused: bool
-    """Whether generation is paused on purpose: new weights arrive, or the engine sleeps."""
-    is_dead: bool
-    """Whether one of vLLM's processes has died."""
-
-
-class Engine:
-    """One vLLM engine. All methods must run in one event loop, where they may run concurrently."""
+class Engine(VllmProcess):
+    """One vLLM engine, of one or more tensor-parallel ranks: generates and scores tokens, receives
+    the trainer's weights while requests are open, and sleeps where a colocated trainer needs its
+    GPUs. All methods must run in one event loop, where they may run concurrently; call `start`
+    first. Errors of vLLM are raised unchanged.
+    """
 
     def __init__(
         self,
@@ -85,10 +64,12 @@ class Engine:
         tokenizer: str = "",
         adapter_rank: int = 0,
     ) -> None:
-        """`load`: read the model's weights from disk; otherwise they are random until version 0 is
-        published. `sleeps`: the engine can free its GPU memory for a colocated trainer and allocate
-        it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder or hub
-        name of the tokenizer, needed for stop texts. `adapter_rank`: rank of the LoRA adapters that
+        """`number`: of the engine in the run. `model`: folder or hub name. `max_tokens`: longest
+        sequence, prompt included. `environment`: variables to set in this process now, before vLLM
+        is imported. `load`: read the model's weights from disk; otherwise they are random until
+        version 0 arrives. `sleeps`: the engine can free its GPU memory for a colocated trainer and
+        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder
+        or hub name, needed for stop texts. `adapter_rank`: rank of the LoRA adapters that
         `load_adapter` will bring; 0 for none.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
@@ -130,27 +111,22 @@ class Engine:
             rank = min(rank for rank in VLLM_RANKS if rank >= adapter_rank)
             self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
-    async def start(self) -> dict[str, Any]:
-        """Start vLLM and allocate its key-value cache; returns {processes, seconds}. Errors of vLLM
-        are raised unchanged.
+    async def start(self) -> None:
+        """Start vLLM's processes, load the model and allocate the key-value cache; blocks the event
+        loop meanwhile. Errors of vLLM are raised unchanged.
         """
-        started_at = time.monotonic()
-        if self._on_cpu:
-            import_core_ahead()
-        with quick_imports():
+        with vllm_imports(on_cpu=self._on_cpu):
             from vllm import AsyncEngineArgs, SamplingParams
             from vllm.config import WeightTransferConfig
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        fork_core() if self._on_cpu else spawn_core()
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = AsyncEngineArgs(
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
         self._llm = AsyncLLM.from_engine_args(arguments)
         self._count_steps()
-        return {"processes": _own_processes(), "seconds": time.monotonic() - started_at}
 
     async def generate(
         self,
@@ -161,8 +137,10 @@ class Engine:
         temperature: float,
         sampling: Sampling | None = None,
     ) -> Segment:
-        """Sample one response of at most `max_tokens` tokens, a final end-of-sequence token or stop
-        text included. `temperature` 0 is greedy. `sampling` defaults to the engine's own.
+        """Sample one response to the token ids `prompt_ids`, of at most `max_tokens` tokens, a
+        final end-of-sequence token or stop text included. `temperature` 0 is greedy. `sampling`:
+        None for the engine's own. Returns a segment of kind "model": int32 token ids and float32
+        log-probs at `temperature`, and which weight versions have generated how many of the tokens.
         """
         chosen = sampling or self.sampling
         truncation: dict[str, Any] = chosen.truncation if temperature > 0 else {}
@@ -210,8 +188,8 @@ class Engine:
         return self._receipts.get(version, "")
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
-        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1. With
-        `adapted` False those of the weights without LoRA adapters.
+        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
+        present weights; with `adapted` False without LoRA adapters.
         """
         sampling = self._sampling(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
@@ -223,7 +201,9 @@ class Engine:
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
     async def pulse(self) -> Pulse:
-        """A sign of life, with the progress of the engine."""
+        """Say that the engine lives, and what progress it has made: engine steps, tokens, open
+        requests, whether it is paused or one of vLLM's processes is dead.
+        """
         return Pulse(
             steps=self._steps,
             tokens=self._tokens,
@@ -235,7 +215,9 @@ class Engine:
         )
 
     async def paused_s(self, last_s: float) -> float:
-        """Seconds of the last `last_s` seconds in which generation was paused on purpose."""
+        """For how many of the last `last_s` seconds generation was paused on purpose, because
+        weights arrived or the engine slept.
+        """
         return self._pauses.within(last_s)
 
     def _count_steps(self) -> None:
@@ -254,9 +236,11 @@ class Engine:
         core.get_output_async = counted
 
     async def connect(self, info: dict[str, Any]) -> None:
-        """Tell the engine's ranks where they receive weights from; `info` is a
-        `megarl.weight_sync.bucket_receiver.InitInfo` as a dict. Raises `RuntimeError` if a rank
-        cannot.
+        """Tell the engine's ranks where they receive weights from, and have them connect. `info`: a
+        dict with "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides
+        plan the transfer), "engine" (the engine's position among those that receive), "init_info"
+        (what the transport's sender says, such as addresses), and "table" (the model's parameter
+        table as JSON text, or ""). Raises `RuntimeError` if a rank cannot receive weights.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -264,12 +248,14 @@ class Engine:
         self._refuse_problem(await self._llm.collective_rpc("megarl_weight_status"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Receive weights of `version` while requests are running; returns for each engine rank
-        what it holds then (`megarl.weight_sync.receiver.WeightSyncWorker`).
+        """Receive the weights of `version` from the trainer in at most `timeout_s` seconds, while
+        requests are open. Returns for each engine rank {"version", "digests": [one int64 for each
+        tensor], "seconds": {part: s}, "problem": ""}.
 
-        Running requests continue: their key-value cache is recomputed with the new weights, and the
-        version of each token is recorded. Raises `RuntimeError` if a rank failed. The weights are
-        then a mix of versions, and generation stays paused until an update succeeds.
+        Generation pauses, then open requests continue: their key-value cache is recomputed with the
+        new weights, and the version of each token is recorded. Raises `RuntimeError` if a rank
+        failed. The weights are then a mix of versions, and generation stays paused until an update
+        succeeds.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -293,10 +279,10 @@ class Engine:
         return owned
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
-        """Load the LoRA adapters in `files` (name: content, in PEFT's format) as weights of
-        `version`, in the place of earlier ones, while requests are running; they continue as
-        after `update`. Returns {"version", "receipt"} of what is loaded. Raises `RuntimeError` if
-        vLLM's ranks do not list the adapters.
+        """Load the LoRA adapters in `files` ({file name: content}, in PEFT's format) as the weights
+        of `version`, in the place of earlier adapters. Generation pauses, then open requests
+        continue with the new adapters. Returns {"version": the same, "receipt": digest of `files`}.
+        Raises `RuntimeError` if vLLM's ranks do not list the adapters.
         """
         from vllm.lora.request import LoRARequest
 
@@ -327,8 +313,8 @@ class Engine:
                 )
 
     async def sleep(self) -> None:
-        """Free the memory of weights and key-value cache for a colocated trainer; on the CPU only
-        generation pauses. Requests stay queued.
+        """Free the GPU memory of weights and key-value cache for a colocated trainer; on the CPU
+        only generation pauses. Open requests wait until `wake` and then `update` were called.
         """
         self._pauses.begin()
         await self._llm.sleep(level=2, mode="keep")
@@ -339,17 +325,6 @@ class Engine:
         weights, allocates the key-value cache and resumes generation.
         """
         await self._llm.wake_up(tags=["weights"])
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether vLLM's process has died, so that no request will be answered any more."""
-        return self._llm.errored
-
-    async def stop(self) -> None:
-        """Shut down vLLM's processes."""
-        llm = getattr(self, "_llm", None)
-        if llm is not None:
-            await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
 
     def _name(self, kind: str) -> str:
         self._requests += 1
@@ -375,16 +350,3 @@ class Engine:
             self._open -= 1
         assert final is not None
         return final
-
-
-def _own_processes() -> list[tuple[str, int, float]]:
-    """(host, process id, start time) of this process and its descendants. The start time tells a
-    process from a later one with the same id.
-    """
-    import psutil
-
-    own = psutil.Process()
-    return [
-        (socket.gethostname(), process.pid, process.create_time())
-        for process in (own, *own.children(recursive=True))
-    ]

@@ -1,4 +1,4 @@
-"""What every vLLM engine of megarl is started with, whether it generates or scores."""
+"""The arguments with which every vLLM engine is started, whether it generates or scores."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from megarl.rollout.config import EngineConfig
 
 WATERMARK = 0.05
-"""Share of the key-value cache that vLLM keeps free when it takes a further request. Without it the
-next tokens of those that run push requests out, whose cache is then computed again."""
+"""Fraction of the key-value cache that vLLM keeps free when it takes a further request. Without it
+the next tokens of running requests push some of these out, whose cache is then computed again."""
 
 
 def is_on_cpu(environment: dict[str, str]) -> bool:
-    """Whether an engine with these environment variables runs on the CPU; see
-    `megarl.cluster.process_env.engine_environment`.
+    """Whether an engine with these environment variables, which
+    `megarl.cluster.process_env.engine_environment` has made, runs on the CPU.
     """
     return "VLLM_CPU_KVCACHE_SPACE" in environment
 
@@ -28,8 +28,10 @@ def engine_arguments(
     seed: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`. `tokenizer`: folder or hub name, empty for an engine
-    that only sees token ids. `max_tokens`: longest sequence.
+    """Keyword arguments of vLLM's `AsyncEngineArgs` for an engine with the settings `config`.
+    `model`: folder or hub name. `tokenizer`: folder or hub name, empty for an engine that only sees
+    token ids. `max_tokens`: longest sequence, prompt included. `seed`: vLLM's own, of requests
+    without one.
     """
     found: dict[str, Any] = {
         "model": model,

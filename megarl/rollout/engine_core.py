@@ -1,14 +1,15 @@
-"""Starts vLLM's engine core on the CPU from a fork server, so that vLLM is imported by both
-processes of an engine at the same time.
+"""Starts vLLM's engine core, the second process of an engine, in which vLLM computes: on the CPU
+from a fork server, so that both processes import vLLM at the same time.
 
-vLLM computes in a second process, the engine core. In a Ray actor vLLM uses the start method
-`spawn`: the core imports torch and vLLM only once the actor has imported them, 8 s later. On a GPU
-the core is spawned: there a process must not fork after CUDA is initialised. In both cases the core
-ends with its actor, which vLLM's does not if the actor is killed: it would keep its GPU memory.
+In a Ray actor vLLM uses the start method `spawn`: the core imports torch and vLLM only once the
+actor has imported them, 8 s later. On a GPU the core is spawned: there a process must not fork
+after CUDA is initialised. In both cases the core ends with its actor, which vLLM's does not if the
+actor is killed: it would keep its GPU memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import glob
 import multiprocessing
@@ -17,7 +18,7 @@ import select
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing import forkserver, shared_memory
 from multiprocessing.context import (
@@ -31,14 +32,51 @@ from typing import Any
 
 from megarl.activity.recording import Recording
 from megarl.private_folder import shared_name
+from megarl.quick_imports import quick_imports
 
 CORE_IMPORTS = "megarl.rollout.core_imports"
 """Module that imports vLLM's engine core."""
 
 
+class VllmProcess:
+    """Base class of an object that owns an `AsyncLLM` of vLLM, which computes in processes of its
+    own. A subclass starts the `AsyncLLM` and sets `_llm` to it.
+    """
+
+    _llm: Any = None
+    """The `AsyncLLM`; None before the start."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of vLLM's processes has died, so that no request will be answered any more.
+        Only after the start.
+        """
+        return self._llm.errored
+
+    async def stop(self) -> None:
+        """Shut down vLLM's processes, without blocking the event loop; before the start it does
+        nothing.
+        """
+        if self._llm is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+
+
+@contextlib.contextmanager
+def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
+    """A context manager for the statements that import vLLM. Afterwards vLLM starts its engine
+    core, the process in which it computes, so that the core ends with this process: forked from a
+    process that imports vLLM meanwhile if `on_cpu`, else spawned.
+    """
+    if on_cpu:
+        import_core_ahead()
+    with quick_imports():
+        yield
+    fork_core() if on_cpu else spawn_core()
+
+
 def import_core_ahead() -> None:
-    """Start a process that imports vLLM's engine core while this process imports the rest of vLLM.
-    Call it before vLLM is imported, and `fork_core` after.
+    """Start a process that imports vLLM's engine core while this process imports the rest of vLLM;
+    returns at once. Call it before vLLM is imported, and `fork_core` after.
     """
     preload_openmp()
     multiprocessing.set_forkserver_preload([CORE_IMPORTS])
@@ -46,8 +84,9 @@ def import_core_ahead() -> None:
 
 
 def preload_openmp() -> None:
-    """Have child processes load torch's OpenMP library first, as vLLM has its core do: with the
-    system's beside it, threads share a core. It must be in the environment of the new process.
+    """Set LD_PRELOAD of this process so that its child processes load torch's OpenMP library first,
+    as vLLM has its core do: with the system's library beside it, threads share a core. It must be
+    in the environment of a process when that starts. A preload of some OpenMP is left as it is.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
@@ -58,15 +97,18 @@ def preload_openmp() -> None:
 
 
 def fork_core() -> None:
-    """Have vLLM fork its engine core from the process of `import_core_ahead`."""
+    """Have vLLM fork its engine core, the process in which it computes, from the process that
+    `import_core_ahead` has started. Call it after vLLM is imported, before its engine is made.
+    """
     from vllm.v1.engine import utils
 
     utils.get_mp_context = CoreContext  # pyright: ignore[reportPrivateImportUsage]
 
 
 def spawn_core() -> None:
-    """Have vLLM spawn its engine core, as it does by itself in a Ray actor, but so that the core
-    ends with this process.
+    """Have vLLM spawn its engine core, the process in which it computes, as it does by itself in a
+    Ray actor, but so that the core ends with this process. Call it after vLLM is imported, before
+    its engine is made.
     """
     from vllm.v1.engine import utils
 
@@ -74,8 +116,8 @@ def spawn_core() -> None:
 
 
 class SpawnedCoreContext(SpawnContext):
-    """The multiprocessing context of an engine core on a GPU: its processes end with the process
-    that wanted them.
+    """The multiprocessing context by which vLLM spawns its engine core on a GPU. Processes that it
+    makes are killed when the process that made them ends.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -86,8 +128,9 @@ class SpawnedCoreContext(SpawnContext):
 
 
 class CoreContext(ForkServerContext):
-    """The multiprocessing context of the engine core: its processes get the environment variables
-    that vLLM has set since the fork server started, and end with the process that wanted them.
+    """The multiprocessing context by which vLLM forks its engine core on the CPU from a fork
+    server. Processes that it makes get the present environment variables of the process that made
+    them, also those set since the fork server started, and are killed when that process ends.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -104,9 +147,10 @@ def run_in_environment(
     kwargs: dict[str, Any],
     recording: tuple[Recording, str] | None,
 ) -> None:
-    """Call `target` in a process that ends with the process `owner`. `environment`: the variables
-    that the owner has; None where this process has them already. `recording`: where this process
-    records what it does, and its name there.
+    """First function of a new process: call `target(**kwargs)`, and kill the process when the
+    process with the id `owner` ends. `environment`: all variables that this process is to have;
+    None to leave them. `recording`: (the run's folder of activity files, to which this process
+    writes what it does; its name there), or None.
     """
     if environment is not None:
         os.environ.clear()
@@ -119,8 +163,9 @@ def run_in_environment(
 
 
 def name_shared_memory() -> None:
-    """Have this process, and those that vLLM starts from it, name shared memory after the run's
-    folder. vLLM leaves some where it ends well, and all of it where it is killed.
+    """Have this process, and the workers that vLLM starts from it, give shared memory names that
+    belong to the run's folder, so that the run's end removes it. vLLM leaves some where it ends
+    well, and all of it where it is killed.
     """
     import vllm.v1.executor.multiproc_executor as executor
 
@@ -135,7 +180,9 @@ def name_shared_memory() -> None:
 
 
 class SpawnedWorkerContext(SpawnContext):
-    """The multiprocessing context of the tensor-parallel workers of an engine core on a GPU."""
+    """The multiprocessing context by which an engine core on a GPU spawns its tensor-parallel
+    workers. Processes that it makes are killed when the engine core ends.
+    """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any], daemon: bool
@@ -145,8 +192,9 @@ class SpawnedWorkerContext(SpawnContext):
 
 
 def end_with(owner: int) -> None:
-    """Kill this process once the process `owner` has ended. One that is killed by force cannot shut
-    its engine core down, and the core's own parent, the fork server, waits for the core.
+    """Wait until the process with the id `owner` has ended, then kill this process by SIGKILL; run
+    in a thread. An engine's process that is killed cannot shut its engine core down, and the core's
+    own parent, the fork server, waits for the core.
     """
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(owner)], [], [])

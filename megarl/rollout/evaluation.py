@@ -1,5 +1,5 @@
-"""One scored answer to each held-out problem, at the weights that are on the engines, and what
-several answers to each amount to: avg@n, pass@k, maj@n."""
+"""One scored answer to each held-out problem, with the weights that the engines have, and the
+metrics of several answers to each: avg@n, pass@k, maj@n."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megarl.rollout.transcripts import about, record_of
 from megarl.types import Prompt, Segment, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
-"""Result of an evaluation: (metrics, transcripts)."""
+"""Result of an evaluation: (metrics {name: value}, transcripts: a dict for each of the first
+problems, with its response as text)."""
 
 NUM_TRANSCRIPTS = 128
 """Number of problems, from the first, whose responses are kept as text; this bounds the size of the
@@ -26,8 +27,11 @@ transcripts."""
 async def evaluate_problems(
     attempts: Attempts, prompts: Sequence[Prompt], temperature: float, name: str
 ) -> Evaluated:
-    """Generate and score one response to each problem: (metrics over all problems, transcripts of
-    the first `NUM_TRANSCRIPTS`). The sampling seeds depend only on the problem and `name`.
+    """Generate and score one response to each problem. Returns ({metric: value} over all problems,
+    transcripts: a dict for each of the first 128 problems, with the keys "prompt", "answer",
+    "response", "reward", "correct" and others). The sampling seeds depend only on the problem and
+    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for too many
+    responses.
     """
     records = await answers(attempts, prompts, temperature, name, num_texts=NUM_TRANSCRIPTS)
     return summarise_records(records), records[:NUM_TRANSCRIPTS]
@@ -42,10 +46,13 @@ async def answers(
     num_texts: int,
     inspects: bool = False,
 ) -> list[dict[str, Any]]:
-    """Generate and score one response to each problem: a record of each, those of the first
-    `num_texts` problems with their text. The sampling seeds depend only on the problem and `name`.
-    Raises `UserError` if too many verdicts have failed, unless `inspects`; then the records also
-    hold `segments`, a list of `Segment`.
+    """Generate and score one response to each problem. Returns a dict for each, in the order of
+    `prompts`: "prompt", "answer" (reference), "response" (text), "correct", "reward", "failure",
+    "tokens" (generated), "finish", "metrics" and others. `num_texts`: number of problems, from the
+    first, that get their text; "response" is "" for the others. The sampling seeds depend only on
+    the problem and on `name`, that of the evaluation. Raises `UserError` if the verifier failed for
+    too many responses; not with `inspects`, where each dict also has "segments", the response's
+    `Segment` objects (token ids, log-probs, weight versions).
     """
 
     async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:
@@ -77,7 +84,9 @@ async def answers(
 
 
 def summarise_records(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The metrics of `answers`' records."""
+    """Metrics {name: value} over an evaluation's responses, such as "accuracy" and "reward/mean".
+    `records`: a dict for each response, as `answers` returns them, texts not needed.
+    """
     count = max(1, len(records))
 
     def mean(values: Iterable[float]) -> float:
@@ -117,8 +126,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Whether the most frequent answer to a problem is correct. Of equally frequent ones the one
-    given first counts. None, a response without an answer, has no vote.
+    """Whether the most frequent answer to one problem is correct (maj@n). `answers`: the final
+    answers of n responses, None for a response without one, which has no vote; `correct`: whether
+    each is correct. Of equally frequent answers the one given first counts.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -130,10 +140,11 @@ def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) 
 def repeated_metrics(
     correct: Sequence[Sequence[bool]], answers: Sequence[Sequence[str | None]] | None
 ) -> dict[str, float | None]:
-    """Means over all problems of avg@n, pass@k for k = 1, 2, 4 ... n, and maj@n.
+    """Means over all problems of avg@n, pass@k for k = 1, 2, 4 ... n, and maj@n, as fractions from
+    0 to 1: {"avg@8": 0.25, "pass@1": 0.25, ..., "maj@8": 0.3}.
 
     Args:
-        correct: for each problem, the n verdicts.
+        correct: for each problem, whether each of its n responses is correct.
         answers: for each problem, the n final answers; None where answers cannot be told apart, and
             maj@n is then None.
     """
@@ -150,15 +161,16 @@ def repeated_metrics(
 
 
 WARN_SHARE = 0.1
-"""Share of failed verdicts from which a warning is given."""
+"""Fraction of failed verdicts from which a warning is given."""
 
 
 def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> str:
-    """A warning with the first failure's message if at least `WARN_SHARE` of the responses that
-    were given to the verifier have failed; "" otherwise.
+    """A warning, one line with the first failure's message, if the verifier failed for at least the
+    fraction 0.1 of the responses that were given to it; "" otherwise. `verdicts`: results of
+    scoring, one for each response. `where` names the step or evaluation in the warning. Responses
+    that no verifier was asked about (cut off) do not count.
 
-    Raises `UserError` with that message if the share is at least `limit`. `where` names the step or
-    evaluation. Responses that no verifier was asked about (cut off) are left out.
+    Raises `UserError` with that message if the fraction is at least `limit`, 0 to 1, too.
     """
     judged = [verdict for verdict in verdicts if verdict.judged]
     failed = [verdict for verdict in judged if verdict.failure]

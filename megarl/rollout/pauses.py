@@ -19,7 +19,9 @@ earliest after this fraction of the deadline."""
 
 
 class Pauses:
-    """When an engine's generation was paused on purpose."""
+    """When an engine's generation was paused on purpose: the intervals of pauses so far. Times are
+    those of the calls, by `time.monotonic`.
+    """
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, float]] = deque(maxlen=MOST_PAUSES)
@@ -29,22 +31,24 @@ class Pauses:
 
     @property
     def is_paused(self) -> bool:
-        """Whether generation is paused."""
+        """Whether the engine's generation is paused now."""
         return self._began is not None
 
     def begin(self) -> None:
-        """Generation is paused from now on. Within a pause, the call changes nothing."""
+        """Note that the engine's generation pauses now; in a pause the call changes nothing."""
         if self._began is None:
             self._began = time.monotonic()
 
     def end(self) -> None:
-        """Generation goes on from now on."""
+        """Note that the engine's generation goes on now; outside of a pause the call changes
+        nothing.
+        """
         if self._began is not None:
             self._ended.append((self._began, time.monotonic()))
             self._began = None
 
     def within(self, last_s: float) -> float:
-        """Seconds of the last `last_s` seconds in which generation was paused."""
+        """For how many of the last `last_s` seconds the engine's generation was paused."""
         now = time.monotonic()
         since = now - last_s
         found = now - max(self._began, since) if self._began is not None else 0.0
@@ -56,17 +60,18 @@ class Pauses:
 
 
 class Pausable(Protocol):
-    """An engine that knows its pauses."""
+    """Interface of an engine, in this process or another, that says when it was paused."""
 
     async def paused_s(self, last_s: float) -> float:
-        """See `Pauses.within`."""
+        """For how many of the last `last_s` seconds generation was paused on purpose."""
         ...
 
 
 async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: Pausable) -> T:
-    """The result of `answer`. Raises `TimeoutError` once `engine` has had `deadline_s` seconds for
-    it in which its generation was not paused. The engine is asked for its pauses only once
-    `deadline_s` have passed.
+    """Wait for `answer`, the result of a request to `engine`, and return it. Raises `TimeoutError`,
+    and cancels `answer`, once the engine has had `deadline_s` seconds in which its generation was
+    not paused. The engine is asked for its pauses only once `deadline_s` have passed; errors of
+    that question are raised too.
     """
     began, left_s = time.monotonic(), deadline_s
     task = asyncio.ensure_future(answer)

@@ -1,5 +1,5 @@
-"""The receipts of the weight versions that a run has published, and the samples that must have
-them.
+"""The receipts (digests) of the weight versions that a run has sent to its engines, and the check
+that each sample was generated with one of them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from megarl.weight_sync.weight_receipts import VersionSpan, refuse_unknown_weigh
 
 @dataclass
 class Receipts:
-    """The receipts (digests of all weights of an engine rank) of the versions that the trainer has
-    published, and the check that rollouts were generated with one of them.
+    """The receipts of the weight versions that the trainer has sent to the engines, and the check
+    that rollouts were generated with these weights. A receipt is a digest, as hex text, of all
+    weights that an engine's ranks hold; engines add it to each response.
     """
 
     staleness: int
     """`rollout.max_staleness`: how many versions older than the newest one a sample may be."""
     known: dict[int, Sequence[str]] = field(default_factory=dict)
-    """{version: receipts}; empty for a command that publishes nothing."""
+    """{version: receipts}; empty for a command that sends no weights, which checks nothing."""
     carried: set[int] = field(default_factory=set)
-    """Ordinals of the groups that came with a checkpoint. They were checked when it was written,
-    and the receipts of their versions depend on layouts that may be others by now."""
+    """Ordinals of the groups that came with the checkpoint, which are not checked: they were when
+    it was written, and receipts depend on layouts that may be others by now."""
 
     def publish(self, version: int, receipts: Sequence[str]) -> bool:
-        """Remember the receipts of a version, of which every engine must have one, and forget those
-        of versions that are too old for any further sample. Returns whether the version is new:
-        False if its receipts are known already, or if `receipts` is empty.
+        """Remember the receipts (digests of all weights) of a version, of which every engine must
+        have one, and forget those of a version that is too old for any further sample. Returns
+        whether `version` is new: False if its receipts are known already, or `receipts` is empty.
         """
         if not receipts or version in self.known:
             return False
@@ -38,14 +39,19 @@ class Receipts:
         return True
 
     def check_answer(self, answer: Segment, where: str) -> None:
-        """Raise `RuntimeError` if a response has tokens of other weights than were published.
-        Versions that the trainer has not told yet pass; `check_groups` comes later.
+        """Raise `RuntimeError` if the tokens of `answer`, what an engine has generated, come from
+        other weights than the trainer sent as their version. `where`: whose response, for the
+        message. Versions that the trainer has not told yet pass; `check_groups` looks at them
+        later.
         """
         self._refuse_unnamed([answer], where)
         refuse_unknown_weights(spans_of([answer]), self.known, where, later=True)
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Raise `RuntimeError` if a group has tokens of other weights than were published."""
+        """Raise `RuntimeError` if a group (all rollouts of a prompt) has tokens that were generated
+        with other weights than the trainer sent as their version. Call it once the receipts
+        (digests) of all these versions are known.
+        """
         for group in groups:
             if group.ordinal in self.carried:
                 continue
@@ -68,7 +74,9 @@ class Receipts:
 
 
 def spans_of(segments: Sequence[Segment]) -> list[VersionSpan]:
-    """What engines say about the weights that generated `segments`."""
+    """(version, receipt) of the weights that generated `segments`, one for each stretch of tokens
+    of one version, as the engines say; the receipt is "" where an engine says none.
+    """
     return [
         VersionSpan(version, receipt)
         for part in segments

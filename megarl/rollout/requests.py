@@ -1,5 +1,5 @@
-"""Requests to the engines: spread over them, each with a deadline, sent to another engine where one
-is lost.
+"""Generation requests to the engines: spread over the engines, each with a deadline, and sent to
+another engine where one is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ UNREACHABLE_S = 1.0
 
 
 class EngineHandle(Protocol):
-    """Interface that the rollout service needs of an engine, in this process or a remote one."""
+    """Interface of one inference engine as the rollout service calls it; the engine may run in
+    another process.
+    """
 
     async def generate(
         self,
@@ -37,23 +39,26 @@ class EngineHandle(Protocol):
         max_tokens: int,
         temperature: float,
     ) -> Segment:
-        """Generate the model segment that follows the prompt ([P] int32) and the earlier
-        `segments`, of at most `max_tokens` tokens. Raises `EngineLost` if a process of the engine
-        is dead, and `EngineUnreachable` if the engine may still be alive.
+        """Generate the model segment that follows the prompt ([P] int32 token ids) and the
+        rollout's earlier `segments`, of at most `max_tokens` tokens. `seed` decides the sampling;
+        `temperature` 0 is greedy. Raises `EngineLost` if a process of the engine is dead, and
+        `EngineUnreachable` if the engine may still be alive.
         """
         ...
 
     async def paused_s(self, last_s: float) -> float:
-        """Seconds of the last `last_s` seconds in which the engine's generation was paused, since
-        weights arrived or it slept. Raises like `generate`.
+        """For how many of the last `last_s` seconds the engine's generation was paused on purpose,
+        because weights arrived or it slept. Raises `EngineLost` if the engine is dead, and
+        `EngineUnreachable` if it may still be alive.
         """
         ...
 
 
 @dataclass
 class RequestRoute:
-    """The engine that a rollout's requests go to, as long as it lives. Its later turns find their
-    tokens in that engine's cache.
+    """Which engine the requests of one rollout go to, as long as that engine lives: its prefix
+    cache has the tokens of the rollout's earlier turns. Make one for each rollout;
+    `EnginePool.generate` fills it in.
     """
 
     engine: int | None = None
@@ -70,10 +75,11 @@ class _Home:
 
 
 class EnginePool:
-    """All engines of a run. The first request of a rollout goes to the engine that has its group's
-    other requests, whose cache has the prompt, as long as it has less than a group's requests more
-    than another one; else to the living engine with the fewest. Later requests of the rollout go to
-    the same engine.
+    """All engines of a run, over which generation requests are spread. The first request of a
+    rollout goes to the engine that answers other rollouts of the same prompt, whose prefix cache
+    has the prompt, unless that engine has at least `rollout.group_size` more open requests than the
+    least busy one; else to the least busy living engine. Later requests of the rollout go to the
+    same engine. All calls must come from one event loop.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
@@ -90,11 +96,13 @@ class EnginePool:
         self._has_living = asyncio.Event()
         self._has_living.set()
         self.version: int | None = None
-        """Weight version that every engine has received, or a newer one; None if unknown."""
+        """Version that the weights of every engine have at least; None if unknown."""
         self.receipts = Receipts(config.max_staleness)
 
     def replace(self, number: int, engine: EngineHandle) -> None:
-        """Replace engine `number` by a new one, which serves requests from now on."""
+        """Send the requests for engine number `number` to `engine` from now on, a new engine that
+        has the current weights.
+        """
         self.engines[number] = engine
         self._lost.discard(number)
         self._has_living.set()
@@ -110,14 +118,15 @@ class EnginePool:
         temperature: float,
         route: RequestRoute,
     ) -> Segment:
-        """Generate the next model segment of a rollout. `route`: the rollout's, which the first
-        request sets.
+        """Generate the next model segment of a rollout of `prompt`. `prompt_ids`: its [P] int32
+        tokens. `segments`: the rollout's segments so far. `route`: which engine the rollout uses;
+        the same object for all requests of a rollout. `temperature` 0 is greedy.
 
         A request whose engine is lost is sent again, with the same seed, to another engine, or to
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
         answer within `rollout.request_timeout_s`, in which its pauses do not count, if
-        `MOST_LOSSES` engines were lost while they answered, or if an engine has sampled with
-        weights that are older than those it had received when it was asked.
+        5 engines were lost while they answered, or if an engine has sampled with older
+        weights than it had when it was asked, or with other weights than the trainer sent.
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
@@ -165,9 +174,10 @@ class EnginePool:
                     del self._homes[prompt.index]
 
     async def _choose(self, route: RequestRoute, prompt: Prompt) -> int:
-        """The number of a living engine: the one of `route`; or else, as the class says, that of
-        the group or the one with the fewest open requests, which `route` then names. Waits while no
-        engine lives.
+        """Number of the engine to send the next request of a rollout to. It is the engine that
+        `route` names, which has the rollout's tokens in its cache, if that is alive; otherwise the
+        engine of the rollout's group or, if that has much more to do, the one with the fewest open
+        requests, which `route` names from then on. Waits while no engine is alive.
         """
         # Whoever replaces engines ends the run where none can be started.
         await self._has_living.wait()
@@ -185,7 +195,9 @@ class EnginePool:
         return route.engine
 
     def _lose(self, number: int, engine: EngineHandle) -> None:
-        """Send no further requests to `engine`, unless another has taken its number already."""
+        """Note that engine `number` is lost, so that no request is sent to it any more. Does
+        nothing if another engine than `engine` has that number by now: `engine` was replaced.
+        """
         if self.engines[number] is engine:
             self._lost.add(number)
             if len(self._lost) == len(self.engines):
@@ -193,8 +205,9 @@ class EnginePool:
 
 
 def refuse_older(answer: Segment, wanted: int | None, number: int) -> None:
-    """Raise `RuntimeError` if engine `number` has sampled a token with weights older than version
-    `wanted`, so that it is not trained on as if it were of that version.
+    """Raise `RuntimeError` if engine `number` has sampled a token of `answer` with weights of an
+    older version than `wanted`, which every engine had when it was asked; None: not known, nothing
+    is raised. Such tokens must not be trained on as if they were of that version.
     """
     oldest = min((version for version, _ in answer.versions), default=wanted)
     if wanted is not None and oldest is not None and oldest < wanted:

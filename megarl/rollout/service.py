@@ -33,14 +33,18 @@ from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
 def differing(group: Group) -> bool:
-    """Filter: keeps a group whose rewards, without length penalty, are not all equal."""
+    """A filter of `rollout.filter`: returns True for a group (all rollouts of a prompt) to train
+    on, one whose rewards, without length penalty, are not all equal (to 9 decimals).
+    """
     # Without the length penalty: answers that are all wrong stay a group to reject, however long
     # they are.
     return len({round(one.reward - one.verdict.penalty, 9) for one in group.rollouts}) > 1
 
 
 def every(group: Group) -> bool:
-    """Filter: keeps every group."""
+    """A filter of `rollout.filter` that returns True for every group (all rollouts of a prompt):
+    all are trained on.
+    """
     return True
 
 
@@ -51,42 +55,50 @@ the others are replaced}. The group has rewards, verdicts and lengths, but no to
 
 
 async def as_it_is(group: Group) -> Group:
-    """The group, whose token arrays stay where they are."""
+    """Return the group unchanged: its token arrays stay in this process. The default of
+    `RolloutService`'s argument `keep`.
+    """
     return group
 
 
 @dataclass
 class FinishedGroups:
-    """Finished groups: those of the open batch, and those of complete batches that are not trained
-    yet, rejected ones included.
+    """Keeps the finished groups (all rollouts of a prompt) until they are trained, also those that
+    dynamic sampling rejected. The open batch is that of the earliest step that still lacks groups.
     """
 
     open: dict[int, Group] = field(default_factory=dict)
-    """Groups of no complete batch, by ordinal."""
+    """{ordinal: group} of the groups of the open batch or later ones. A group's ordinal is the
+    position of its prompt in the training order."""
     closed: dict[int, list[Group]] = field(default_factory=dict)
-    """{step: groups that its complete batch has looked at}"""
+    """{step: groups of its complete batch, accepted and rejected}"""
     _kept: dict[int, list[Group]] = field(default_factory=dict)
     """{steps done: what `after` has returned}"""
 
     def close(self, step: int, drawn: Sequence[int]) -> list[Group]:
-        """Move the groups `drawn` to the complete batch of `step`, and return them."""
+        """Note that the batch of `step` is complete: it has the groups with the ordinals (positions
+        in the training order) `drawn`, accepted and rejected, which are returned in that order.
+        """
         self.closed[step] = [self.open.pop(ordinal) for ordinal in drawn]
         return self.closed[step]
 
     def release(self, version: int) -> None:
-        """Forget the groups of the steps before `version`, which are trained."""
+        """Forget the groups of the steps before `version`, which are trained, since the weights
+        have this version.
+        """
         for step in [step for step in self.closed if step < version]:
             del self.closed[step]
         for done in [done for done in self._kept if done < version]:
             del self._kept[done]
 
     def after(self, done: int) -> list[Group]:
-        """The finished groups that the first `done` steps have not used, ascending. A second call
-        for the same steps returns the same groups, though more are finished by then: several ranks
+        """The finished groups that the first `done` steps have not used, ascending by ordinal
+        (position in the training order), for the checkpoint after these steps. A second call for
+        the same steps returns the same groups, though more are finished by then: several ranks
         write them into one checkpoint.
 
-        A group that was started because another one was rejected would be too old without the
-        other one, so a checkpoint has both or neither.
+        A group that was started because another one was rejected would be too old without the other
+        one, so a checkpoint has both or neither.
         """
         if done not in self._kept:
             found = [*self.open.values()]
@@ -97,17 +109,17 @@ class FinishedGroups:
 
 
 def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
-    """(version at which it was dispatched, group), ascending by version and then by ordinal: the
-    order in which groups are due. It is not that of the ordinals where a resumed run has generated
-    some of them again.
+    """(weight version at which it was started, group) of each group, ascending by version and then
+    by ordinal, the position of its prompt in the training order: the order in which steps use them.
+    It is not that of the ordinals where a resumed run has generated some of them again.
     """
     found = [(group.rollouts[0].dispatched_at, group) for group in groups]
     return sorted(found, key=lambda one: (one[0], one[1].ordinal))
 
 
 def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
-    """Raise `ValueError` if a group of a checkpoint is one that its cursor says is used, or if one
-    is there twice.
+    """Raise `ValueError` if one of the groups in a checkpoint is one that the steps before have
+    used, according to the checkpoint's `cursor`, or if one is there twice.
     """
     seen = set(cursor.beyond)
     for group in groups:
@@ -124,8 +136,10 @@ GREEDY = -1
 
 
 class RolloutService:
-    """Generates the groups of rollouts, applies dynamic sampling, and keeps finished batches until
-    the trainer takes them. One service serves all trainer ranks.
+    """Has engines generate groups of rollouts (all responses to one prompt) and the environment
+    score them, applies dynamic sampling, and keeps complete batches until the trainer takes them.
+    One service serves all trainer ranks, in one event loop of a process of its own. Steps count
+    from 0; step k trains weights of version k.
     """
 
     def __init__(
@@ -154,18 +168,18 @@ class RolloutService:
         ledger: Recorder | None = None,
         keep: Callable[[Group], Awaitable[Group]] = as_it_is,
     ) -> None:
-        """`group_filter`: which groups dynamic sampling keeps, as `RunConfig.group_filter`.
-        `skips_equal_groups`: whether such groups are not sent
-        to the ranks where they are not rejected. `greedy_baseline`: whether each group has a greedy
-        response to compare with, of which the trainer gets the reward or, for its reward models,
-        the tokens too. `max_turns`: limit of model segments in a rollout, 0 for none.
-        `max_failure_share`: the service fails if at least this share of the
-        verdicts of a step or evaluation has failed. `carried`: finished groups of the checkpoint
-        that the run goes on from, ascending. `ledger`: records what becomes of every
-        group; None records nothing. `keep`: moves the token arrays of a finished group to where the
-        ranks read them. For the others see
-        `megarl.cluster.service_process.build_service`. Raises `ValueError` if a carried group is
-        one that `cursor` says is used.
+        """`first_step`: step, from 0, with which the run begins or is resumed; earlier steps have
+        used the groups of `cursor`. `carried`: finished groups in the checkpoint, ascending.
+        `prefix_saves`: fraction of samples' tokens that common beginnings of prompts must save to
+        be computed once, infinite to share none. `windows`: each layer's sliding window or None.
+        `group_filter`: which groups dynamic sampling keeps, from `FILTERS` or file.py:function.
+        `skips_equal_groups`: do not send groups of equal rewards to the ranks. `greedy_baseline`:
+        whether each group has a greedy response to compare with, of which the trainer gets the
+        reward or, for its reward models, the tokens too. `max_turns`: limit of model segments in a
+        rollout, 0 for none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or
+        evaluation from which the service fails. `ledger`: records what becomes of every group; None
+        records nothing. `keep`: moves the token arrays of a finished group to where ranks read
+        them. Raises `ValueError` if a carried group is one that `cursor` says is used.
         """
         refuse_used(carried, cursor)
         self._greedy_baseline, self._skips_equal = greedy_baseline, skips_equal_groups
@@ -196,42 +210,50 @@ class RolloutService:
         self._cursors: dict[int, Cursor] = {first_step: cursor}
         self._times = BatchTimes(self.limits.staleness, first_step)
         self._taken = first_step - 1
-        """Newest step whose batch some rank has taken."""
+        """Newest step whose batch a rank has taken."""
         self.is_early_stop = False
         """Whether the run ends because its metric is good enough, and not by a signal."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """The task of each group in flight, by ordinal."""
+        """{ordinal: task} of each group that is being generated."""
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
         self._given: set[tuple[str, int]] = set()
-        """Evaluations of which some rank has the result: the others get it too."""
+        """(name, weight version) of evaluations of which a rank has the result: the others get it
+        too."""
 
     # ------------------------------------------------------------------------- asked by the trainer
 
     def use_engine(self, number: int, engine: EngineHandle) -> None:
-        """Send engine `number`'s requests to `engine`, a new one with the current weights."""
+        """From now on send the requests for engine number `number` to `engine`, a new one that has
+        the current weights.
+        """
         self._waits.rejoins.engines.discard(number)
         self.engines.replace(number, engine)
 
     async def engine_is_ready(self, number: int) -> None:
-        """Note that a replacement for engine `number` runs and has no weights yet. Ranks that wait
-        for rollouts publish the current weights again; if none waits, it gets the next version.
+        """Note that a new engine with number `number`, which replaces a dead one, runs and has no
+        weights yet. Trainer ranks that wait for rollouts are told to send the current weights
+        again; if none waits, the engine gets the next version with all others.
         """
         self._waits.rejoins.engines.add(number)
         await self._waits.notify()
 
     async def fail(self, reason: str) -> None:
-        """Have waits for rollouts raise `RuntimeError(reason)`: no engine can be started."""
+        """End generation: every wait for rollouts, present and later ones, raises a `RuntimeError`
+        with `reason`.
+        """
         await self._waits.fail(RuntimeError(reason))
 
     def progress(self, engine_steps: int = 0) -> int:
-        """A number that grows as long as rollouts make progress: the steps of the engines, and the
-        answers of engines and environment. `engine_steps`: steps made since the last call.
+        """Note progress, and return a number that has grown since the last call if there was any:
+        engine steps, and answers of engines and environment. `engine_steps`: steps that all engines
+        have made since the last call.
         """
         return self.moved.add(engine_steps, self._attempts.progress)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
-        """Start to generate. Call it once weight version `first_step` is on the engines.
-        `receipts`: of that version, if they are known.
+        """Start to generate, once weights of version `first_step` are on the engines; returns while
+        groups are being generated. `receipts`: digests of these weights, one of which each response
+        must carry; empty to check nothing.
         """
         self._times.start()
         self.engines.version = self.window.version
@@ -256,8 +278,9 @@ class RolloutService:
         await self._dispatch()
 
     async def interrupt(self, *, is_early_stop: bool = False) -> None:
-        """Give out no further batch and no further evaluation. A step that one rank has taken is
-        still given to the others: all ranks end after the same step.
+        """Give out no further batch and no further evaluation, so that the run ends. A step that
+        one rank has taken is still given to the others: all ranks end after the same step.
+        `is_early_stop`: whether the reason is a metric that is good enough, and not a signal.
         """
         if not self._waits.is_interrupted:
             self.is_early_stop = is_early_stop
@@ -267,13 +290,14 @@ class RolloutService:
     async def take(
         self, step: int, data_rank: int, publications: int = 0
     ) -> SharePlan | PublishAgain | None:
-        """Wait until the batch of `step` is complete and return the samples of `data_rank`, for
-        `megarl.rollout.batch.assemble`; None if the run was interrupted before any rank took that
-        step. Raises `RuntimeError` if generation has failed, and `UserError` if too many verdicts
-        have failed.
+        """Wait until the batch of `step` is complete and return the samples that `data_rank` trains
+        on, a `SharePlan`: without their token arrays, which `megarl.rollout.batch.assemble` adds.
+        None if the run was interrupted before any rank took that step. Raises `RuntimeError` if
+        generation has failed, and `UserError` if the verifier failed for too many responses.
 
-        `PublishAgain`: the rank is to publish its weights with the others and to ask again.
-        `publications`: how often it has done so in this wait.
+        Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
+        engines, together with the other ranks, and to call again. `publications`: how often it has
+        done so since its first call for this step.
         """
         again = await self._waits.until(f"step {step}", publications, lambda: step in self._ready)
         if again is not None:
@@ -291,9 +315,10 @@ class RolloutService:
         return plan
 
     async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
-        """Tell the service that weights `version` are on the engines, with their `receipts` if they
-        are known. It discards the batches of earlier steps, and starts the groups that the
-        staleness limit now allows.
+        """Note that weights of `version` are on the engines; every rank may tell it. Discards the
+        batches of earlier steps, and starts the groups that the staleness limit now allows.
+        `receipts`: digests of these weights, one of which each response must carry; empty if
+        unknown.
         """
         self.ledger.release(version)
         if self.engines.receipts.publish(version, receipts):
@@ -313,16 +338,19 @@ class RolloutService:
         await self._dispatch()
 
     async def cursor(self, step: int) -> Cursor:
-        """The groups that the first `step` steps have used. A checkpoint needs no other state of
-        the prompts. By then the events of these steps are on the disk, if there is
-        a ledger.
+        """Which prompts the first `step` steps have used, as positions in the training order: all
+        below `first`, and those in `beyond`; all that a checkpoint needs to know of its position in
+        the data. Waits until the ledger, the record of what became of each group, has these steps
+        on the disk.
         """
         await self.ledger.durable()
         return self._cursors[step]
 
     async def unused(self, step: int, data_rank: int) -> list[Group]:
-        """The finished groups that the first `step` steps have not used, as far as `data_rank` is
-        to write them into a checkpoint.
+        """The finished groups that the first `step` steps have not used and that `data_rank` is to
+        write into a checkpoint: those whose ordinal (position in the training order) modulo the
+        number of data ranks is `data_rank`. Raises `RuntimeError` if a group was generated with
+        other weights than the trainer sent.
         """
         groups = self._finished.after(step)
         self.engines.receipts.check_groups(groups)
@@ -332,10 +360,14 @@ class RolloutService:
     async def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, name: str, publications: int = 0
     ) -> Evaluated | PublishAgain | None:
-        """Generate and score one response to each of `prompts`. Returns (metrics, transcripts of
-        the first prompts); None if the run was interrupted. `PublishAgain`, `publications`: see
-        `take`. Every rank may call it, and all get the result of the one evaluation of this `name`
-        and weight version.
+        """Generate and score one response to each of `prompts` with the present weights. Returns
+        (metrics {name: value}, a list with a dict for each of the first 128 prompts: "prompt",
+        "response", "reward" and others); None if the run was interrupted. Every rank may call it,
+        and all get the result of the one evaluation of this `name` and weight version.
+
+        Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
+        engines, together with the other ranks, and to call again. `publications`: how often it has
+        done so since its first call for this evaluation.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
@@ -358,8 +390,11 @@ class RolloutService:
         *,
         inspects: bool = False,
     ) -> list[dict[str, Any]]:
-        """Generate and score one response to each of `prompts`. Returns one record for each, in
-        the order of `prompts`. Arguments and records: see `megarl.rollout.evaluation.answers`.
+        """Generate and score one response to each of `prompts`. Returns a dict for each, in their
+        order: "prompt", "answer", "response" (text), "reward", "correct", "tokens" and others. The
+        sampling seeds depend only on the prompt and `name`. Raises `UserError` if the verifier
+        failed for too many responses; not with `inspects`, where each dict also has "segments", the
+        response's `Segment` objects (token ids, log-probs, weight versions).
         """
         return await self._waits.result(
             functools.partial(
@@ -374,7 +409,7 @@ class RolloutService:
         )
 
     async def stop(self) -> None:
-        """Cancel all running tasks, and end the ledger."""
+        """Cancel all running tasks, and end the ledger, the record of what became of each group."""
         tasks = [*self._tasks.values(), *self._evaluations.values(), *self._transcripts.values()]
         for task in tasks:
             task.cancel()
@@ -430,8 +465,8 @@ class RolloutService:
             await self._waits.notify()
 
     def _close(self) -> Callable[[], StepGroups] | None:
-        """If the open batch is complete, a function that divides it over the ranks; otherwise
-        None.
+        """If the batch of the earliest incomplete step is complete now, a function that divides it
+        over the ranks; otherwise None.
         """
         step, batch = self.window.step, self.window.close()
         if batch is None:
@@ -482,13 +517,13 @@ class RolloutService:
 
 
 class BatchTimes:
-    """Times the batches of a rollout service. The time of a batch begins when its groups might
-    first start, or when the batch before it was complete.
+    """Measures how long the batches of a rollout service take. The time of a batch begins when its
+    groups might first start, or when the batch before it was complete, whichever is later.
     """
 
     def __init__(self, staleness: int, first_step: int) -> None:
-        """`staleness`: versions that a group may be old; a batch of step k may begin once version
-        k - staleness is on the engines.
+        """`staleness`: by how many versions a group's weights may be older than those that train on
+        it; a batch of step k may begin once weights of version k - staleness are on the engines.
         """
         self._staleness = staleness
         self._closed_at = time.monotonic()
@@ -497,12 +532,12 @@ class BatchTimes:
         are removed."""
 
     def start(self) -> None:
-        """Generation starts now."""
+        """Note that generation starts now, from which the time of the first batch is measured."""
         self._closed_at = time.monotonic()
 
     def release(self, version: int, oldest_step: int) -> None:
-        """Weights `version` are on the engines; batches of steps before `oldest_step` will not be
-        timed any more.
+        """Note, for the times of batches, that weights of `version` are on the engines now. Batches
+        of steps before `oldest_step` will not be timed any more.
         """
         self._released_at.setdefault(version, time.monotonic())
         oldest = oldest_step - self._staleness
@@ -510,7 +545,7 @@ class BatchTimes:
             del self._released_at[known]
 
     def close(self, step: int) -> float:
-        """The batch of `step` is complete; returns its time in seconds."""
+        """Note that the batch of `step` is complete now; returns the time it took in seconds."""
         now = time.monotonic()
         allowed = min(self._released_at.get(step - self._staleness, self._closed_at), now)
         started_at = max(self._closed_at, allowed)

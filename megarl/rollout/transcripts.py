@@ -1,4 +1,4 @@
-"""Rollouts as text: the records that transcripts, evaluations and reports hold.
+"""Rollouts as text: the dicts ("records") that transcripts, evaluations and reports hold.
 
 segments, verdict, one text for each segment --record_of--> {response, reward, correct, turns, ...}
 """
@@ -14,7 +14,12 @@ from megarl.types import Group, Prompt, Segment, Verdict, total_reward
 def record_of(
     segments: Sequence[Segment], verdict: Verdict, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """The record of a rollout. `texts`: its decoded segments, or none to leave the text out."""
+    """The dict for one rollout in transcripts and evaluations: "response" (text), "correct",
+    "reward" (of all turns), "failure", "detail" (the verifier's error, "" for none), "tokens"
+    (generated), "finish" (why generation stopped), and where there are some "metrics" and "turns".
+    `segments`: the parts of the rollout, in order, by model and environment. `verdict`: the result
+    of scoring. `texts`: each of the `segments` as text, or empty to leave the text out.
+    """
     return {
         "response": "".join(texts),
         "correct": verdict.correct,
@@ -29,7 +34,9 @@ def record_of(
 
 
 def about(prompt: Prompt) -> dict[str, Any]:
-    """What a record says of its prompt."""
+    """The part of a transcript's dict about its prompt: {"prompt": text, "answer": reference
+    answer}, in a mixture of verifiers also "environment", the verifier's name.
+    """
     named = {"environment": prompt.environment} if prompt.environment else {}
     return {"prompt": prompt.text, "answer": prompt.answer, **named}
 
@@ -37,9 +44,10 @@ def about(prompt: Prompt) -> dict[str, Any]:
 def turns(
     segments: Sequence[Segment], verdict: Verdict, texts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The segments of a rollout in order, as {by, text, tokens} and for the model's, which are the
-    ones trained on, also {reward, finish}. The reward of a turn is what the environment gave for
-    it; that of the last one is the verdict's.
+    """The segments of one rollout in order, each as {"by": "model" or "environment", "text",
+    "tokens": number}. Model segments also have "reward", which the environment gave for that turn
+    (for the last one the verdict's reward), and "finish", why generation stopped. `texts`: each
+    segment as text.
     """
     found: list[dict[str, Any]] = []
     for number, (part, text) in enumerate(zip(segments, texts, strict=True)):
@@ -53,8 +61,10 @@ def turns(
 
 
 def group_record(step: int, group: Group, texts: Sequence[str]) -> dict[str, Any]:
-    """The record of a group for the transcripts. `texts`: the decoded segments of its rollouts, one
-    rollout after another.
+    """The dict for one group, all rollouts of a prompt, in the transcripts: "step" (the number
+    given), "ordinal" (position in the training order), "prompt", "answer", and "rollouts", a list
+    of dicts (`record_of`) with also "versions", [weight version, number of tokens] pairs. `texts`:
+    the text of every segment, one rollout after another.
     """
     left, rollouts = iter(texts), []
     for rollout in group.rollouts:
@@ -75,8 +85,9 @@ async def group_records(
     groups: Sequence[Group],
     decode: Callable[[Sequence[Segment]], Awaitable[Sequence[str]]],
 ) -> list[dict[str, Any]]:
-    """The records of several groups. `decode`: the environment's, which returns the text of each
-    segment.
+    """The dicts of several groups of rollouts for the transcripts, one for each: "step", "ordinal"
+    (position in the training order), "prompt", "answer", "rollouts". `decode`: async function that
+    returns the text of each of the segments it gets.
     """
     segments = [part for group in groups for one in group.rollouts for part in one.segments]
     texts = iter(await decode(segments) if segments else [])

@@ -17,18 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PublishAgain:
-    """Answer to a training rank that waits for rollouts or an evaluation: publish the present
-    weights together with the other ranks, then go on waiting.
+    """Answer of the rollout service to a trainer rank that waits for rollouts or an evaluation:
+    send the present weights to the engines, together with the other ranks, since a new engine has
+    none, then go on waiting.
     """
 
 
 @dataclass
 class Rejoins:
-    """The publications that waiting training ranks are asked for.
+    """Decides how often trainer ranks that wait send the present weights to the engines once more
+    (a publication), because a new engine has none.
 
-    A *wait* is what all ranks wait for in the same place of the loop, such as the batch of a step.
-    Publishing is collective, so all ranks must be asked for the same number of publications in the
-    same wait, though they ask at different times. Example, for two ranks and a new engine:
+    A *wait* is what all ranks wait for in the same place of the training loop, such as the batch of
+    a step; a text names it. Publishing is collective, so all ranks must be asked for the same
+    number of publications in the same wait, though they ask at different times. Example, for two
+    ranks and a new engine:
 
         rank 0: next("step 7", 0) -> True, publishes
         rank 1: next("step 7", 0) -> True, publishes
@@ -45,16 +48,19 @@ class Rejoins:
     """Waits of which some rank has the result."""
 
     def is_due(self, wait: str, publications: int) -> bool:
-        """Whether a rank that has published `publications` times in this wait is to publish
-        again.
+        """Whether a rank must send its weights once more before it gets the result of `wait`, the
+        name of what all ranks wait for. `publications`: how often the rank has sent its weights in
+        this wait. Changes nothing.
         """
         if publications < self._asked.get(wait, 0):
             return True
         return bool(self.engines) and wait not in self._closed
 
     def next(self, wait: str, publications: int) -> bool:
-        """As `is_due`. If True, the caller tells the rank to publish; if False, the caller gives
-        the rank its result, and no rank publishes in this wait beyond what was asked so far.
+        """Decide what a rank is told that waits for `wait`, the name of what all ranks wait for,
+        and has sent its weights `publications` times meanwhile. True: the caller tells the rank to
+        send its weights once more. False: the caller gives the rank its result, and other ranks
+        are not asked for more publications in this wait than so far.
         """
         if not self.is_due(wait, publications):
             self._closed.add(wait)
@@ -65,13 +71,15 @@ class Rejoins:
         return True
 
     def close(self, wait: str) -> None:
-        """Ask for no further publication in this wait: its result is there."""
+        """Note that the result of `wait`, the name of what all ranks wait for, is there: ranks that
+        wait are not asked to send their weights more often than so far.
+        """
         self._closed.add(wait)
 
 
 class WaitProgress:
-    """Whether rollouts make progress, and since when they make none, as far as calls of `add`
-    tell.
+    """Tells for how many seconds a run's rollouts have made no progress (`silent_s`), from the
+    counts of engine steps and of answers that `add` gets.
     """
 
     def __init__(self) -> None:
@@ -79,8 +87,9 @@ class WaitProgress:
         self._at = time.monotonic()
 
     def add(self, engine_steps: int, answers: int) -> int:
-        """A number that grows with progress. `engine_steps`: steps that engines have made since the
-        last call. `answers`: of engines and environment, in all.
+        """Note progress, and return a number that grows with it. `engine_steps`: steps that all
+        engines have made since the last call. `answers`: number of answers of engines and
+        environment so far, in all.
         """
         self._engine_steps += engine_steps
         if (found := self._engine_steps + answers) != self._found:
@@ -89,33 +98,41 @@ class WaitProgress:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last progress."""
+        """Seconds since the last call of `add` that told of progress, or since the start."""
         return time.monotonic() - self._at
 
 
 class Waits:
-    """Wakes up whoever waits at the rollout service."""
+    """Makes calls to the rollout service wait, as asyncio coroutines, for the trainer ranks that
+    made them: until a result is there, the run fails or is to end, or a new engine needs weights.
+    """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
-        """What has ended generation, if anything has."""
+        """The error that has ended generation; None if there is none."""
         self.is_interrupted = False
         """Whether the run is to end after the present step."""
         self.rejoins = Rejoins()
         self._changed = asyncio.Condition()
 
     async def notify(self) -> None:
-        """Have every wait look again whether it has ended."""
+        """Have every coroutine that waits in this object check its condition again. Call it after
+        any change that may end a wait.
+        """
         async with self._changed:
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """End all waits by `error`, unless another error was first."""
+        """Have all waits end because generation has failed by `error`, which `raise_failure` then
+        raises; only the first call sets the error.
+        """
         self.failure = self.failure or error
         await self.notify()
 
     def raise_failure(self) -> None:
-        """Raise the error that has ended generation, if there is one."""
+        """If an error has ended generation, raise it: a `UserError` as it is, any other as a
+        `RuntimeError`. Otherwise do nothing.
+        """
         if isinstance(self.failure, UserError):
             raise self.failure
         if self.failure is not None:
@@ -124,9 +141,10 @@ class Waits:
     async def until(
         self, name: str, publications: int, is_ready: Callable[[], bool]
     ) -> PublishAgain | None:
-        """Wait until something is ready, the run is interrupted or has failed: None. Or until the
-        training rank that waits is to publish its weights again. `name` and `publications`: see
-        `Rejoins`.
+        """Wait until `is_ready()` is true, the run is interrupted, or generation has failed;
+        returns None, and raises nothing. Returns `PublishAgain` instead if the trainer rank that
+        waits is to send its weights to the engines first. `name`: what all ranks wait for, such as
+        "step 7". `publications`: how often this rank has sent its weights in this wait.
         """
 
         def has_ended() -> bool:
@@ -141,7 +159,9 @@ class Waits:
         return PublishAgain() if self.rejoins.next(name, publications) else None
 
     async def result(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work()`, which is cancelled if the run fails meanwhile."""
+        """The result, or error, of `work()`. If generation fails meanwhile, `work()` is cancelled,
+        and the failure is raised.
+        """
         task = asyncio.create_task(self.noticed(work))
         try:
             async with self._changed:
@@ -153,7 +173,7 @@ class Waits:
             task.cancel()
 
     async def noticed(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work()`; when it ends, every wait looks again."""
+        """The result, or error, of `work()`; when it ends, all waits check their conditions."""
         try:
             return await work()
         finally:

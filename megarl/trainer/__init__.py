@@ -1,1 +1,3 @@
-"""Training: a Hugging Face model under DeepSpeed, packed rows, one normaliser for every layout."""
+"""Training: a Hugging Face model under DeepSpeed on packed sequences. Losses are normalised over
+the whole mini-batch, so that results do not depend on the parallel layout.
+"""

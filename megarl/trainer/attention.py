@@ -1,5 +1,5 @@
-"""Attention of Hugging Face models through our kernels, by `AttentionInterface.register`; and the
-refusal of models whose attention would be computed wrongly.
+"""Attention of Hugging Face models through megarl's kernels, by `AttentionInterface.register`, and
+the refusal of models whose attention would be computed wrongly.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from megarl.kernels.packed_attention import automatic
+from megarl.kernels.packed_attention import automatic_attention
 from megarl.trainer.logits import unknown_logits
 
 ATTENTION = "megarl_packed"
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Settings of config.json that say how many experts a layer has."""
+"""Settings of config.json that say how many experts a layer has; a model with one of them above 0
+is refused."""
 
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
-sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the attention of every layer for one
-micro-batch. `window`: a query attends to so many tokens at most, itself included. `cap` and
-`sinks`: see `megarl.kernels.sequence_attention.sequence_attention`."""
+sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the causal attention of every layer for
+one micro-batch of T packed tokens. `scale`: factor of the scores. `window`: a query attends to so
+many tokens at most, itself included. `cap`: a scaled score s becomes cap tanh(s / cap). `sinks`:
+for each query head the score of one more key, whose value is 0."""
 
 
 def _attention(
@@ -53,8 +55,10 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the model uses an attention feature that megarl's kernels do not
-    support.
+    """Raise `ValueError`, which names the features, if a model uses what megarl's trainer does not
+    support: layer types other than full and sliding attention, attention to later tokens, longrope
+    or dynamic rotary embeddings, unknown transforms of the logits, or a mixture of experts.
+    `config`: the model's transformers configuration.
     """
     text = config.get_text_config()
     found = []
@@ -82,7 +86,9 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
 
 
 def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
-    """[layers] the sliding window of each layer in tokens, or None for a layer without."""
+    """The width of the sliding attention window of each layer of a model, in tokens, in the order
+    of the layers; None for a layer that attends to all earlier tokens.
+    """
     text = config.get_text_config()
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     kinds = getattr(text, "layer_types", None)
@@ -92,8 +98,9 @@ def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
 
 
 def prove_attention(model: PreTrainedModel) -> None:
-    """Raise `ValueError` unless every layer of `model` computes its attention by megarl's function,
-    with keys and values of one width. The model is on the meta device; no weights are needed.
+    """Raise `ValueError` unless every layer of `model` calls megarl's attention function, with keys
+    and values of one width. Tried by a forward pass of four tokens on the meta device: `model` is
+    there, built with `attn_implementation="megarl_packed"`, and needs no weights.
     """
     calls: list[tuple[int, int]] = []
     """Width of keys and of values in each call."""
@@ -137,6 +144,9 @@ def prove_attention(model: PreTrainedModel) -> None:
 
 
 def attention_line(precision: str, device: torch.device) -> str:
-    """What `training.attention: auto` stands for on this device, and why, in one line."""
-    chosen, why = automatic(getattr(torch, precision), device)
+    """One line of text for the log, without a newline: which attention kernel `training.attention:
+    auto` stands for on `device`, and why. `precision`: the dtype of the activations by name,
+    "float32", "bfloat16" or "float16".
+    """
+    chosen, why = automatic_attention(getattr(torch, precision), device)
     return f"training.attention auto is {chosen}: {why}"

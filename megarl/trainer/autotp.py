@@ -27,8 +27,10 @@ from megarl.trainer.sharding import WORD_STYLES, kv_heads, refuse_tensor
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
-    """Have DeepSpeed AutoTP shard `model` over the tensor-parallel ranks, in place. Returns
-    {parameter name: shard} of the parameters of which this rank now holds a part.
+    """Have DeepSpeed AutoTP shard `model` over the tensor-parallel ranks of `mesh`, in place. The
+    model has its weights on the CPU; all ranks of `mesh` call it together. Returns {parameter name:
+    which indices of which dimension each rank holds} for the parameters that are split; {} for one
+    tensor-parallel rank. Raises `ValueError` if AutoTP cannot shard the model.
     """
     axis = mesh.tensor
     if axis.size == 1:
@@ -71,8 +73,8 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
     """How the ranks split the parameters of a model that DeepSpeed AutoTP has sharded: {parameter
-    name: shard}, read from the layers that AutoTP has put into the model. Parameters that it leaves
-    whole are not in it.
+    name: the split dimension and the index at which each rank's part begins}, read from the layers
+    that AutoTP has put into the model. Parameters that AutoTP leaves whole are not in the dict.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
@@ -89,9 +91,9 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if the model has parameters that are to be
-    cut over `tensor` ranks but belong to no linear layer, such as attention sinks: AutoTP leaves
-    them whole.
+    """Raise `ValueError`, with the setting to change, if AutoTP would leave a parameter whole whose
+    attention heads it splits over `tensor` ranks, because the parameter belongs to no linear layer:
+    attention sinks, for example. `model` may be on the meta device.
     """
     patterns = "|".join(
         re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())
@@ -106,8 +108,10 @@ def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
 
 
 def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if AutoTP cannot shard the model over
-    `tensor` ranks.
+    """Raise `ValueError`, with the setting to change, if DeepSpeed AutoTP cannot shard a model with
+    this transformers configuration over `tensor` tensor-parallel ranks: the model has no
+    tensor-parallel plan in transformers, or a size such as the number of key-value heads is not
+    divisible.
     """
     refuse_tensor(config, tensor)
     heads = kv_heads(config)

@@ -1,4 +1,4 @@
-"""From a recipe to a network with weights on this rank: build empty, shard, load."""
+"""From the settings of a model to a network with weights on this rank: build empty, shard, load."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ def build_network(
     head: HeadName = "logprobs",
     needs_score: bool = False,
 ) -> RoleModel:
-    """Create the model of `config` with this rank's weights on `device`: its tensor-parallel shard,
-    and under ZeRO 3 a slice of that shard. All ranks of the mesh call it together. With
-    `needs_score`, raises `ValueError` for a model without a score head.
+    """Create the model of `config` as a `RoleModel`, a Hugging Face model with one of megarl's
+    heads, with this rank's weights on `device`: its tensor-parallel shard, and under ZeRO 3 a slice
+    of that shard. LoRA adapters of `training.lora` are in it. All ranks of `mesh` call it together.
 
-    With `tensor_backend: autotp` every rank first loads the whole model on the CPU: AutoTP can only
-    shard loaded weights.
+    `seed`: of weights that are drawn at random. `head`: what the model computes, such as
+    "logprobs". With `needs_score`, raises `ValueError` for a checkpoint without a score head. Also
+    raises `ValueError` for a checkpoint whose tensors are not those of its config.json.
+
+    With `training.tensor_backend: autotp` every rank first loads the whole model on the CPU, where
+    the returned model then is: AutoTP can only shard loaded weights.
     """
     dtype = DTYPES[training.dtype]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
@@ -65,8 +69,10 @@ def fill_network(
     seed: int,
     needs_score: bool = False,
 ) -> None:
-    """Load the weights of a model that is already sharded and still on the meta device; see
-    `load_weights`.
+    """Load the weights of `network`, a model that is already sharded and still on the meta device,
+    onto `device`, in place: from the checkpoint that `config` names, or drawn from `seed`. Each
+    rank of `mesh` reads only its own part, under ZeRO 3 its slice. With `needs_score`, raises
+    `ValueError` for a checkpoint without a score head.
     """
     dtype = DTYPES[training.dtype]
     weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
@@ -86,12 +92,16 @@ def fill_network(
 
 
 class Partitioner:
-    """Creates ZeRO 3 parameters from this rank's slices. A slice has ceil(numel / n) elements in
-    flat order, where n is the number of data x sequence ranks.
+    """A callable that makes DeepSpeed ZeRO 3 parameters from this rank's slices, without a whole
+    tensor on any rank: `Partitioner(settings, mesh, dtype)(part, shape, requires_grad)`, with
+    `part` the flat slice, of ceil(numel / n) elements for n data x sequence ranks, and `shape` that
+    of the whole tensor-parallel shard. All ranks of `mesh` create it together.
     """
 
     def __init__(self, settings: dict[str, object], mesh: ProcessMesh, dtype: torch.dtype) -> None:
-        """`settings`: the DeepSpeed configuration that the engine is later created with."""
+        """`settings`: the DeepSpeed configuration, as a dict, with which `deepspeed.initialize` is
+        called later.
+        """
         view = DeepSpeedView(mesh)
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             deepspeed.init_distributed(
@@ -109,8 +119,8 @@ class Partitioner:
         self._num_slices = mesh.gradient.size
 
     def __call__(self, part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
-        """A ZeRO 3 parameter from this rank's padded slice `part`. `shape`: shape of the
-        tensor-parallel shard.
+        """A ZeRO 3 parameter made of `part`, this rank's flat slice with its padding, which is kept
+        and not copied. `shape`: shape of the whole tensor-parallel shard.
         """
         # A view of one element: DeepSpeed asks for the shape, and nothing whole is allocated.
         unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(shape)

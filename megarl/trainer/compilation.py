@@ -15,10 +15,10 @@ from megarl.console import say
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
-    """Remove lock files of DeepSpeed's extension builds whose process was killed. With such a file,
-    later builds would wait for ever.
-
-    A build takes about half a minute. torch does not remove the lock file of a killed process.
+    """Delete the lock files of DeepSpeed's C++ extension builds that are older than `older_than_s`
+    seconds, and say so on standard error; returns their paths. A build takes about half a minute,
+    and torch leaves the lock file of a killed process, for which later builds would wait for ever.
+    `root`: folder of torch's extensions; by default TORCH_EXTENSIONS_DIR or torch's own.
     """
     place = root or _build_root()
     dropped = []
@@ -38,8 +38,10 @@ def _build_root() -> Path:
 
 @contextlib.contextmanager
 def announced(root: Path | None = None, *, after_s: float = 2.0) -> Iterator[None]:
-    """Until the end of the block, say once if DeepSpeed compiles an operator: if the lock file of a
-    build is there for `after_s` seconds. Loading a compiled operator takes less.
+    """A context manager that prints one line on standard error if DeepSpeed compiles a C++
+    extension within its block: if the lock file of a build is there for `after_s` seconds. Loading
+    a compiled extension takes less. `root`: folder of torch's extensions; by default
+    TORCH_EXTENSIONS_DIR or torch's own.
     """
     place, over = root or _build_root(), threading.Event()
 

@@ -1,5 +1,5 @@
-"""The model that learns and how it is trained: layout, ZeRO stage, precision, optimizer, packing,
-checkpoints.
+"""Settings of the model that learns and of how it is trained: layout, ZeRO stage, precision,
+optimizer, packing, checkpoints.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,9 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Config):
-    """A Hugging Face causal language model and its tokenizer."""
+    """A Hugging Face causal language model and its tokenizer: where they are, and how they are
+    loaded.
+    """
 
     path: PathText = ""
     """A folder or a hub name with config.json, weights and a tokenizer."""
@@ -27,11 +29,12 @@ class ModelConfig(Config):
 
 
 WITH_PATH = Of("model.path", why="but no path, so that they would do nothing")
-"""Marks the section `model` of a role that has the policy's model where it names no other."""
+"""Marks the section `model` of a model beside the policy, which has the policy's weights where
+`model.path` is empty: other settings of the section are refused then."""
 
 
 class AnyRunConfig(Config):
-    """What all runs that train have in common."""
+    """Settings that every run that trains has: run folder, length, seed, and whether it resumes."""
 
     folder: Annotated[OutputText, Needs("set it to where the run may write: runs/my-run")] = ""
     """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
@@ -44,14 +47,14 @@ class AnyRunConfig(Config):
     """Seed of all random numbers: initial weights, data order, sampling."""
     resume: Literal[True, False, "auto"] = False
     """Continue from the newest complete checkpoint in `folder`; "auto": if there is one, otherwise
-    begin a new run. A checkpoint of another layout or ZeRO stage is converted."""
+    begin a new run. The checkpoint may be of another layout or ZeRO stage."""
 
 
 TrainedModel = Annotated[ModelConfig, Needs("set it to a model folder or hub name", "path")]
 
 
 class LayoutConfig(Config):
-    """Parallel degrees of the trainer; their product is the number of ranks."""
+    """Parallel degrees of the trainer; data x sequence x tensor is the number of ranks."""
 
     data: Annotated[int, Range(0, MOST_RANKS)] = 0
     """Data-parallel degree; 0 means the number of ranks divided by the other degrees."""
@@ -63,7 +66,7 @@ class LayoutConfig(Config):
 
 
 class RoleConfig(Config):
-    """A model other than the policy, such as the reference: its weights, ranks and sharding."""
+    """A model beside the policy, such as the reference: its weights, ranks and sharding."""
 
     model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
     """The model; with an empty path the policy's. The tokenizer is always the policy's."""
@@ -89,7 +92,9 @@ class ReferenceRoleConfig(RoleConfig):
 
 
 class SequenceConfig(Config):
-    """How the ranks of `layout.sequence` share the attention of a packed sequence."""
+    """How the sequence-parallel ranks (`layout.sequence`) share the attention of a packed
+    sequence.
+    """
 
     transport: Literal["auto", "ring", "ring_lean", "all_gather"] = "auto"
     """How keys and values reach the other ranks: in a ring, overlapped with computation; in a ring,
@@ -112,7 +117,9 @@ LearningRate = Annotated[float, Range(1e-30, 1.0, fix=LEARNS)]
 
 
 class OptimizerConfig(Config):
-    """Settings of AdamW."""
+    """Settings of AdamW: its implementation, learning rate, betas, eps, weight decay and gradient
+    clipping.
+    """
 
     kind: Literal["torch", "apex", "deepspeed_cpu"] = "torch"
     """Implementation of AdamW: torch's fused one; FusedAdam of NVIDIA apex (GPUs); or
@@ -161,7 +168,7 @@ class LoraConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained."""
+        """Whether adapters are trained, which is so with a `rank` above 0."""
         return self.rank > 0
 
 
@@ -174,14 +181,15 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 class CriticConfig(RoleConfig):
     """PPO's critic, which predicts the return from each state; used with `algorithm.advantage:
-    gae`. It starts with the weights of its model and a value head that predicts 0, and is trained
-    in the same mini-batches and epochs as the policy.
+    gae`, or in `critics` by an advantage of your own. It starts with the weights of its model and a
+    value head that predicts 0, and is trained in the same mini-batches and epochs as the policy.
     """
 
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Number of steps at the start of the run in which only the critic learns."""
+    """Number of steps at the start of the run in which only critics learn; of several critics the
+    largest number counts."""
     value_clip: Annotated[float | None, Range(1e-6, 1e6)] = 0.2
     """How far an update may move a value without loss: PPO's value clipping, in the units of the
     reward; null for none."""
@@ -201,8 +209,8 @@ class RewardModelRoleConfig(RoleConfig):
 
 
 class TeacherConfig(RoleConfig):
-    """The frozen model whose next-token distributions the policy learns: `megarl distill`. It may
-    be of any size and family, as long as it has the policy's tokenizer.
+    """The teacher of `megarl distill`: a frozen model whose next-token distributions the policy is
+    trained to match. It may be of any size and family, but must have the policy's tokenizer.
     """
 
 
@@ -234,8 +242,8 @@ class CheckpointConfig(Config):
 
     @property
     def minutes(self) -> float:
-        """Minutes between two checkpoints: `every_minutes`, or what its None stands for. 0: time
-        causes no checkpoint.
+        """Minutes between two checkpoints: `every_minutes`, or where that is None 20 if `every` is
+        0 and otherwise 0. 0 means that time causes no checkpoint.
         """
         if self.every_minutes is None:
             return 0.0 if self.every else 20.0
@@ -325,8 +333,9 @@ class TrainingConfig(Config):
 
     @property
     def dtype(self) -> DtypeName:
-        """Dtype of weights and activations; for `auto` that of a GPU, as a plan of a run on GPUs
-        counts before a rank has looked at its own.
+        """Dtype of weights and activations: "float32", "bfloat16" or "float16". Where `precision`
+        is still "auto" it is "bfloat16" with ZeRO and else "float32", as a memory estimate for GPUs
+        assumes before a rank has looked at its own device.
         """
         if self.precision == "auto" and self.zero_stage > 0:
             return "bfloat16"
@@ -334,7 +343,7 @@ class TrainingConfig(Config):
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps for each step's batch."""
+        """Number of optimizer steps for the batch of one training step: mini-batches x epochs."""
         return self.num_mini_batches * self.epochs_per_step
 
     def check(self) -> None:

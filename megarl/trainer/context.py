@@ -1,10 +1,10 @@
-"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer;
-and what it says at the start: settings that changed, weights that rounding keeps.
+"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer; and
+what it says at the start: settings that changed, weights that rounding keeps.
 
-    with open_run(config, inputs) as run:       # joins the ranks, makes the mesh and the run folder
-        ...build the loop's roles...
+    with open_context(config, inputs) as run:   # joins the ranks, makes the mesh and the run folder
+        ...build the loop's models...
         checkpoints = run.checkpoints(engine)   # save and resume
-        first_step = run.resume(checkpoints)    # progress of the checkpoint, or None
+        progress = run.resume(checkpoints)      # progress of the checkpoint, or None
         observer = run.observe(first_step)      # metrics, TensorBoard, report; on rank 0
 
 A loop adds what it alone needs (engines, a second model) and closes it through `run.stack`.
@@ -12,8 +12,6 @@ A loop adds what it alone needs (engines, a second model) and closes it through 
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,8 +27,8 @@ from megarl import console, signals
 from megarl.activity.recording import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.checkpoints.checkpoint_files import remove_unfinished
 from megarl.checkpoints.lease import Claim, Lease
+from megarl.checkpoints.manifest import remove_unfinished
 from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.config import AnyConfig, RunConfig, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
@@ -40,7 +38,7 @@ from megarl.host_memory import keep_freed_memory
 from megarl.kernels.linear import use_bfloat16x2
 from megarl.observe.observer import Observer
 from megarl.parallel import mesh as mesh_module
-from megarl.parallel.collectives import barrier, broadcast_object, gather_objects, on_first
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.recipe_file import read_tree
@@ -52,7 +50,7 @@ from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import refuse_different, slow_line
 from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest
-from megarl.weight_sync.families import parameter_table
+from megarl.weight_sync.parameters import ParameterSpec
 
 if TYPE_CHECKING:
     from megarl.trainer.heads import HeadName
@@ -61,13 +59,14 @@ if TYPE_CHECKING:
 
 
 DataRows = DemonstrationList | PreferenceList
-"""The data set of a run that is not reinforcement learning."""
+"""The data set of a run that is not reinforcement learning: demonstrations or preference pairs."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks before a run have loaded, such as prompts and tokenizer; see
-    `megarl.checks.preflight`.
+    """What the checks before a run have loaded and found: layout, tokenizer, config.json, data sets
+    and the checkpoint to resume from. `megarl.checks.preflight` makes one on every rank;
+    `open_context` takes it. Many fields are set on rank 0 only, which has read the data.
     """
 
     layout: Layout
@@ -76,7 +75,8 @@ class RunInputs:
     """Hugging Face configuration of the model (config.json)."""
     stop_token_ids: list[int]
     data: str
-    """On rank 0: fingerprint of the prompts or demonstrations, and of their order."""
+    """On rank 0: digest of the prompts or demonstrations and of their order, by which a checkpoint
+    knows its data again."""
     prompts: PromptList | None = None
     """On rank 0: the training prompts, which rank 0 passes to the rollout service."""
     held_out: PromptList | None = None
@@ -87,20 +87,26 @@ class RunInputs:
     held_out_rows: DataRows | None = None
     """On rank 0: the demonstrations or preferences that are evaluated on."""
     resume_from: Path | None = None
-    """On rank 0: the checkpoint to resume from."""
+    """On rank 0: folder of the checkpoint to resume from; None for a new run."""
     ranks: tuple[int, ...] | None = None
     """Ranks that the policy uses; None: all ranks of the job."""
     roles: dict[str, RolePlace] = field(default_factory=dict)
-    """{name: ranks and layout} of the roles beside the policy, such as `reference`."""
+    """{name: ranks and layout} of the models beside the policy, such as `reference`."""
     owner: Lease | None = None
-    """On rank 0: the lease of this run on its run folder; None where the folder is not checked."""
+    """On rank 0: the lease by which this run owns its run folder, so that no other run writes
+    there; None where the folder has no owner."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """The tools that prompts show, as `megarl.apps.tools.tool.Schema`."""
+    """The tools that prompts show, in OpenAI's format: {"type": "function", "function": {name,
+    description, parameters}}."""
+    table: list[ParameterSpec] | None = None
+    """For each tensor of the model's checkpoint its name, shape and how tensor-parallel ranks split
+    it, by which weights are sent to engines; None in commands that send none. Where vLLM's loader
+    has to tell the table, the policy's first rank alone has it."""
 
     @property
     def num_rows(self) -> int:
-        """On rank 0: number of prompts, demonstrations or preferences to train on; 0 on the
-        others.
+        """On rank 0 the number of prompts, demonstrations or preference pairs to train on; 0 on
+        other ranks, which have no data.
         """
         return len(self.prompts or ()) + len(self.rows or ())
 
@@ -114,14 +120,18 @@ class RunInputs:
 
 @dataclass
 class RunContext:
-    """What a run has opened on this rank: mesh, run folder, inputs. Created by `open_context`."""
+    """What a run has opened on this rank: settings, process mesh, device and run folder.
+    `open_context` makes it. Its methods make the models (`role`), `checkpoints` and the writer of
+    metrics (`observe`), and close them when the run ends.
+    """
 
     config: AnyConfig
     inputs: RunInputs
     mesh: ProcessMesh
     device: torch.device
     run_id: str
-    """Random id of the run, the same on every rank; "" where nobody owns the run folder."""
+    """Random id of the run in hexadecimal, the same on every rank; "" where nobody owns the run
+    folder."""
     stack: ExitStack
     """Exit stack for what the training loop opens; closed in reverse order, also after an error."""
     saved_at: float = field(default_factory=time.monotonic)
@@ -129,22 +139,30 @@ class RunContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes metrics and prints messages."""
+        """Whether this rank is the first of the run's mesh, which writes metrics and prints
+        messages.
+        """
         return self.mesh.rank == 0
 
     @property
     def folder(self) -> Path:
-        """Path of the run folder."""
+        """Path of the run folder, as the setting `folder` has it: absolute or relative to the
+        working directory.
+        """
         return Path(self.config.folder)
 
     @property
     def recording(self) -> Recording | None:
-        """Where the processes of the run record what they do; None where they do not."""
+        """A `Recording`, which names the folder RUN/activity in which each process of the run
+        writes what it is doing (spans with their times) to a file of its own; None if
+        `observe.activity` is off.
+        """
         return Recording.of(self.folder, self.run_id, enabled=self.config.observe.activity)
 
     def make_mesh(self, place: RolePlace) -> ProcessMesh:
-        """Create a further mesh over some ranks of the job. All ranks of the job call it
-        together.
+        """Create process groups for one more model, over the ranks and in the layout that `place`
+        names. All ranks of the job call it together, also those that are not in the mesh. The mesh
+        is destroyed at the end of the run.
         """
         mesh = ProcessMesh(
             place.layout, ranks=place.ranks, timeout_s=self.config.training.collective_timeout_s
@@ -161,8 +179,14 @@ class RunContext:
         training: TrainingConfig | None = None,
         mesh: ProcessMesh | None = None,
     ) -> Role:
-        """Create a role, which is destroyed at the end of the run; see `megarl.trainer.role.Role`.
-        `training` and `mesh` default to those of the run.
+        """Create one of the run's models, such as "policy" or "reference", under DeepSpeed on the
+        ranks of `mesh`, which call it together; the model is destroyed at the end of the run.
+
+        `name`: for messages. `model`: path of its weights. `head`: what it computes, such as
+        "logprobs" or "value". `optimizer_steps`: optimizer steps of the whole run, for the
+        learning-rate schedule; None makes a frozen model. `training` (precision, ZeRO stage,
+        optimizer) and `mesh` default to those of the run. Raises `UserError` on every rank if a
+        weight is not finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.compilation import announced
@@ -202,8 +226,14 @@ class RunContext:
         roles: Mapping[str, str] | None = None,
         everyone: Axis | None = None,
     ) -> Checkpoints:
-        """The object that saves and restores the trained model `engine` in `folder/checkpoints`.
-        The other arguments are those of `Checkpoints`.
+        """The object that saves the trained model `engine` into `checkpoints` of the run folder and
+        restores it; closed at the end of the run. All ranks with a part of a trained model call it
+        together.
+
+        `engine` is None on ranks outside the policy. `others`: {name: model} of further trained
+        models on this rank, such as the critic. `roles`: {name: text of its layout} of all such
+        models, the same on every rank. `everyone`: all ranks with a part of a trained model; None
+        for those of the run's mesh.
         """
         model: Any = engine.module.model if engine is not None else None
         if model is not None and model.generation_config is not None:
@@ -217,8 +247,8 @@ class RunContext:
             mesh=self.mesh,
             seed=self.config.seed,
             data=self.inputs.data,
-            others=others,
-            roles=roles,
+            others=others or {},
+            roles=roles or {},
             everyone=everyone,
             base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
             reference=adapter_digest(reference_adapter(self.config) or ""),
@@ -231,16 +261,19 @@ class RunContext:
         return made
 
     def lost_folder(self) -> str:
-        """Why this run must write nothing more to its folder, "" while it owns the folder; the same
-        on every rank of the run's mesh. All of them call it together.
+        """Why this run must write nothing more to its folder, as a sentence for the user, such as
+        that another run has taken the folder over; "" while this run owns the folder. Every rank of
+        the run's mesh gets the same text; all of them call it together.
         """
         owner = self.inputs.owner
         lost = owner.problem() if self.is_main and owner is not None else ""
         return broadcast_object(lost, self.mesh.world)
 
     def claim(self) -> Claim | None:
-        """What this run says of itself as its folder's owner, on every rank of its mesh, which call
-        it together; None where nobody owns the folder."""
+        """The statement by which this run owns its run folder, the same on every rank of the run's
+        mesh: its `problem()` tells any process, also on another host, whether the run still owns
+        the folder. None where nobody owns it. All ranks of the run's mesh call it together.
+        """
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
@@ -250,8 +283,9 @@ class RunContext:
         return self.config.training.lora.is_on
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint to resume from is of the last step already; rank 0 says so then.
-        All ranks call it together.
+        """Whether the checkpoint to resume from is of the run's last step already, so that nothing
+        is left to train; rank 0 says so then on standard error. All ranks call it together and get
+        the same answer.
         """
         finished = False
         if self.is_main and (done := self._steps_done()) is not None:
@@ -269,9 +303,10 @@ class RunContext:
         return read_progress(chosen).step if chosen is not None else None
 
     def write_recipe(self) -> None:
-        """On rank 0, write the settings to the run folder's `recipe.yaml`, and say which of a run
-        that goes on are not those it began with. A finished run, which is not trained further,
-        keeps its recipe: `megarl replay` trains again by it.
+        """Write all settings of the run to `recipe.yaml` in the run folder, and say on standard
+        error which settings of a resumed run differ from those that it began with. Rank 0 calls it.
+        Where the run is already finished the file stays as it is, since `megarl replay` trains
+        again by it.
         """
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
@@ -288,45 +323,26 @@ class RunContext:
         recipe.write_text(dump(config))
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
-        """Load the checkpoint that rank 0 chose and return its progress; None for a new run. A
-        checkpoint of another layout is converted first, beside the others, and the converted copy
-        is removed once it is loaded. All ranks call it together.
+        """Load the checkpoint that the checks have chosen on rank 0 (`inputs.resume_from`), and
+        return where that run stood: step, position in the data, seed. None, and nothing is loaded,
+        for a new run. All ranks call it together.
         """
-        world = checkpoints.everyone
+        world = checkpoints.world
         chosen = broadcast_object(self.inputs.resume_from, world)
         if chosen is None:
             return None
+        progress = checkpoints.load(chosen)
         wanted = written_under(self.inputs.layout, self.config.training)
-        found = read_progress(chosen)
-        if found.layout == wanted:
-            return checkpoints.load(chosen)
-        converted = chosen.parent / f".converted_{chosen.name}"
-        if problem := on_first(lambda: self._convert(chosen, converted, found.layout), world):
-            raise RuntimeError(
-                f"{chosen} was written under {found.layout}, this run is {wanted}, and converting"
-                f" it failed: {problem}"
-            )
-        progress = checkpoints.load(converted)
-        barrier(world)
-        if self.is_main:
-            shutil.rmtree(converted)
+        if self.is_main and progress.layout != wanted:
+            console.say(f"{chosen} was written under {progress.layout}; it goes on under {wanted}")
         return progress
 
-    def _convert(self, source: Path, target: Path, written: str) -> None:
-        """Write the checkpoint `source`, which was `written` under another layout, to `target`
-        under the layout of this run.
-        """
-        from megarl.checkpoints.deepspeed_files import reshard_checkpoint
-
-        layout, stage = self.inputs.layout, self.config.training.zero_stage
-        console.say(f"converting {source} from {written} to {layout}, ZeRO {stage}")
-        shutil.rmtree(target, ignore_errors=True)  # an earlier attempt's
-        target.mkdir()
-        table = parameter_table(json.loads((source / "model" / "config.json").read_text()))
-        reshard_checkpoint(source, target, table, layout, stage)
-
     def observe(self, first_step: int) -> Observer | None:
-        """The object that writes metrics, on rank 0; None on the other ranks."""
+        """An `Observer`, which writes metrics, TensorBoard and the report of the run into the run
+        folder, on rank 0; None on the other ranks. It is closed at the end of the run.
+        `first_step`: number of steps already done; records of later steps, which a killed process
+        left, are dropped.
+        """
         if not self.is_main:
             return None
         return self.stack.enter_context(
@@ -341,8 +357,10 @@ class RunContext:
 
 
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
-    """{name: layout, as `written_under` says it} of the roles beside the policy that are
-    trained, which a checkpoint holds.
+    """{name: text} of the models beside the policy that are trained (critics), as a checkpoint
+    holds it: the text has layout, ZeRO stage, precision and optimizer, such as "data 2 x sequence 1
+    x tensor 1, ZeRO 1, bfloat16". `places`: {name: ranks and layout} of all models beside the
+    policy.
     """
     return {
         name: written_under(places[name].layout, role_training(config, name))
@@ -353,9 +371,11 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
 
 @contextmanager
 def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
-    """A context manager that sets up a rank for a run and gives its `RunContext`: it initialises
-    torch.distributed and creates the process mesh and the run folder. All ranks enter it together.
-    On exit it closes what it has opened. An error in the block is printed first, and goes on.
+    """A context manager that sets up this rank for a run and gives its `RunContext`: it initialises
+    torch.distributed, creates the process mesh and the run folder, and sends what libraries print
+    to the folder's run.log. All ranks enter it together. On exit it closes what the run has opened.
+    An error in the block is printed and then raised again. Raises `UserError` if ranks have
+    different precisions.
 
     The `config` of the context always has `steps`: where `config.epochs` is set, the number of
     steps in so many passes over the prompts.
@@ -406,12 +426,13 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
 
 
 OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
-"""Settings of a resumed run whose change is no news: what they say counts for a new run only."""
+"""Settings that count for a new run only; a resumed run does not say that they differ."""
 
 
 def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """The settings of `config` that are not those of the run folder's file `recipe`, each as
-    "section.key (old -> new)"; none where that file cannot be read.
+    """The settings of `config` that differ from those in `recipe`, the recipe.yaml of the run
+    folder, each as "section.key (old -> new)" with long values shortened; empty where that file
+    cannot be read.
     """
     before, now = _settings(recipe), dict(leaves(config.model_dump(mode="json")))
     return [
@@ -422,8 +443,8 @@ def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
 
 
 def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """Names of the settings in the run folder's file `recipe` that `config` has no place for; none
-    where that file cannot be read.
+    """Dotted names of the settings in `recipe`, the recipe.yaml of the run folder, that `config`
+    does not have, such as those of another version of megarl; empty where that file cannot be read.
     """
     now = {name for name, _ in leaves(config.model_dump(mode="json"))}
     return [name for name in _settings(recipe) if name not in now]
@@ -444,8 +465,10 @@ LOOKED_AT = 4096
 
 
 def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
-    """Optimizer steps at `learning_rate` before which less than half of the weights can change; 0
-    without weights. `parts`: tensors of one 16-bit dtype and any shape; elements of 0 do not count.
+    """Number of optimizer steps at `learning_rate` before which less than half of the weights can
+    change in 16 bit, since each AdamW step moves a weight by about the learning rate and smaller
+    moves round to nothing; 0 without weights. `parts`: weights of one 16-bit dtype, of any shape,
+    of which an even sample is read; weights of 0 do not count.
     """
     parts = list(parts)
     chosen = [part.view(-1)[:: max(1, part.numel() // LOOKED_AT)] for part in parts]
@@ -461,7 +484,10 @@ def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float)
 
 
 def rounding_line(name: str, parts: Iterable[torch.Tensor], learning_rate: float) -> str:
-    """The line about a role `name` in 16 bit at the start of a run."""
+    """One line of text for the log, without a newline, on how long 16-bit rounding keeps the
+    weights of the model `name` from changing at `learning_rate`. `parts`: the weights, of one
+    16-bit dtype and any shape.
+    """
     parts = list(parts)
     dtype = str(parts[0].dtype).removeprefix("torch.") if parts else "16-bit"
     steps = steps_until_half_change(parts, learning_rate)

@@ -1,9 +1,12 @@
 """The critic of PPO: predicts the return from each state, and learns from the returns it is given.
 
-    batch --values--> column "values" --GAE--> column "returns" --start, finish--> metrics
+    batch --values--> column "values" --GAE--> column "returns" --start, learn, finish--> metrics
 
-It works like `Scorer` on the policy's ranks or on ranks of its own. There, it learns while the
-policy learns.
+A column is one number for each token of a rank's samples. A critic in the recipe's section
+`critics` has the columns "values.NAME" and "returns.NAME".
+
+The critic computes on the policy's ranks or on ranks of its own. There, it learns while the policy
+learns.
 """
 
 from __future__ import annotations
@@ -23,18 +26,26 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Critic:
-    """Computes the column `values` of each batch and is trained on its `returns`. All ranks of the
-    job create and call it together.
+    """PPO's critic: `values` computes the values of a step's samples; `start`, `learn` and
+    `finish`, in this order, train it on the returns. All ranks of the job create it and call each
+    method together, also ranks without a part of the critic. `value_clip`: width of PPO's value
+    clipping, in the units of the reward; None for none.
     """
 
-    def __init__(self, transfer: BatchTransfer, *, value_clip: float | None) -> None:
-        """`transfer.role`: the critic, a role with the head `value` and an optimizer. `value_clip`:
-        see `megarl.objectives.value.value_loss`.
+    def __init__(
+        self, transfer: BatchTransfer, *, value_clip: float | None, section: str = "critic"
+    ) -> None:
+        """`transfer` moves samples to the critic's ranks and values back; `transfer.role` is the
+        critic, a model with the head `value` and an optimizer. `value_clip`: how far a value may
+        move from the one before the update without loss; None for no clipping. `section`: the
+        critic's section of the recipe, `critic` or `critics.NAME`, with which its metrics begin.
         """
-        self.scorer, self.value_clip = Scorer(transfer), value_clip
+        self.scorer, self.value_clip, self.section = Scorer(transfer), value_clip, section
+        self.suffix = section.removeprefix("critics").removeprefix("critic")
+        """What the names of the critic's columns end with: nothing, or .NAME."""
         role = transfer.role
         self.guard = role and StepGuard(
-            role, allowed=role.training.max_skipped_steps, section="critic"
+            role, allowed=role.training.max_skipped_steps, section=section
         )
         self._returns: Column | None = None
         self._learnt: tuple[str, dict[str, float]] = ("", {})
@@ -42,18 +53,24 @@ class Critic:
 
     @property
     def role(self) -> Role | None:
-        """The critic's model; None on ranks outside the role."""
+        """The critic's model and optimizer on this rank; None on ranks that are not the
+        critic's.
+        """
         return self.scorer.transfer.role
 
     def values(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> Column:
-        """The value of the state before each token of the batch that the policy generated. Ranks
-        outside the policy pass None as `batch` and get an empty column.
+        """The critic's value of the state before each token that the policy generated: for each
+        mini-batch of the step a float32 tensor [T], 0 for all other tokens of this rank's samples.
+        `packed`: for each mini-batch, its packed sequences. Ranks outside the policy pass None and
+        [] and get an empty list.
         """
         return self.scorer.score(batch, packed, temperature=1.0)
 
-    def start(self, step: int, returns: Column | None) -> None:
-        """Send the returns of the batch whose values were computed last; on ranks of its own the
-        critic learns at once. None on the policy's ranks: the batch is not trained on.
+    def start(self, returns: Column | None) -> None:
+        """Hand over the returns that the critic is to learn for the samples whose values were
+        computed last: for each mini-batch a float32 tensor [T], one number for each token. On the
+        policy's ranks None means that this step is not trained on; ranks outside the policy pass
+        None always.
         """
         transfer = self.scorer.transfer
         self._returns, self._learnt = returns, ("", {})
@@ -62,15 +79,25 @@ class Critic:
         # Rank 0 belongs to the policy, whose ranks decide alike.
         is_training = broadcast_object(returns is not None, transfer.everyone)
         self._returns = transfer.to_role(returns or []) if is_training else None
+
+    def learn(self, step: int) -> None:
+        """Train a critic that is on ranks of its own; does nothing for a critic on the policy's
+        ranks, and on ranks without a part of the critic. `step`: number of the step from 0, for
+        messages. Errors are raised by `finish`.
+        """
+        if self.scorer.transfer.is_shared:
+            return
         try:
             self._learnt = ("", self._train(step))
         except UserError as error:  # raised in `finish`, by all ranks at once
             self._learnt = (str(error), {})
 
     def finish(self, step: int) -> dict[str, float]:
-        """On the policy's ranks the critic learns now. Returns the metrics of its step, on all
-        ranks. Raises `UserError` on all ranks if `training.max_skipped_steps` allows no further
-        step without finite values, or if a weight is not finite afterwards.
+        """Train the critic, if it shares the policy's ranks; otherwise fetch the result of the
+        training in `learn`. Returns the metrics of the step on all ranks, {"critic/loss",
+        "critic/explained_variance", "critic/grad_norm", ...: number}, with `section` before the
+        slash. Raises `UserError` on all ranks if more optimizer steps without finite values occur
+        than `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
         """
         transfer = self.scorer.transfer
         if transfer.is_shared:
@@ -85,7 +112,7 @@ class Critic:
         role, here, guard = self.role, self.scorer.here, self.guard
         if role is None or guard is None or here is None:
             return {}
-        guard.begin(f"step {step + 1}, critic")
+        guard.begin(f"step {step + 1}, {self.section}")
         metrics = StepMetrics(role.device, ("loss", "clipped", *MOMENTS))
         norms, rate = [], role.engine.next_rate()
         num_parts = len(here.packed) if self._returns is not None else 0
@@ -102,15 +129,16 @@ class Critic:
             norms.append(taken[0])
             rate = taken[1]
         guard.check_weights()
-        found = metrics.reduce(role.mesh.gradient)
-        return scale_metrics(role, "critic/") | {
-            "critic/loss": found["loss"] / max(1, len(norms)),
-            "critic/clip_share": found["clipped"] / max(1.0, found["count"]),
-            "critic/explained_variance": explained_variance(found),
-            "critic/grad_norm": sum(norms) / max(1, len(norms)),
-            "critic/learning_rate": rate,
-            "critic/skipped_steps": float(num_parts * role.training.epochs_per_step - len(norms)),
+        sums = metrics.reduce(role.mesh.gradient)
+        found = scale_metrics(role) | {
+            "loss": sums["loss"] / max(1, len(norms)),
+            "clip_share": sums["clipped"] / max(1.0, sums["count"]),
+            "explained_variance": explained_variance(sums),
+            "grad_norm": sum(norms) / max(1, len(norms)),
+            "learning_rate": rate,
+            "skipped_steps": float(num_parts * role.training.epochs_per_step - len(norms)),
         }
+        return {f"{self.section}/{name}": value for name, value in found.items()}
 
     def _loss(
         self, here: RoleBatch, micro: MicroBatch, number: int, metrics: StepMetrics

@@ -39,7 +39,11 @@ SUMS = ("loss", "divergence", "teacher_logprob", "entropy", "tokens")
 
 
 class Distillation:
-    """Trains the policy on the soft targets of a teacher."""
+    """Trains the policy by on-policy distillation: `train` makes the optimizer steps of one step's
+    samples, towards the next-token distributions of a teacher. All ranks of the policy create it.
+    `distillation`: which divergence, temperature and weighting of tokens. `compares_engines`:
+    whether the metrics also have the difference between the log-probs of policy and engines.
+    """
 
     def __init__(
         self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
@@ -56,14 +60,17 @@ class Distillation:
     def train(
         self, batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], teacher: Teacher
     ) -> StepReport:
-        """Train on one batch, with one optimizer step for each mini-batch and epoch. All ranks of
-        the policy call it together and get the same report.
+        """Train the policy on one step's samples, with one optimizer step for each mini-batch and
+        epoch. All ranks of the policy call it together and get the same report, whose `metrics` are
+        {name: number}, such as "loss" and "divergence".
 
-        `packed`: the batch's micro-batches (`Role.pack_step`). `teacher`: has read the batch.
+        `packed`: for each mini-batch of `batch`, this rank's packed sequences, as `Role.pack_step`
+        returns them. `teacher`: must have prepared this batch by `Teacher.read`; its hidden states
+        are freed.
 
-        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
-        values, if a weight is not finite afterwards, or after `training.max_empty_steps` steps in a
-        row without samples.
+        Raises `UserError` if more optimizer steps without finite values occur than
+        `training.max_skipped_steps` allows, if a weight is not finite afterwards, or after
+        `training.max_empty_steps` steps in a row without samples.
         """
         self.guard.begin(f"step {batch.step + 1}")
         self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)

@@ -33,9 +33,11 @@ FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def use_triton_elementwise(model: nn.Module) -> tuple[int, int]:
-    """Have the MLPs and the attention layers of `model` compute gated activations and rotary
-    embeddings by Triton kernels; parameters and hooks stay. Returns (MLPs, attention layers).
-    Raises `ValueError` for a layer that computes something else, and where there is none.
+    """Make `model` compute gated activations (in MLPs with a `down_proj`) and rotary embeddings by
+    Triton kernels, in place; parameters and hooks stay. Returns (number of MLPs, number of
+    attention layers) that were changed. Raises `ValueError` for a layer that computes another
+    formula than the kernels, and for a model without such MLPs or attention layers. The kernels
+    need a GPU when the model runs; this call does not.
     """
     mlps = [one for one in model.modules() if hasattr(one, "down_proj")]
     attentions = [one for one in model.modules() if ROTATE in _names(type(one))]

@@ -32,7 +32,7 @@ WATCHED = {
     "teacher's log-probs": "set teacher.model.path to another model",
     "policy's log-probs": f"{LOWER_RATE} (at the first step: choose another model)",
     "reward model's scores": f"{LOWER_RATE} (at the first step: choose another model)",
-    "critic's values": "lower critic.optimizer.learning_rate",
+    "critic's values": "lower optimizer.learning_rate of its section, critic or critics.NAME",
     "loss": LOWER_RATE,
 }
 """{quantity of an optimizer step: what to do if it is not finite}. If several are not finite, the
@@ -42,12 +42,13 @@ first is reported: it comes before the others in the computation."""
 def first_broken(
     parts: Iterable[tuple[str, torch.Tensor | None]], axis: Axis, device: torch.device, *, norm: int
 ) -> str:
-    """Name of the first tensor that is NaN or infinite on any rank of the axis; "" if there is
-    none. All ranks call it together.
+    """Name of the first tensor that is NaN or infinite on any rank of `axis`; "" if there is none.
+    All ranks of `axis` call it together and get the same name.
 
     Args:
         parts: (name, this rank's part of the tensor or None), with the same names in the same order
             on every rank.
+        device: where the result is reduced over the ranks.
         norm: 0 to look at the values. 2 to look at the Euclidean norm in float32, which overflows
             for values above 1.8e19, as DeepSpeed computes it.
     """
@@ -70,8 +71,10 @@ def first_broken(
 
 
 class StepGuard:
-    """Decides, equally on all ranks of a role, whether an optimizer step is taken, and counts those
-    that are not.
+    """Decides whether an optimizer step of a model is taken: not if a loss, log-prob or gradient is
+    NaN or infinite on any rank. All ranks of the model decide alike. `watch` notes values,
+    `problem` asks all ranks, `skip` counts a step that is not taken and ends the run by `UserError`
+    after `allowed` of them.
     """
 
     def __init__(self, role: Role, *, allowed: int, section: str = "training") -> None:
@@ -86,16 +89,23 @@ class StepGuard:
         return torch.zeros(len(WATCHED), dtype=torch.float32, device=self.role.device)
 
     def begin(self, where: str) -> None:
-        """Name the step that follows, for messages."""
+        """Say of which step later messages are: `where` is the beginning of their text, such as
+        "step 3".
+        """
         self._where = where
 
     def watch(self, name: str, values: torch.Tensor) -> None:
-        """Note whether `values`, of the quantity `name` in `WATCHED`, are finite."""
+        """Note whether `values`, a tensor of any shape, are all finite. `name`: which quantity they
+        are, one of "engines' log-probs", "reference model's log-probs", "teacher's log-probs",
+        "policy's log-probs", "reward model's scores", "critic's values" and "loss". Does not
+        communicate and does not wait for the device.
+        """
         self._broken[list(WATCHED).index(name)] += (~torch.isfinite(values.detach())).any()
 
     def problem(self) -> str:
-        """The first quantity that was not finite on any rank since the last call; "" if all were.
-        All ranks call it together.
+        """A sentence such as "the loss is not finite" about the first quantity that `watch` found
+        to be NaN or infinite on any rank since the last call; "" if all were finite. All ranks of
+        the model call it together and get the same text.
         """
         found = all_reduce_max(self._broken, self.role.mesh.world).tolist()
         self._broken = self._none()
@@ -103,15 +113,18 @@ class StepGuard:
         return f"the {name} {'is' if name == 'loss' else 'are'} not finite" if name else ""
 
     def gradient_problem(self) -> str:
-        """Says which parameter's gradient is the first that is not finite; "" if all are finite.
-        All ranks call it together, between the last backward pass and the optimizer step.
+        """A sentence such as "the gradient of NAME is not finite" about the first parameter whose
+        gradient is NaN or infinite on any rank; "" if all gradients are finite. All ranks of the
+        model call it together, between the last backward pass and the optimizer step.
         """
         name = self.role.engine.broken_gradient()
         return f"the gradient of {name} is not finite" if name else ""
 
     def skip(self, problem: str) -> None:
-        """Count a step that is not taken because of `problem`. Raises `UserError` on every rank if
-        a weight is not finite, or if no further step may be skipped. All ranks call it together.
+        """Count an optimizer step that is not taken, and warn of it on standard error. `problem`:
+        the reason, as `problem` or `gradient_problem` returned it. Raises `UserError` on every rank
+        if a weight is not finite, or if as many steps were skipped before as the object allows (its
+        `allowed`). All ranks of the model call it together.
         """
         self.check_weights()
         if self.skipped == self.allowed:
@@ -131,7 +144,9 @@ class StepGuard:
             )
 
     def check_weights(self) -> None:
-        """Raise `UserError` on every rank if a weight is not finite. All ranks call it together."""
+        """Raise `UserError` on every rank if a weight of the model is NaN or infinite on any rank.
+        All ranks of the model call it together.
+        """
         name = self.role.engine.broken_weight()
         if name:
             raise UserError(

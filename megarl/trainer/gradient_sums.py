@@ -43,12 +43,15 @@ STAGE_2 = (
 
 
 def keep_on_device(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO `optimizer`, whose state is on the host, add up gradients on the device.
+    """Make a DeepSpeed ZeRO optimizer whose state is on the host add up gradients on the device,
+    and move them to the host once an optimizer step. `optimizer`: the `optimizer` of the engine
+    that `deepspeed.initialize` returned; it is changed in place. Call it once, before the first
+    backward pass.
 
-    Called once after `deepspeed.initialize`, before the first backward pass. The memory is 4 bytes
-    an element of this rank's part of the trained parameters: under ZeRO 3 from now on, under ZeRO 2
-    from the first backward pass of a step to its end. Raises `UserError` if DeepSpeed is not built
-    as is expected here.
+    It takes 4 bytes on the device for each element of this rank's part of the trained parameters:
+    under ZeRO 3 from now on, under ZeRO 2 from the first backward pass of a step to its end; under
+    ZeRO 1 nothing changes. Raises `UserError` for a version of DeepSpeed whose optimizer is built
+    in another way.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _require(_is_known_stage_3(optimizer))
@@ -61,16 +64,18 @@ def keep_on_device(optimizer: Any) -> None:
 
 
 def sums_of(optimizer: Any) -> list[torch.Tensor]:
-    """The buffers of ZeRO 3 in which gradients are added up, on the device or the host; none for
-    other optimizers. Between two optimizer steps they hold nothing.
+    """The flat float32 buffers in which DeepSpeed's ZeRO 3 `optimizer` adds up this rank's
+    gradients, on the device or the host; an empty list for other optimizers. Between two optimizer
+    steps their content is not needed.
     """
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [] if flat is None else [flat]
 
 
 def sum_of(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient under ZeRO 3, where it is added up on the device
-    of the parameter and DeepSpeed would copy it back from the optimizer on the host; else None.
+    """This rank's part of the gradient of `parameter`, a ZeRO 3 parameter, as a flat float32
+    tensor, if `keep_on_device` has put the sums on the device; None where DeepSpeed keeps them
+    elsewhere.
     """
     optimizer = parameter._z3_optimizer
     part = getattr(optimizer, PARTS)[parameter.ds_id]

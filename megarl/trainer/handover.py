@@ -1,4 +1,4 @@
-"""A trained role's memory, lent to the colocated engines while they generate.
+"""A trained model's GPU memory, lent to the colocated inference engines while they generate.
 
     handover = Handover(device)
     handover.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
@@ -10,7 +10,7 @@ object changes. DeepSpeed's own `offload_states` works with ZeRO 2 only: its opt
 1 has no such method, and that of ZeRO 3 refuses every optimizer but DeepSpeed's `FusedAdam`.
 
 Gradients and reduction buffers are freed without a copy: between two optimizer steps they hold
-nothing. The weights stay where they are, since they are published.
+nothing. The weights stay where they are, since they are sent to the engines.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ SMALLEST_BYTES = 1024
 
 
 class HostMemory:
-    """Memory of exactly the wanted size on the host, registered with CUDA so that copies are fast.
-
-    Torch's own pinned memory would be rounded up to a power of two.
+    """Host memory of exactly `num_bytes` bytes, registered with CUDA if `registered`, so that
+    copies to and from a GPU are fast; torch's own pinned memory would be rounded up to a power of
+    two. `bytes` is the memory as a flat uint8 tensor. Raises `UserError` if the host has no such
+    memory.
     """
 
     def __init__(self, num_bytes: int, *, registered: bool) -> None:
@@ -56,8 +57,8 @@ class HostMemory:
                 raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {why}"))
 
     def release(self) -> None:
-        """Undo the registration; a second call does nothing. The memory is freed with the last
-        tensor that views it.
+        """Undo the registration with CUDA; a second call does nothing. The memory itself is freed
+        with the last tensor that views it.
         """
         if self._is_registered:
             cuda: Any = torch.cuda.cudart()
@@ -66,7 +67,10 @@ class HostMemory:
 
 
 class Handover:
-    """Moves what the optimizer of one role on this rank needs to the host and back."""
+    """Frees the GPU memory of a DeepSpeed optimizer on this rank (`offload`, with a copy of its
+    state on the host) and takes it back (`reload`), so that other processes can use the GPU in
+    between. Each rank does so for itself. `device`: this rank's; on the CPU it works too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,14 +85,15 @@ class Handover:
         """Whether the memory is lent."""
 
     def offload(self, optimizer: Any, module: torch.nn.Module, *, on_host: bool = False) -> None:
-        """Copy master weights and moments of DeepSpeed's `optimizer` to the host, free their memory
-        on the device and that of gradients and buffers, and return it to the driver. Does nothing
-        if it was done already.
+        """Copy master weights and moments of DeepSpeed's `optimizer` to the host, and free on the
+        device their memory and that of gradients and reduction buffers. Call it between two
+        optimizer steps; it returns when the copies are done, and does nothing if the memory is
+        freed already.
 
-        While they are away, the optimizer's own tensors are those on the host, so that a checkpoint
-        can be written. `module`: the model, whose weights stay. `on_host`: the optimizer state is
-        on the host anyway, and of the gradients at most the sums are not. Call it between two
-        optimizer steps.
+        Until `reload` the optimizer's tensors are those on the host, so that a checkpoint can be
+        written. `module`: the model, whose weights stay. `on_host`: the optimizer state is on the
+        host anyway, so that only gradient sums and buffers are freed. Raises `UserError` if the
+        host has too little memory.
         """
         if self.is_away:
             return
@@ -150,8 +155,9 @@ class Handover:
             storage.resize_(0)
 
     def reload(self) -> None:
-        """Allocate what `offload` has freed, and copy back what it has copied; gradients and
-        buffers are 0. Does nothing if nothing is away.
+        """Allocate on the device what `offload` has freed, and copy the state back from the host;
+        gradients and buffers are then 0. Returns when the copies are done. Does nothing if nothing
+        was freed.
         """
         for storage, content in self._copied:
             storage.resize_(content.numel())
@@ -166,15 +172,18 @@ class Handover:
         self.is_away = False
 
     def release(self) -> None:
-        """Give the host's memory back."""
+        """Give the host's memory back, of which `offload` keeps one block for all its calls. Call
+        it after `reload`, at the end.
+        """
         if self._host is not None:
             self._host.release()
         self._host = None
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Master weights and moments of one of DeepSpeed's optimizers, or of a torch optimizer. Without
-    master weights of their own, the parameters that are trained are among them.
+    """Iterate over the tensors of master weights and moments of `optimizer`, one of DeepSpeed's or
+    a torch optimizer, each once. Without separate master weights (float32 without ZeRO), the
+    trained parameters themselves are among them.
     """
     seen: set[int] = set()
     inner = _inner(optimizer)
@@ -190,7 +199,9 @@ def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Accumulated gradients, which mean nothing between two optimizer steps."""
+    """Iterate over the tensors in which DeepSpeed's `optimizer` keeps accumulated gradients on this
+    rank. Their content is not needed between two optimizer steps.
+    """
     for one in optimizer_state(optimizer):
         if one.grad is not None:
             yield one.grad
@@ -199,7 +210,9 @@ def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Buffers in which gradients are reduced, and through which they go to the host."""
+    """Iterate over the buffers of DeepSpeed's `optimizer` in which gradients are reduced over
+    ranks, and through which they go to the host.
+    """
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
         yield from (one for one in buffers if one is not None)
@@ -208,8 +221,8 @@ def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The memory of the model's weights on this rank: parameters, or their slices under ZeRO 3, and
-    buffers.
+    """Iterate over the tensors that hold the weights of `module` on this rank: parameters, under
+    ZeRO 3 their slices too, and buffers.
     """
     for parameter in module.parameters():
         yield getattr(parameter, "ds_tensor", parameter)
@@ -218,13 +231,17 @@ def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def free_cache(device: torch.device) -> None:
-    """Return what torch keeps for later to the driver, where other processes can have it."""
+    """Return the GPU memory that torch's allocator keeps unused to the driver, so that other
+    processes can have it. Does nothing on the CPU.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the copies that were started on `device`."""
+    """Wait until all work that was started on `device`, such as copies, is done. Does nothing on
+    the CPU.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

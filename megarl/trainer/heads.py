@@ -1,4 +1,4 @@
-"""Heads: what a role computes from its backbone's last hidden states.
+"""Heads: what a model of a run computes from its backbone's last hidden states.
 
     name       computes                                       for
     logprobs   log-prob and entropy of each trained token     policy, reference
@@ -31,8 +31,9 @@ SCORING: tuple[HeadName, ...] = ("value", "scalar")
 
 
 def refuse_head(model: PreTrainedModel) -> None:
-    """Raise `ValueError` if the model's output head is not a linear layer without bias. A sequence
-    classifier's score is checked elsewhere.
+    """Raise `ValueError` if the output head (unembedding) of a causal language model is not a
+    linear layer without bias. A model with a `score`, as sequence classifiers have, is let through.
+    `model` may be on the meta device.
     """
     output = model.get_output_embeddings()
     if hasattr(model, "score") or (isinstance(output, nn.Linear) and output.bias is None):
@@ -45,8 +46,9 @@ def refuse_head(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """A teacher's next-token distributions at M tokens, which a student learns. They are stored as
-    the two factors of the teacher's logits, states @ weight.T.
+    """A teacher's next-token distributions at M tokens, which a student learns, stored as the two
+    factors of the teacher's logits: states @ weight.T. The student's head computes the loss from
+    them; `divergence` says by which divergence and at which temperature.
     """
 
     states: torch.Tensor
@@ -58,17 +60,20 @@ class SoftTargets:
 
 
 class LogProbHead(nn.Linear):
-    """The output head (unembedding): computes log-probs of given targets, or the divergence from a
-    teacher's distributions, instead of returning logits.
+    """The output head (unembedding) of a model, an `nn.Linear` that computes log-probs and
+    entropies of given target tokens, or the divergence from a teacher's distributions, instead of
+    returning logits. Called with the hidden states [M, H], targets [M] and the temperature.
 
-    The weight keeps the name and the shape of the Hugging Face head that it replaces.
+    The weight [V, H] keeps the name of the Hugging Face head that it replaces; under tensor
+    parallelism it has the rows of this rank's part of the vocabulary.
     """
 
     shard: VocabularyShard | None = None
-    """The part of the vocabulary that `weight` holds under tensor parallelism."""
+    """Under tensor parallelism, which rows of the vocabulary `weight` holds; None if it holds
+    all."""
     backend = "chunked"
     transform = LogitTransform()
-    """What the model does to its logits."""
+    """What the model does to its logits: a soft cap, a factor, or nothing."""
 
     def forward(
         self,
@@ -77,10 +82,12 @@ class LogProbHead(nn.Linear):
         temperature: float,
         soft_targets: SoftTargets | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """hidden [M, H], targets [M] -> log-probs [M], entropies [M], both float32.
+        """hidden [M, H], in the dtype of the weight, and targets [M] int64 token ids -> (log-probs
+        [M], entropies [M]), both float32, at `temperature`, the divisor of the logits. All
+        tensor-parallel ranks call it together with the same arguments and get the same results.
 
-        With `soft_targets`, at their own temperature instead: divergences [M], and without
-        gradients entropies [M], log-probs [M] and the teacher's log-probs [M].
+        With `soft_targets`, whose divergence has its own temperature: (divergences [M], and without
+        gradients entropies [M], log-probs [M] and the teacher's log-probs [M]).
         """
         if soft_targets is None:
             return linear_logprobs(
@@ -102,10 +109,11 @@ class LogProbHead(nn.Linear):
 
 
 class ScoreHead(nn.Linear):
-    """A linear head with one output for each hidden state, for values or rewards. It is initialised
-    to 0, so a new critic predicts 0.
+    """A linear head with one output for each hidden state, for values or rewards: called with
+    hidden states [M, H], it returns [M] float32. It is initialised to 0, so a new critic predicts
+    0.
 
-    Every tensor-parallel rank holds the whole weight and computes the same output.
+    Every tensor-parallel rank holds the whole weight [1, H] and computes the same output.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -113,14 +121,15 @@ class ScoreHead(nn.Linear):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [M, H] -> [M] float32."""
+        """hidden [M, H] of any dtype -> [M] float32, computed in float32."""
         # In float32 also where the model is in bfloat16, whose steps near 1 are 1/256.
         return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]
 
 
 def drop_output_head(model: PreTrainedModel) -> None:
-    """Remove the output head of a causal language model, of which only the hidden states are
-    wanted. Of a tied weight the input embedding stays.
+    """Remove the output head (unembedding) of a causal language model, in place, for a model of
+    which only the hidden states are wanted. If the head's weight is tied to the input embedding,
+    the embedding stays.
     """
     output = model.get_output_embeddings()
     for parent in list(model.modules()):
@@ -130,9 +139,10 @@ def drop_output_head(model: PreTrainedModel) -> None:
 
 
 def use_score_head(model: PreTrainedModel) -> None:
-    """Replace the output head of a causal language model by a `ScoreHead` named `score`. Of a tied
-    weight the input embedding stays. The model's configuration becomes that of a sequence
-    classifier with one label, if its family has one.
+    """Replace the output head (unembedding) of a causal language model, in place, by a `ScoreHead`
+    of 0 named `score`. If the head's weight is tied to the input embedding, the embedding stays.
+    `model.config` becomes that of a sequence classifier with one label, if transformers has such a
+    class for the model's family.
     """
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module) and isinstance(embedding.weight, torch.Tensor)

@@ -46,8 +46,8 @@ from megarl.trainer.weights import (
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """The model configuration with every dropout probability set to 0: with dropout the trainer's
-    log-probs would differ from the engine's.
+    """Set every dropout probability of a model configuration to 0, in place, and return it: with
+    dropout the trainer's log-probs would differ from those of the inference engine.
     """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
@@ -57,8 +57,9 @@ def without_dropout(config: transformers.PretrainedConfig) -> transformers.Pretr
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
-    """Create the model on the meta device: parameter names and shapes without memory for
-    weights.
+    """Create the causal language model that `config.path` names on the meta device: parameter names
+    and shapes without memory for weights, without dropout, and with megarl's attention. Raises
+    `ValueError` if config.json cannot be read or no model be built from it.
     """
     hf = without_dropout(load_model_config(config))
     fix = "set model.path to another model, or correct its config.json"
@@ -78,8 +79,9 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 def check_weights(
     config: ModelConfig, head: HeadName = "logprobs", *, needs_score: bool = False
 ) -> None:
-    """Raise `ValueError`, naming the tensor or file, unless the checkpoint has exactly the tensors
-    of the model, as a role with `head` uses it; see `open_weights`.
+    """Raise `ValueError`, naming the tensor or file, unless the checkpoint of `config` has exactly
+    the tensors that its config.json asks for. `head`: what the model is to compute; with "value"
+    and "scalar" the checkpoint may have a score head, and must have one if `needs_score`.
 
     Only the headers of the safetensors files are read. Nothing is checked with `from_scratch`, or
     for a hub name whose weights are not downloaded yet.
@@ -93,10 +95,12 @@ def check_weights(
 def open_weights(
     config: ModelConfig, *, seed: int, head: HeadName = "logprobs", needs_score: bool = False
 ) -> Weights:
-    """The source of the model's tensors: its checkpoint, or with `from_scratch` random
-    initialisation. With the heads `value` and `scalar`, a checkpoint may be a sequence classifier,
-    whose `score` is used; the score of any other model is 0. Raises `ValueError` for a model
-    without score if `needs_score`.
+    """An object that gives the model's whole tensors by name, from the checkpoint of `config`
+    (downloaded first for a hub name), or with `from_scratch` drawn from `seed`. `head`: what the
+    model is to compute. With the heads "value" and "scalar" the checkpoint may be a sequence
+    classifier with one label, whose `score` is used; for other models the score is 0, or with
+    `needs_score` `ValueError` is raised. Also raises `ValueError` if the checkpoint lacks tensors,
+    has others, or is of a kind that megarl does not train.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
@@ -131,8 +135,9 @@ def open_weights(
 
 
 class ZeroScore:
-    """The tensors of `weights` and a score head of 0, with which a new critic or reward model
-    begins.
+    """A source of a model's tensors for a new critic or reward model: the tensors of `weights`, and
+    a score head `score.weight` of 0. `flat(name)` gives a tensor, flat on the CPU; `has(name)`
+    tells whether the checkpoint stores it.
     """
 
     def __init__(self, weights: Weights, model: PreTrainedModel) -> None:
@@ -148,8 +153,9 @@ class ZeroScore:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of every parameter one trainer rank keeps: its tensor-parallel shard and, under
-    ZeRO 3, its slice of that shard. By default the whole parameter.
+    """Which part of every parameter one trainer rank keeps, by default the whole: its
+    tensor-parallel shard (`shards`, `tensor_rank`) and, under ZeRO 3, slice number `slice` of that
+    shard, one of `slices` equal ones. `read` reads this part of a tensor.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
@@ -161,8 +167,9 @@ class Part:
     slices: int = 1
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
-        """The regions of tensor `name` (whole shape `shape`) that this rank owns, and their
-        positions in one flat buffer.
+        """Which rectangles of tensor `name`, whose whole shape is `shape`, this rank keeps, and
+        where each lies, in elements, in one flat buffer of the same name. Rows are the tensor's
+        first dimension and columns all others, flattened; a vector has one column.
         """
         owned = Owned()
         owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)
@@ -177,8 +184,9 @@ class Part:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """Read this rank's part of tensor `name` as a flat tensor of `dtype` on `device`. Under
-        ZeRO 3 a slice is padded with zeros to the length of the longest slice.
+        """Read this rank's part of tensor `name`, whose whole shape is `shape`, from `weights`: a
+        new flat tensor of `dtype` on `device`. Under ZeRO 3 a slice is padded with zeros to the
+        length of the longest slice.
         """
         owned, whole = self.owned(name, shape), matrix(shape)
         size = owned.sizes[name]
@@ -194,7 +202,8 @@ class Part:
 
 
 MakeParameter = Callable[[torch.Tensor, torch.Size, bool], nn.Parameter]
-"""(this rank's flat part, shape of its tensor-parallel shard, requires_grad) -> a parameter."""
+"""(this rank's flat part, shape of the whole tensor-parallel shard, requires_grad) -> a parameter:
+how `load_weights` makes parameters of what it has read."""
 
 
 def _plain(part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
@@ -211,13 +220,15 @@ def load_weights(
     device: torch.device,
     make: MakeParameter = _plain,
 ) -> None:
-    """Load every parameter and buffer of `model` onto `device`. The model is on the meta device and
-    sharded as `part` says.
+    """Give every parameter and buffer of `model` its values on `device`, in place. The model is on
+    the meta device, and its parameters have the shapes of this rank's tensor-parallel shards.
 
-    Parameters are converted to `dtype`. Buffers keep the model's own dtype, since rotary
-    frequencies must not be rounded. Tied parameters stay tied; hooks and attributes of parameters
-    are kept. `make` creates the parameters; under ZeRO 3 it is a
-    `megarl.trainer.build.Partitioner`.
+    `weights`: gives whole tensors by name. `part`: what of each tensor this rank keeps; nothing
+    else is allocated. Parameters are converted to `dtype`. Buffers keep the model's own dtype,
+    since rotary frequencies must not be rounded. Tied parameters stay tied; hooks and attributes of
+    parameters are kept. `make(flat part, shape of the shard, requires_grad)` creates each
+    parameter; under ZeRO 3 it is a `megarl.trainer.build.Partitioner`. Raises `ValueError` for a
+    buffer that has no value.
     """
     init_buffers(model, weights, device)
     shapes, made = whole_shapes(model, dict(part.shards)), {}
@@ -246,7 +257,9 @@ def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
 def output_rows(
     config: ModelConfig, rows: slice, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Rows `rows` of the model's output head (unembedding), [R, H], read from its checkpoint."""
+    """Rows `rows` of a model's output head (unembedding), which are token ids of its vocabulary: a
+    new tensor [R, H] in `dtype` on `device`, read from the checkpoint of `config`.
+    """
     whole = empty_model(config)
     output: Any = whole.get_output_embeddings()
     name = next(name for name, value in whole.named_parameters() if value is output.weight)
@@ -256,8 +269,8 @@ def output_rows(
 
 
 def generation_config(config: ModelConfig) -> bytes | None:
-    """The content of the model's generation_config.json, which exports have too; None if it has
-    none, or if only its shape is used.
+    """The bytes of the model's generation_config.json, which saved models get too; None if the
+    model has no such file, or with `from_scratch`.
     """
     if config.from_scratch:
         return None
@@ -269,9 +282,10 @@ def generation_config(config: ModelConfig) -> bytes | None:
 def load_model(
     config: ModelConfig, *, dtype: torch.dtype, seed: int, head: HeadName = "logprobs"
 ) -> PreTrainedModel:
-    """Load the whole causal language model, or with a score head a model with `score`, on this
-    rank's CPU in `dtype`; or with `from_scratch` initialise it from `seed`. Used by single-process
-    tools and for AutoTP, which shards loaded weights.
+    """Load a whole causal language model on this process's CPU in `dtype`, or with the heads
+    "value" and "scalar" a model with a score head in place of the output head; with `from_scratch`
+    its weights are drawn from `seed`. Used by single-process tools, and for DeepSpeed AutoTP, which
+    shards loaded weights. Raises `ValueError` if the checkpoint does not fit its config.json.
     """
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
     if head in SCORING:

@@ -20,21 +20,28 @@ MULTIPLIED = ("cohere", "cohere2")
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """How a model's logits follow from the products of hidden states and output head."""
+    """What a model does to the products of hidden states and output head to get its logits: logits
+    = factor x cap tanh(products / cap), without the tanh if `cap` is None.
+    """
 
     cap: float | None = None
     """Soft cap of the logits, applied first; None for none."""
     factor: float = 1.0
-    """Factor of the logits, which is as a temperature of 1 / `factor`."""
+    """Factor of the logits after the cap; it acts as a temperature of 1 / `factor`."""
 
     @property
     def is_identity(self) -> bool:
-        """Whether the logits are the products themselves."""
+        """Whether the logits are the products of hidden states and output head themselves, without
+        a soft cap and with the factor 1.
+        """
         return self.cap is None and self.factor == 1.0
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """The transform of a model whose configuration has passed `unknown_logits`."""
+    """The soft cap and the factor by which a model's logits follow from the products of hidden
+    states and output head, read from its configuration. Only right for a configuration for which
+    `unknown_logits` returns an empty list.
+    """
     text = config.get_text_config()
     if text.model_type in CAPPED:
         return LogitTransform(cap=getattr(text, "final_logit_softcapping", None) or None)
@@ -46,7 +53,9 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def unknown_logits(text: PretrainedConfig) -> list[str]:
-    """What the configuration `text` says of the logits, and `logit_transform` does not know."""
+    """Settings of a model's text configuration that change its logits in a way that
+    `logit_transform` does not know, each as "name = value"; an empty list if there are none.
+    """
     found = []
     cap = getattr(text, "final_logit_softcapping", None)
     if cap and text.model_type not in CAPPED:
@@ -59,8 +68,9 @@ def unknown_logits(text: PretrainedConfig) -> list[str]:
 
 
 def refuse_transform(config: PretrainedConfig, setting: str) -> None:
-    """Raise `ValueError` if the model in `setting` transforms its logits, which distillation does
-    not support.
+    """Raise `ValueError` if a model with this configuration has a soft cap or a factor of its
+    logits, which distillation does not support. `setting`: the setting that names the model, such
+    as "model.path", for the message.
     """
     if not logit_transform(config).is_identity:
         raise ValueError(

@@ -2,8 +2,8 @@
 
     y = W x + b + (alpha / rank) B A x        W [N, K] frozen, A [rank, K] and B [N, rank] trained
 
-A starts random and B at 0, so that a new adapter changes nothing. Under a tensor axis an adapter is
-cut as its layer is:
+A starts random and B at 0, so that a new adapter changes nothing. Over t tensor-parallel ranks an
+adapter is cut as its layer is:
 
     layer     A              B
     column    whole          [N / t, rank]
@@ -41,12 +41,16 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is that of an adapter's parameter."""
+    """Whether a parameter of this name belongs to a LoRA adapter: names end with ".lora_A.weight"
+    or ".lora_B.weight".
+    """
     return name.endswith((A, B))
 
 
 class LowRank(nn.Linear):
-    """A matrix of an adapter that this rank holds whole, [outputs, inputs]."""
+    """The matrix A or B of a LoRA adapter that this rank holds whole: a linear layer without bias,
+    of weight [num_outputs, num_inputs], made on the meta device.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs, bias=False, device="meta")
@@ -56,20 +60,29 @@ class LowRank(nn.Linear):
 
 
 class Adapters:
-    """The adapters of one model."""
+    """The LoRA adapters of one model: which layers have one (`names`), and the factor alpha / rank
+    (`scale`) of what they add. `add_adapters` makes one; `off()` turns the adapters off for a
+    block.
+    """
 
     def __init__(self, names: tuple[str, ...], scale: float) -> None:
-        """`names`: the adapted layers. `scale`: alpha / rank."""
+        """`names`: names of the layers that have an adapter, such as
+        "model.layers.0.self_attn.q_proj". `scale`: alpha / rank.
+        """
         self.names, self.scale = names, scale
         self._factor = scale
 
     @property
     def parameters(self) -> list[str]:
-        """Names of all adapter parameters."""
+        """Names of all adapter parameters, for each layer those of A and B, such as
+        "model.layers.0.self_attn.q_proj.lora_A.weight".
+        """
         return [name + suffix for name in self.names for suffix in (A, B)]
 
     def extend(self, layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> Any:
-        """A forward hook: the output [..., N] of an adapted layer plus that of its adapter."""
+        """A forward hook for a layer with the submodules `lora_A` and `lora_B`: returns the layer's
+        output [..., N] plus scale x B A x, with x = `inputs[0]`.
+        """
         made: Any = layer
         # With factor 0 the adapter is computed all the same: DeepSpeed's ZeRO 3 expects the same
         # modules in every pass.
@@ -77,7 +90,9 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context manager in which the model computes as its frozen weights alone would."""
+        """A context manager in whose block the model computes with its frozen weights alone,
+        without the adapters.
+        """
         self._factor = 0.0
         try:
             yield
@@ -86,8 +101,9 @@ class Adapters:
 
 
 def layer_names(model: Any) -> list[str]:
-    """Names of the linear layers that can be adapted: those of the transformer blocks. Works for a
-    whole model and for one that is cut over a tensor axis.
+    """Names of the linear layers of a Hugging Face model that can have a LoRA adapter: those of the
+    transformer blocks, not the embedding, the output head or a score head. The model may be whole
+    or cut over tensor-parallel ranks.
     """
     kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, SharedColumnLinear)
     outside = {id(model.get_input_embeddings()), id(getattr(model, "score", None))}
@@ -101,8 +117,9 @@ def layer_names(model: Any) -> list[str]:
 
 
 def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
-    """Names of the layers that `config` adapts, in the model's order. Raises `ValueError` if a
-    target is no linear layer of the model.
+    """Names of the layers that get a LoRA adapter by `config.targets`, in the model's order; all
+    linear layers of the transformer blocks if `targets` is empty. Raises `ValueError` if a target
+    is not the last part of the name of such a layer.
     """
     names = layer_names(model)
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -116,9 +133,11 @@ def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
 
 
 def add_adapters(model: Any, shards: dict[str, Shard], axis: Axis, config: LoraConfig) -> Adapters:
-    """Add empty adapters to the layers of a model on the meta device, cut over the ranks of `axis`
-    as `shards` says, and freeze everything but adapters and a score head. Adds to `shards` the
-    adapters' parameters of which this rank holds a part.
+    """Add LoRA adapters without values to a Hugging Face model on the meta device, in place, and
+    freeze everything but the adapters and a score head. The model's parameters are already cut over
+    the tensor-parallel ranks of `axis`, as `shards` ({parameter name: how it is split}) says; the
+    adapter parameters that are split are added to `shards`. Raises `ValueError` if the model lacks
+    a layer that `config` names.
     """
     adapters = Adapters(chosen_layers(model, config), config.alpha / config.rank)
     model.requires_grad_(False)
@@ -151,8 +170,9 @@ def _pair(
 
 
 class NewAdapters:
-    """The tensors of `weights` and those of new adapters: A as PEFT draws it, uniform within
-    1 / sqrt(K), and B zero.
+    """A source of a model's tensors with new LoRA adapters: the tensors of `weights`, A as PEFT
+    draws it, uniform within 1 / sqrt(K), and B zero. `flat(name)` gives a whole tensor, flat on the
+    CPU; `has(name)` tells whether the checkpoint stores it.
 
     Each A has its own generator, seeded by `seed` and its name, so that all layouts draw the same.
     """
@@ -178,8 +198,9 @@ class NewAdapters:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """{name: flat tensor} of the parts of weights that a rank owns, with adapters added: W +
-    (alpha / rank) B A, in the dtype of W.
+    """A mapping {parameter name: flat tensor} of this rank's part of every weight, with LoRA
+    adapters added: W + (alpha / rank) B A, in the dtype of W. It has no entries for the adapters
+    themselves.
 
     An adapted weight is computed when it is asked for; the last few are kept. No second copy of the
     model is made.
@@ -193,9 +214,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         *,
         slice_number: int | None,
     ) -> None:
-        """`owned`: the parts of the frozen weights. `local`: {name: tensor-parallel shard} of the
-        adapters' parameters. `slice_number`: under ZeRO 3, which of the equal slices of its shard
-        this rank owns; else None.
+        """`owned`: {name: flat tensor} of this rank's part of the frozen weights. `local`: {name:
+        this rank's tensor-parallel shard} of the adapters' parameters. `slice_number`: under ZeRO
+        3, which of the equal slices of its shard this rank has in `owned`; else None.
         """
         self._owned, self._local, self._adapters = owned, local, adapters
         self._slice_number = slice_number
@@ -244,11 +265,12 @@ KEPT = 4
 def adapter_weights(
     weights: Any, shapes: Mapping[str, tuple[int, ...]], config: LoraConfig, *, seed: int
 ) -> Any:
-    """The tensors of `weights` and of the adapters, new ones or those of `config.adapter`. A score
-    head is that of `config.adapter`, if it has one.
+    """A source of a model's tensors (with `flat(name)` and `has(name)`) that has the tensors of
+    `weights`, which is such a source, and LoRA adapters: new ones drawn from `seed`, or where
+    `config.adapter` names a folder those of its files, which may also have a score head.
 
     `shapes`: {name: whole shape} of the adapters' parameters, and of a score head. Raises
-    `ValueError` if the adapter does not fit the model or the recipe.
+    `ValueError` if the files in `config.adapter` do not fit `config` or `shapes`.
     """
     if not config.adapter:
         return NewAdapters(weights, shapes, seed)
@@ -256,7 +278,10 @@ def adapter_weights(
 
 
 class StoredAdapters:
-    """The tensors of `weights` and those of an adapter's files, which may have a score head."""
+    """A source of a model's tensors with stored LoRA adapters: `tensors` {name: whole tensor}, and
+    for all other names those of `weights`. `flat(name)` gives a whole tensor, flat; `has(name)`
+    tells whether the model's checkpoint stores it.
+    """
 
     def __init__(self, weights: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.weights, self.tensors = weights, tensors

@@ -3,6 +3,9 @@
     parameter table, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
     parameter table, tensor             --engine_memory--> bytes of an engine's weights on a GPU
 
+A parameter table lists the tensors of a model's checkpoint: name, shape, and how tensor-parallel
+ranks split each.
+
 Bytes of one parameter, by part; a part is divided over data x sequence ranks from the ZeRO stage in
 the last column on (arXiv:1910.02054):
 
@@ -37,7 +40,9 @@ OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the GPU of one rank."""
+    """Bytes that a model takes on one rank: weights, gradients and optimizer state on the GPU, and
+    what is in the host's memory.
+    """
 
     weights: int
     gradients: int = 0
@@ -49,13 +54,14 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU."""
+        """Bytes on the GPU: weights, gradients and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
 def with_head(table: Sequence[ParameterSpec], head: str) -> list[ParameterSpec]:
-    """The parameters of a role with `head`, a name of `megarl.trainer.heads.HeadName`: only
-    `logprobs` has an output head, and `value` and `scalar` have a score head of one row.
+    """The parameters of a model with the head `head`, as a new list made of `table`, which lists a
+    causal language model's: "logprobs" keeps the output head, "value" and "scalar" have a score
+    head [1, hidden size] instead, "states" has no head.
     """
     kept = [one for one in table if one.name not in (OUTPUT_HEAD, SCORE_HEAD)]
     if head == "logprobs":
@@ -67,7 +73,7 @@ def with_head(table: Sequence[ParameterSpec], head: str) -> list[ParameterSpec]:
 
 
 def num_elements(shape: Sequence[int]) -> int:
-    """Number of elements of a tensor of `shape`."""
+    """Number of elements of a tensor of this shape; 1 for the shape ()."""
     found = 1
     for size in shape:
         found *= size
@@ -77,17 +83,16 @@ def num_elements(shape: Sequence[int]) -> int:
 def role_memory(
     table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig, *, trains: bool
 ) -> Memory:
-    """Memory of the rank of a role that needs most. `table`: the role's parameters. A role that is
-    not trained has weights only, and those of an adapter that `training` names.
+    """Bytes of weights, gradients and optimizer state on the rank that needs most, for one model of
+    a run. `table`: the model's parameters with shapes and how tensor-parallel ranks split them.
+    `layout`: its degrees of parallelism. `training`: ZeRO stage, dtype, LoRA and offloading. With
+    `trains` False the model has weights only, and those of an adapter that `training` names.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
     weights = [on_rank(one, layout.tensor) for one in table]
     adapters = [size for one in table for size in _adapter(one, layout.tensor, lora)]
-    trained = list[int]()
-    if trains:
-        heads = [size for one, size in zip(table, weights, strict=True) if one.name == SCORE_HEAD]
-        trained = adapters + heads if lora.is_on else weights
+    trained = trained_elements(table, layout, training) if trains else []
 
     def bytes_of(sizes: Sequence[int], each: int, divided_from: int) -> int:
         divisor = sharing if stage >= divided_from else 1
@@ -106,9 +111,23 @@ def role_memory(
     return Memory(found.weights, sums, host=host_memory(trained, layout, training))
 
 
+def trained_elements(
+    table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig
+) -> list[int]:
+    """Number of elements of each trained parameter on one tensor-parallel rank: of every parameter
+    in `table`, or with LoRA of the adapters and of a score head. ZeRO divides them further, which
+    is not counted here.
+    """
+    if not training.lora.is_on:
+        return [on_rank(one, layout.tensor) for one in table]
+    adapters = [size for one in table for size in _adapter(one, layout.tensor, training.lora)]
+    heads = [on_rank(one, layout.tensor) for one in table if one.name == SCORE_HEAD]
+    return adapters + heads
+
+
 def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig) -> int:
-    """Bytes on the host for a rank with `training.offload_optimizer`. `trained`: elements of each
-    trained parameter on a tensor-parallel rank.
+    """Bytes in the host's memory for one rank with `training.offload_optimizer`. `trained`:
+    elements of each trained parameter on a tensor-parallel rank, before ZeRO divides them.
 
     Pinned memory, which torch rounds up to a power of two, has the gradients that the optimizer
     takes, under ZeRO 1 and 2 also the master weights, the rank's part of the weights on its way
@@ -128,8 +147,9 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
 
 
 def sub_groups(parts: Sequence[int]) -> list[int]:
-    """Elements of each part of ZeRO 3's optimizer state: parameters in their order, a new part once
-    one has `SUB_GROUP_ELEMENTS`.
+    """Number of elements of each group of parameters into which DeepSpeed's ZeRO 3 divides its
+    optimizer state (`sub_group_size`): a group ends once it has 10^9 elements. `parts`: this rank's
+    elements of each trained parameter, in order.
     """
     groups = [0]
     for size in parts:
@@ -145,12 +165,18 @@ def power_of_two(size: int) -> int:
 
 
 def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> int:
-    """Bytes of weights on each of an inference engine's `tensor` GPUs."""
+    """Bytes of a model's weights on each of the `tensor` GPUs over which an inference engine splits
+    it. `table`: the model's parameters with shapes and how they are split. `dtype`: "float32",
+    "bfloat16" or "float16".
+    """
     return BYTES[dtype] * sum(on_rank(one, tensor, is_engine=True) for one in table)
 
 
 def on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
-    """Most elements of a parameter that one of `tensor` tensor-parallel ranks holds."""
+    """Number of elements of parameter `one` on the tensor-parallel rank, of `tensor` ranks, that
+    has the most. `is_engine`: as vLLM splits it, with a padded vocabulary, rather than as the
+    trainer does.
+    """
     whole = num_elements(one.shape)
     if tensor == 1 or one.cut == "whole" or (one.cut == "sections" and not is_engine):
         return whole

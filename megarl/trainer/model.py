@@ -41,8 +41,8 @@ from megarl.types import MicroBatch
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with the faster matrix product of this machine's libraries. Parameters and their
-    names are the same.
+    """`nn.Linear` by the fastest matrix product that this machine's libraries have for it.
+    Parameters, their names and the result's shape are the same.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,9 @@ class Linear(nn.Linear):
 
 
 def use_linear(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of the model by `Linear`, which keeps the same parameters."""
+    """Replace every plain `nn.Linear` of `model` by megarl's `Linear`, in place, with the same
+    parameter objects; subclasses of `nn.Linear` stay.
+    """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:
@@ -61,12 +63,13 @@ def use_linear(model: nn.Module) -> None:
 
 
 class RoleModel(nn.Module):
-    """A transformer with the head of its role (log-probs, values or scores), over the ranks of a
-    mesh.
+    """A Hugging Face model with one of megarl's heads (log-probs, values, scores or hidden states),
+    over the ranks of a mesh: called with a packed micro-batch, it returns the head's output for
+    this rank's tokens. All ranks of `mesh` create and call it together.
 
-    `.model` is the Hugging Face model, sharded over the tensor-parallel ranks. With the heads
-    `value` and `scalar`, `.model.score` is a `ScoreHead` and there is no output head; nor is there
-    one with the head `states`.
+    `model` is changed in place: it becomes `.model`, sharded over the tensor-parallel ranks, with
+    LoRA adapters if `training` has some. With the heads "value" and "scalar", `.model.score` is a
+    linear score head and there is no output head; nor is there one with "states".
     """
 
     def __init__(
@@ -111,13 +114,15 @@ class RoleModel(nn.Module):
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: whole shape} of the model's weights, without adapters."""
+        """{Hugging Face name: shape of the whole tensor} of the model's weights, as before any
+        sharding, without LoRA adapters.
+        """
         whole = whole_shapes(self.model, self.shards)
         return {name: shape for name, shape in whole.items() if not is_adapter(name)}
 
     def share_trained(self) -> str:
-        """How many of the model's parameters are trained, if only adapters and a score head are;
-        else "".
+        """Words on how many parameters LoRA trains, such as "1,024 parameters beside 65,536 frozen
+        ones (1.6%)"; "" for a model without adapters.
         """
         if self.adapters is None:
             return ""
@@ -153,14 +158,16 @@ class RoleModel(nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, soft_targets: SoftTargets | None = None
     ) -> Any:
-        """Run the model on a micro-batch. M is the number of tokens with `batch.mask` True, K the
-        number of documents that end on this rank. Returns, by head:
+        """Run the model on this rank's tokens of a packed sequence. M is the number of tokens with
+        `batch.mask` True, K the number of samples that end on this rank. All ranks that share the
+        packed sequence call it together. Returns, by head:
 
-        * `logprobs`: (log-probs [M], entropies [M]) at `temperature`; with `soft_targets` of a
-          teacher what `LogProbHead.forward` says
-        * `value`: values [M]
-        * `scalar`: (scores [K], sample ids [K])
-        * `states`: last hidden states [M, H]
+        * `logprobs`: (log-probs [M], entropies [M]), float32, of the next tokens, with logits
+          divided by `temperature`; with `soft_targets` (divergences [M], entropies [M], log-probs
+          [M], the teacher's log-probs [M]) instead, of which only the first has gradients
+        * `value`: values [M], float32
+        * `scalar`: (scores [K] float32, ids of their samples [K] int64)
+        * `states`: last hidden states [M, H], in the model's dtype
         """
         hidden = self.model.base_model(
             input_ids=batch.token_ids[None],

@@ -36,13 +36,16 @@ FIX = "fetch the model again, or correct its config.json"
 
 
 def positions(hf: transformers.PretrainedConfig) -> int | None:
-    """Number of tokens that a model can read; None for a model without a limit."""
+    """Number of tokens that a model can read (`max_position_embeddings` of its configuration); None
+    for a model without a limit.
+    """
     return getattr(hf.get_text_config(), "max_position_embeddings", None)
 
 
 def longest_sequence(config: RunConfig, hf: transformers.PretrainedConfig) -> int:
-    """Most tokens of a sequence in an engine: of the longest prompt that the recipe allows and the
-    longest response, at most as many as the model (configuration `hf`) can read.
+    """Most tokens of a sequence in an inference engine: the longest prompt plus the longest
+    response that the recipe allows, at most as many as the model can read. `hf`: the model's
+    transformers configuration.
     """
     return min(longest_request(config), positions(hf) or MOST_TOKENS)
 
@@ -50,8 +53,10 @@ def longest_sequence(config: RunConfig, hf: transformers.PretrainedConfig) -> in
 def load_model_config(
     config: ModelConfig, *, setting: str = "model"
 ) -> transformers.PretrainedConfig:
-    """Read the model's config.json. Raises `ValueError`, with the setting to change (`setting` is
-    the section of the recipe), if that fails or a number in it is no model's.
+    """Read config.json of the model that `config.path` names: a folder, or a hub name, which is
+    downloaded where the hub can be reached. Raises `ValueError`, which names the setting to change,
+    if the file cannot be read or a number in it cannot be right. `setting`: the section of the
+    recipe in which `path` is, for messages.
     """
     what = f"{setting}.path {config.path!r}"
     folder = Path(config.path)
@@ -93,7 +98,9 @@ def load_model_config(
 
 
 def config_problem(hf: transformers.PretrainedConfig) -> str:
-    """What is wrong with the numbers of a model's configuration; empty if nothing is."""
+    """What is wrong with the numbers of a model's configuration, such as "hidden_size is 0, not a
+    number from 1 to 2147483647"; "" if nothing is.
+    """
     text = hf.get_text_config()
     for name in (*COUNTS, *OTHER_COUNTS):
         value = getattr(text, name, None)

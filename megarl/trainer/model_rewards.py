@@ -3,6 +3,8 @@ environment gave it.
 
     StepBatch --scores--> {name: column}   all ranks
               --rewarded--> StepBatch with other rewards and metrics   the policy's ranks
+
+A column is one float32 for each token of a rank's samples, for each mini-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from megarl.types import MicroBatch, Samples, StepBatch
 
 
 class RewardModels:
-    """The reward models of a run. All ranks of the job create it."""
+    """The reward models of a run: `scores` computes their scores of a step's responses, `rewarded`
+    adds the weighted scores to the rewards. All ranks of the job create it. `scorers`: {name: the
+    `Scorer` that runs one reward model}. `weights`: {name: factor of its scores}.
+    """
 
     def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
         """`scorers`: {name: reward model}. `weights`: {name: factor of its scores}."""
@@ -31,9 +36,11 @@ class RewardModels:
     def scores(
         self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]
     ) -> dict[str, Column]:
-        """{name: column}, in which the last token of each sample has its score and all others 0.
-        All ranks of the job call it together; ranks outside the policy pass None as `batch` and get
-        empty columns.
+        """Score every response of a step with each reward model: {name: for each mini-batch a
+        float32 tensor [T] over the tokens of this rank's samples}, in which the last token of each
+        sample has the sample's score and all others 0. `packed`: for each mini-batch, this rank's
+        packed sequences. All ranks of the job call it together; ranks outside the policy pass None
+        and [] and get empty lists.
         """
         return {
             name: scorer.score(batch, packed, temperature=1.0)
@@ -43,10 +50,12 @@ class RewardModels:
     def rewarded(
         self, batch: StepBatch, scores: Mapping[str, Column], *, data: Axis, device: torch.device
     ) -> StepBatch:
-        """`batch` with weight x score of every model added to its rewards, at the last token that
-        the policy generated. All ranks of the policy call it together; `data` is its data axis.
+        """A copy of `batch` with weight x score of every reward model added to its rewards, at the
+        last token that the policy generated, and with the metrics `reward_model/NAME/mean` and
+        `/std`. `scores`: what `RewardModels.scores` returned for `batch`. All ranks of the policy
+        call it together; `data` is the policy's data-parallel axis and `device` this rank's.
 
-        Raises `UserError` on all of them if a score is not finite.
+        Raises `UserError` on all ranks if a score is not finite.
         """
         if not scores:
             return batch
@@ -80,7 +89,9 @@ class RewardModels:
 
 
 def mean_std(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation (of the population) of [N] values; 0 and 0 of none."""
+    """Mean and standard deviation of [N] values, divided by N and not by N - 1; (0, 0) for no
+    values.
+    """
     return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
 
 

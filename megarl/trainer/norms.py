@@ -24,9 +24,10 @@ TRIED_TOLERANCE = 1e-5
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Have every layer of `model` whose class is named ...RMSNorm compute by torch's function;
-    parameters and hooks stay. Returns how many layers. Raises `ValueError` for a layer that
-    computes something else.
+    """Make every layer of `model` whose class is named ...RMSNorm compute by
+    `torch.nn.functional.rms_norm`, in place; parameters and hooks stay. Returns the number of
+    changed layers. Raises `ValueError` for such a layer that computes another formula. `model` may
+    be on the meta device.
     """
     layers = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm")]
     for layer in layers:

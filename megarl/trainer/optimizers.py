@@ -1,4 +1,4 @@
-"""Optimizers a recipe can name as `training.optimizer.kind`, all of them AdamW, and the
+"""Optimizers that a recipe can name as `training.optimizer.kind`, all of them AdamW, and the
 learning-rate schedule.
 
     OPTIMIZERS["torch"](parameters, config.optimizer) -> torch.optim.Optimizer
@@ -25,20 +25,26 @@ Parameters = Sequence[torch.nn.Parameter]
 
 
 def torch_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW` with its fused kernel."""
+    """Make `torch.optim.AdamW` with its fused kernel for `parameters`, a sequence of
+    `nn.Parameter`. `config`: learning rate, betas, eps and weight decay.
+    """
     return torch.optim.AdamW(parameters, fused=True, **_settings(config))
 
 
 def apex_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`FusedAdam` of NVIDIA apex in AdamW mode, for parameters on a GPU."""
+    """Make `FusedAdam` of NVIDIA apex in AdamW mode for `parameters`, a sequence of `nn.Parameter`
+    on a GPU. `config`: learning rate, betas, eps and weight decay. Raises `ImportError` without
+    apex.
+    """
     from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
 
     return FusedAdam(parameters, adam_w_mode=True, **_settings(config))
 
 
 def deepspeed_cpu_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """`DeepSpeedCPUAdam` in AdamW mode, for optimizer state in host memory. The first call on a
-    machine compiles a C++ extension, which takes one or two minutes.
+    """Make `DeepSpeedCPUAdam` in AdamW mode for `parameters`, a sequence of `nn.Parameter`, with
+    the optimizer state in host memory. `config`: learning rate, betas, eps and weight decay. The
+    first call on a machine compiles a C++ extension, which takes one or two minutes.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -63,8 +69,9 @@ OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], torch.optim.Optimi
 
 
 def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError` if the configured optimizer cannot run on `device`: its state would be in
-    the wrong memory, or a package or compiler is missing.
+    """Raise `ValueError`, with what to set, if the AdamW that `training.optimizer.kind` names
+    cannot run on `device`, this rank's: the optimizer state would be in the wrong memory (GPU or
+    host), or a package or compiler is missing.
     """
     kind = training.optimizer.kind
     on_gpu = device.type == "cuda" and not training.offload_optimizer
@@ -115,8 +122,9 @@ def _apex_problem() -> str:
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak`, then
-    constant, or linear or cosine decay to `peak * final_ratio`.
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak` over
+    `schedule.warmup_steps`, then constant, or linear or cosine decay to `peak * final_ratio`, which
+    is reached at `step` = `total`.
     """
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps

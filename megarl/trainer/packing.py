@@ -1,7 +1,8 @@
 """Samples become packed rows: no padding, labels shifted once, every position knows its sample;
-sequence ranks share a row. Common prefixes of samples may be in a row once (`prefixes.py`).
+sequence-parallel ranks share a row. Common prefixes of samples may be in a row once
+(`prefixes.py`).
 
-Samples  ->  MicroBatch of T = sum of their lengths, less what is shared  ->  this rank's tokens
+Samples -> MicroBatch of T = sum of their lengths, less what is shared -> this rank's tokens
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from megarl.types import MicroBatch, Samples
 
 
 def padding(length: int) -> Samples:
-    """A sample of `length` padding tokens without a training target; its sample id is -1."""
+    """A sample of `length` tokens of id 0, none of which is a training target; its sample id is -1.
+    It fills ranks that would have no token.
+    """
     return Samples.one(-1, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
@@ -32,11 +35,14 @@ def pack(
     places: np.ndarray | None = None,
     share: SharePrefix = "off",
 ) -> MicroBatch:
-    """Concatenate `samples` into one packed sequence (a micro-batch) with shifted labels.
+    """Concatenate `samples` into one packed sequence on `device` (a new micro-batch), with
+    next-token labels: targets, mask, log-probs and rewards at position t are those of token t + 1
+    of the same sample.
 
     Without samples the sequence has two padding tokens, so that the rank still takes part in
-    collectives. `places` [T]: index of each token in the columns of the mini-batch, by default its
-    index in `samples`. `share`: whether common prefixes are in the sequence once.
+    collectives. `places` [T]: for each token its index among the tokens of the whole mini-batch,
+    where per-token results are stored; by default its index in `samples`. `share`: whether prefixes
+    that several samples have in common are in the sequence once: "auto", "on" or "off".
     """
     if not len(samples):
         samples, places = padding(2), None
@@ -49,8 +55,9 @@ def pack(
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
-        """Shift a column by one: position t gets the value of token t + 1. The last position of a
-        sample has no target.
+        """From `column` [T], a number for each token of the samples, make an array [C] for the C
+        tokens that are computed (shared prefixes once): each gets the number of the next token of
+        its sample, and 0 where it is the last.
         """
         shifted = np.empty_like(column)
         shifted[:-1] = column[1:]
@@ -84,9 +91,15 @@ def pack_shared(
     share: SharePrefix = "off",
     windows: Sequence[int | None] = (),
 ) -> MicroBatch:
-    """Like `pack`, but each sequence-parallel rank keeps only its tokens. All ranks pass the same
-    samples. `windows`: the sliding window of each layer of the model, or None; empty where no layer
-    has one.
+    """Concatenate `samples` into one packed sequence with next-token labels, of which each rank of
+    `axis` (the sequence-parallel ranks) keeps only its tokens. All ranks of `axis` pass the same
+    arguments; nothing is communicated.
+
+    `how`: which tokens each rank gets, a value of `training.sequence.cut`, such as "zigzag".
+    `places` [T]: for each token its index among the tokens of the whole mini-batch; by default its
+    index in `samples`. `share`: whether prefixes that several samples have in common are in the
+    sequence once. `windows`: the sliding window of each layer of the model in tokens, or None, by
+    which work is divided evenly; empty where no layer has one.
 
     Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
     tokens for each rank is appended to the packed sequence.
@@ -133,8 +146,12 @@ def pack_mini_batch(
     share: SharePrefix = "off",
     windows: Sequence[int | None] = (),
 ) -> list[MicroBatch]:
-    """Pack a mini-batch into micro-batches. `micro_batches`: for each one, the indices of its
-    samples. `windows`: as in `pack_shared`.
+    """Pack a mini-batch into this rank's packed sequences (micro-batches) on `device`. `samples`:
+    the whole mini-batch. `micro_batches`: for each packed sequence, the indices of its samples in
+    `samples`. `axis`: the sequence-parallel ranks, which divide the tokens of each packed sequence;
+    `how`: which tokens each gets, such as "zigzag". `share`: whether prefixes that several samples
+    have in common are computed once. `windows`: the sliding window of each layer in tokens, or
+    None; empty where no layer has one.
     """
     return [
         pack_shared(
@@ -158,11 +175,13 @@ PER_TOKEN = (
 
 
 class SequenceMean:
-    """Replaces a per-token quantity by its mean, or by its sum (`sum`), over the response tokens of
-    the same sample; differentiable.
+    """Replaces each number of a per-token tensor by the mean over the response tokens of the same
+    sample, or by the sum (`sum`), also of samples whose tokens are spread over sequence-parallel
+    ranks; differentiable. Called with values [M], it returns [M].
 
-    `sample_ids` [M]: the sample of each response token on this rank. `members`: all samples of the
-    packed sequence (see `MicroBatch`).
+    `sample_ids` [M] int64: the sample of each response token on this rank. `members` [S] int64: ids
+    of all samples of the packed sequence, ascending. `axis`: the sequence-parallel ranks, which
+    create and call the object together.
     """
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
@@ -172,14 +191,16 @@ class SequenceMean:
         ).clamp_min(1)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] per-token values -> [M] means. All ranks of the sequence axis call it, even without
-        tokens.
+        """values [M], one for each response token on this rank -> [M]: for each token the mean over
+        all response tokens of its sample. All sequence-parallel ranks call it together, even
+        without tokens.
         """
         return (self._sums(values) / self._counts.to(values.dtype))[self._index]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] per-token values -> [M] sums. All ranks of the sequence axis call it, even without
-        tokens.
+        """values [M], one for each response token on this rank -> [M]: for each token the sum over
+        all response tokens of its sample. All sequence-parallel ranks call it together, even
+        without tokens.
         """
         return self._sums(values)[self._index]
 

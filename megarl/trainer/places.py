@@ -1,4 +1,5 @@
-"""Which ranks of a job each role has, and its layout there, from the recipe alone.
+"""Which ranks of a job each model of a run (policy, reference, critic, ...) has, and its layout
+there, from the recipe alone.
 
 recipe, number of ranks --role_places--> {"policy": RolePlace, "critic": RolePlace, ...}
 """
@@ -22,16 +23,19 @@ from megarl.trainer.config import (
 
 @dataclass(frozen=True)
 class RolePlace:
-    """The ranks that a role runs on, and its parallel layout there."""
+    """Where one model of a run (policy, reference, critic, ...) is: `ranks`, the ranks of the job
+    that it uses, and `layout`, its degrees of data, sequence and tensor parallelism there.
+    """
 
     ranks: tuple[int, ...]
-    """Ranks of the job that the role uses, in the order of its layout."""
+    """Ranks of the job, in the order of the layout: rank i of the layout is `ranks[i]`."""
     layout: Layout
 
 
 def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
-    """The ranks that no other role has reserved, which the policy uses. Raises `ValueError` if rank
-    0, which controls the engines, or every rank is reserved.
+    """The ranks of a job of `num_ranks` ranks that the policy uses: those that no other model has
+    for itself in the recipe (`reference.ranks` and the like). Raises `ValueError` if another model
+    has rank 0, which controls the engines.
     """
     for name, role in config.other_roles.items():
         require(
@@ -44,8 +48,10 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
 
 
 def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
-    """Ranks and layout of a role other than the policy. Raises `ValueError` if the layout does not
-    fit the ranks, or if ranks reserved for the role are also used by the policy.
+    """Ranks and layout of a model other than the policy. `name`: its section of the recipe, for
+    messages; `role`: the settings in it, of which empty `ranks` mean the policy's ranks.
+    `num_ranks`: ranks of the job. Raises `ValueError` if the layout does not fit the ranks, or if
+    ranks in `role.ranks` are also used by the policy.
     """
     shared = set(role.ranks) & set(policy.ranks)
     require(
@@ -65,8 +71,9 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
 
 
 def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
-    """{role: ranks and layout} of the policy, which is first, and of all other roles of a job of
-    `num_ranks` ranks. Raises `ValueError` where ranks and layouts do not fit.
+    """{name: ranks and layout} of all models of a job of `num_ranks` ranks: "policy" first, then
+    the others, such as "reference" and "critic". Raises `ValueError` where ranks and layouts do not
+    fit.
     """
     mine = policy_ranks(config, num_ranks)
     wanted = config.training.layout
@@ -82,8 +89,9 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
 
 
 def role_training(config: RunConfig, name: str) -> TrainingConfig:
-    """`training` as it holds for the role of section `name`: with its ZeRO stage, for the critic
-    with its optimizer and schedule, and with adapters only for a reference that has some.
+    """The section `training` of the recipe as it holds for the model of section `name`, such as
+    "critic", as a new object: with that model's ZeRO stage, for a critic with its own optimizer and
+    schedule, and with LoRA only for a reference that has an adapter.
     """
     role, training = config.other_roles[name], config.training
     if name != "reference" or not reference_adapter(config):
@@ -99,16 +107,17 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
 
 
 def policy_as_reference(config: RunConfig) -> bool:
-    """Whether the policy, with the adapters that it starts from or with none, is the reference, so
-    that no second model is loaded.
+    """Whether the reference of the KL penalty is the policy itself with its LoRA adapters turned
+    off or set back to those that it started from, so that no second model is loaded: with LoRA, if
+    the section `reference` says nothing else.
     """
     alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
     return config.training.lora.is_on and alone
 
 
 def reference_adapter(config: AnyConfig) -> str | None:
-    """Folder of the adapter with which the reference computes, "" for the base model alone; None
-    where the reference is another model, or nothing is compared with one.
+    """Folder of the LoRA adapter with which the reference model computes, "" for the base model
+    alone; None if the reference is another model, or if the run has no reference.
     """
     if isinstance(config, RunConfig):
         compares, reference = "reference" in config.other_roles, config.reference

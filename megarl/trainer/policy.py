@@ -1,11 +1,11 @@
-"""Policy-gradient training: a step's samples and columns become advantages, a loss, and one
-optimizer step per mini-batch.
+"""Policy-gradient training: a step's samples and the per-token results of other models become
+advantages, a loss, and one optimizer step per mini-batch.
 
-    StepBatch (this rank's samples, the whole step's rewards) + columns of other roles
+    StepBatch (this rank's samples, the whole step's rewards) + columns of other models
         --prepare--> {"logprobs", "advantages", "returns"}  --train--> StepReport
 
-Columns that the algorithm needs are filled by other roles before: `reference_logprobs` for a KL
-penalty, `values` for GAE.
+A column is one number for each token of this rank's samples. Columns that the algorithm needs are
+filled by other models before: `reference_logprobs` for a KL penalty, `values` for GAE.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from megarl.types import MicroBatch, StepBatch, StepReport
 
 
 class PolicyGradient:
-    """Trains the policy with the configured algorithm."""
+    """Trains the policy with the configured algorithm (PPO, GRPO and others): `prepare` computes
+    the advantages of one step's samples, `train` makes the optimizer steps. All ranks of the policy
+    create it and call these methods together. `temperature`: divisor of the logits with which the
+    engines sampled.
+    """
 
     def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
         """`policy`: the role that is trained. `temperature`: divisor of the logits when the engines
@@ -58,15 +62,16 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm needs the reference model's log-probs (column
-        `reference_logprobs`).
+        """Whether the reference model's log-probs must be given to `prepare` as the column
+        "reference_logprobs", because the KL coefficient is above 0.
         """
         return self.algorithm.kl.coefficient > 0
 
     @property
     def corrects(self) -> bool:
-        """Whether each token's loss is weighted for the difference between the probability that the
-        engine gave the token when it sampled it and the trainer's (`algorithm.correction`).
+        """Whether the loss of each token is weighted for the difference between the probability
+        that the inference engine gave the token when it sampled it and the trainer's
+        (`algorithm.correction`).
         """
         return self.algorithm.correction.kind != "none"
 
@@ -76,15 +81,19 @@ class PolicyGradient:
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> dict[str, Column]:
-        """The columns that a batch is trained with: those given, the policy's own log-probs where
-        they are needed, `advantages`, and with a column `values` also `returns`. An empty dict if a
-        log-prob or a value is not finite: the batch is skipped. All ranks call it together.
+        """The per-token inputs of training on `batch`, as a new dict {name: for each mini-batch a
+        float32 tensor [T] over the tokens of this rank's samples}: those in `columns`, the policy's
+        own "logprobs" where they are needed, "advantages", and with critics "returns". An empty
+        dict if a log-prob or a value is not finite: the batch is then skipped. All ranks of the
+        policy call it together.
 
-        `packed`: the batch's micro-batches (`Role.pack_step`). `columns`: per-token results of
-        other roles for this batch, by name.
+        `packed`: for each mini-batch, this rank's packed sequences, as `Role.pack_step` returns
+        them. `columns`: results of other models in the same form, such as "reference_logprobs" and
+        "values".
 
-        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
-        values, or after `training.max_empty_steps` steps in a row without samples.
+        Raises `UserError` if more optimizer steps without finite values occur than
+        `training.max_skipped_steps` allows, or after `training.max_empty_steps` steps in a row
+        without samples.
         """
         columns = dict(columns)
         self.guard.begin(f"step {batch.step + 1}")
@@ -107,11 +116,15 @@ class PolicyGradient:
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of the algorithm; `restore` takes it."""
+        """What a checkpoint keeps of the algorithm, {name: number}: the KL coefficient if it is
+        adaptive, else nothing. `restore` takes it.
+        """
         return {"kl_coefficient": self.kl.coefficient} if self.kl.is_adaptive else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from the `state` of a checkpoint, which may lack what its run did not use."""
+        """Set the KL coefficient to that in `state`, a dict that `PolicyGradient.state` returned;
+        without that key it stays as it is.
+        """
         self.kl.restore(state.get("kl_coefficient", self.kl.coefficient))
 
     def train(
@@ -120,13 +133,16 @@ class PolicyGradient:
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> StepReport:
-        """Train on one batch, with one optimizer step for each mini-batch and epoch. All ranks call
-        it together and get the same report.
+        """Train the policy on one step's samples, with one optimizer step for each mini-batch and
+        epoch. All ranks of the policy call it together and get the same report, whose `metrics` are
+        {name: number}, such as "loss" and "entropy".
 
-        `columns`: what `prepare` has returned for the batch.
+        `packed`: for each mini-batch, this rank's packed sequences, as `Role.pack_step` returns
+        them. `columns`: the dict that `prepare` has returned for `batch`; an empty one means that
+        nothing is trained.
 
-        Raises `UserError` if `training.max_skipped_steps` allows no further step without finite
-        values, or if a weight is not finite afterwards.
+        Raises `UserError` if more optimizer steps without finite values occur than
+        `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
         """
         packed = packed if columns else ()
         first = self._first_scored()
@@ -181,12 +197,11 @@ class PolicyGradient:
             self.guard.watch("engines' log-probs", torch.from_numpy(samples.engine_logprobs))
         names = {
             "reference_logprobs": "reference model's log-probs",
-            "values": "critic's values",
             "logprobs": "policy's log-probs",
         }
         for name, column in columns.items():
             for values in column:
-                self.guard.watch(names[name], values)
+                self.guard.watch(names.get(name, "critic's values"), values)
         return self.guard.problem()
 
     def _first_scored(self) -> int:

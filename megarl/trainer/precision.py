@@ -18,13 +18,15 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 def has_bfloat16() -> bool:
-    """Whether the first GPU computes in bfloat16."""
+    """Whether GPU 0 of this process computes in bfloat16, as NVIDIA GPUs do from Ampere on. Needs a
+    GPU.
+    """
     return torch.cuda.get_device_capability(0) >= BFLOAT16_CAPABILITY
 
 
-def automatic(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
-    """(value that `training.precision: auto` stands for, reason in words). `zero_stage`: that of
-    the recipe. `device`: this rank's.
+def automatic_precision(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
+    """(value that `training.precision: auto` stands for, such as "bfloat16"; the reason in words).
+    `zero_stage`: DeepSpeed's, since 16 bit needs 1, 2 or 3. `device`: this rank's.
     """
     if device.type == "cpu":
         if ONEDNN is not None and torch.cpu._is_amx_tile_supported():
@@ -38,16 +40,19 @@ def automatic(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
 
 
 def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
-    """`config` with the precision that `training.precision: auto` stands for on this rank's device,
-    which `say` is told.
+    """A copy of `config` in which `training.precision`, which is "auto", is replaced by the
+    precision that it stands for on this rank's device. `say` is called with one line of text that
+    names it and the reason.
     """
-    chosen, why = automatic(config.training.zero_stage, local_device())
+    chosen, why = automatic_precision(config.training.zero_stage, local_device())
     say(f"training.precision auto is {chosen}: {why}")
     return replace(config, training=replace(config.training, precision=chosen))
 
 
 def refuse_different(chosen: Sequence[str]) -> None:
-    """Raise `UserError` unless all ranks have the same precision. `chosen`: that of each rank."""
+    """Raise `UserError` unless all ranks have the same precision. `chosen`: the precision of each
+    rank by name, in the order of the ranks.
+    """
     if len(set(chosen)) > 1:
         ranks = ", ".join(f"{one} on rank {chosen.index(one)}" for one in sorted(set(chosen)))
         raise UserError(
@@ -57,8 +62,8 @@ def refuse_different(chosen: Sequence[str]) -> None:
 
 
 def slow_line(precision: str) -> str:
-    """A warning, in one line, if training in `precision` is no faster than float32 on this
-    processor, as it has no instructions for that precision; otherwise "".
+    """A warning of one line, without a newline, if training in `precision`, such as "bfloat16", is
+    no faster than float32 on this machine's processor; "" if it is faster.
     """
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (
@@ -79,8 +84,8 @@ def slow_line(precision: str) -> str:
 
 
 def check_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError` if `training.precision` cannot be used on `device`: bfloat16 on a GPU
-    older than Ampere, or bfloat16x2 on a GPU or on a processor without AVX-512.
+    """Raise `ValueError`, with what to set, if `training.precision` cannot be used on `device`:
+    bfloat16 on a GPU older than Ampere, or bfloat16x2 on a GPU or on a processor without AVX-512.
     """
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
     require(

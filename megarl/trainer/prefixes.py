@@ -31,7 +31,11 @@ it, the further call of attention for every layer costs more than the tokens."""
 
 @dataclass(frozen=True)
 class Tree:
-    """The tokens of samples with each shared prefix once, in depth-first order."""
+    """The tokens of several samples as a tree of documents, in which each prefix that samples have
+    in common is one document and computed once. A document is a shared prefix, or the rest of one
+    sample. `tree_of` makes it; its arrays list the documents depth first, each shared prefix before
+    what continues it.
+    """
 
     places: np.ndarray
     """[C] int64 for each of the C computed tokens, its index among the tokens of the samples; for a
@@ -46,9 +50,10 @@ class Tree:
 
 
 def shareable(samples: Samples) -> np.ndarray:
-    """[S] int64 number of leading tokens of each sample whose states may be those of other samples
-    too: all before the token that predicts the first trained one, and never the last token. Of a
-    response that is not trained on none is shared, since whoever packs it may not know its tokens.
+    """[S] int64: for each sample, how many of its first tokens may be computed together with those
+    of other samples that begin alike: all tokens before the one that predicts the first trained
+    token, and never the last token. Of a sample without trained tokens only the prompt's, where its
+    length is known.
     """
     found = np.zeros(len(samples), np.int64)
     for number, (first, last) in enumerate(
@@ -63,22 +68,30 @@ def shareable(samples: Samples) -> np.ndarray:
 
 
 def must_save(share: SharePrefix) -> float:
-    """The share of its tokens that a prefix must save to be computed once; infinite for `off`."""
+    """The fraction of their tokens, 0 to 1, that samples must save by computing a common prefix
+    once, for it to be done: 1/16 for "auto", 0 for "on", infinite for "off".
+    """
     return {"auto": SAVES, "on": 0.0, "off": math.inf}[share]
 
 
 def balance_of(
     samples: Samples, share: SharePrefix, windows: Sequence[int | None] = (), *, together: int = 1
 ) -> FamilyBalance:
-    """The object that divides `samples` over ranks and packed sequences. So many consecutive
-    samples stay `together`; `windows`: the sliding window of each layer of the model, or None.
+    """A `FamilyBalance`, whose `split` and `rows_in_step` divide `samples` evenly over ranks and
+    packed sequences, counting prefixes that several samples have in common as often as they are
+    computed. `share`: whether such a prefix is computed once ("auto", "on" or "off"). `together`:
+    so many consecutive samples stay in one packed sequence; their number is a multiple of it.
+    `windows`: the sliding window of each layer of the model in tokens, or None; empty where no
+    layer has one.
     """
     sizes = sizes_of(samples, share)
     return FamilyBalance(sizes, must_save(share), windows=windows, together=together)
 
 
 def leading_tokens(samples: Samples) -> list[np.ndarray]:
-    """For each of `samples`, the token ids that it may share; see `shareable`."""
+    """For each sample, the token ids at its beginning that may be computed together with those of
+    other samples, as an int32 array: those before the token that predicts the first trained one.
+    """
     starts, ends = samples.offsets[:-1], samples.offsets[:-1] + shareable(samples)
     return [
         samples.token_ids[first:last]
@@ -87,7 +100,10 @@ def leading_tokens(samples: Samples) -> list[np.ndarray]:
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """The size of each of `samples`, with the prefixes that others of them have too."""
+    """For each sample a `Size`: its number of tokens (`length`), and which prefixes of it other
+    samples of `samples` have too (`prefixes`), by which computing them once is planned; without
+    prefixes if `share` is "off".
+    """
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
     found = chains(leading_tokens(samples))
@@ -98,10 +114,12 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
 
 
 def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree | None:
-    """The tree of `samples`, or None where no prefix is shared.
+    """The tree by which common prefixes of `samples` are computed once, or None where no prefix is
+    shared.
 
-    `saves`: share of the tokens of some samples that their common prefix must save to be shared; 0
-    shares whatever saves a token. `deepest`: most prefixes that a sample may continue.
+    `saves`: fraction, 0 to 1, of their tokens that samples must save by computing their common
+    prefix once, for it to be done; 0 shares whatever saves a token. `deepest`: most prefixes that a
+    sample may continue, one after the other.
     """
     sizes, starts = sizes_of(samples, "on"), samples.offsets[:-1].tolist()
     made = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
@@ -121,8 +139,10 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
 
 
 def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
-    """By how many tokens the samples of a packed sequence have more than are computed; `starts` and
-    `parents` are those of its `Tree`.
+    """How many more tokens the samples of a packed sequence have than are computed, because shared
+    prefixes are computed once. `starts` [D + 1]: first token of each document in the packed
+    sequence, then its length. `parents` [D]: index of the shared prefix that each document
+    continues, or -1.
     """
     lengths = np.diff(starts)
     before = np.zeros(len(parents), np.int64)  # tokens of a document's ancestors

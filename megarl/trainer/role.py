@@ -1,9 +1,9 @@
-"""A role: a model with a job (policy, reference, critic, reward) on a mesh of ranks.
+"""A role: one model of a run (policy, reference, critic, reward model) on a mesh of ranks.
 
     backbone + head + optional optimizer        Role("reference", ..., optimizer_steps=None)
 
-A loop makes the roles it needs. A frozen role scores: `role.score(batch)` fills a column, one
-float32 for each token of this rank's samples. A role with an optimizer is trained by
+A loop makes the roles it needs. A frozen role scores: `role.score(batch, packed)` returns a column,
+one float32 for each token of this rank's samples. A role with an optimizer is trained by
 `megarl.trainer.step.optimizer_step` on such columns.
 """
 
@@ -40,7 +40,12 @@ not generate. Ranks with the same samples have the same column."""
 
 
 class Role:
-    """One model (policy, reference or critic) on this rank, under DeepSpeed ZeRO."""
+    """One model of a run (policy, reference, critic, teacher or reward model) on this rank, under
+    DeepSpeed ZeRO. `pack` or `pack_step` makes its inputs, `score` runs it without gradients; with
+    an optimizer, `megarl.trainer.step.optimizer_step` trains it. All ranks of `mesh` create it and
+    call its methods together. `name`: for messages. `head`: what it computes, such as "logprobs".
+    `optimizer_steps`: of the whole run, for the learning-rate schedule; None makes a frozen model.
+    """
 
     def __init__(
         self,
@@ -111,13 +116,16 @@ class Role:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: shape} of all weights, as they are before any sharding."""
+        """{Hugging Face name: shape} of all weights, as they are before any sharding, without LoRA
+        adapters.
+        """
         return self.engine.module.shapes()
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: which part of the parameter this tensor-parallel rank holds}, without
-        LoRA adapters. A parameter without an entry is held whole by every rank.
+        """{parameter name: which indices of which dimension each tensor-parallel rank holds},
+        without LoRA adapters. A parameter without an entry is held whole by every tensor-parallel
+        rank.
         """
         shards = self.engine.module.shards
         return {name: shard for name, shard in shards.items() if not is_adapter(name)}
@@ -131,19 +139,22 @@ class Role:
 
     @property
     def zero_stage(self) -> int:
-        """DeepSpeed's ZeRO stage."""
+        """DeepSpeed's ZeRO stage for this model, 0 to 3."""
         return self.training.zero_stage
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{name: flat tensor} of this rank's part of every weight: its tensor-parallel shard, and
-        under ZeRO 3 its slice of that shard. LoRA adapters are merged into the weights. All ranks
-        of the mesh call it together, as adapters are gathered.
+        """{Hugging Face name: flat tensor} of this rank's part of every weight: its tensor-parallel
+        shard, and under ZeRO 3 its slice of that shard. The tensors are the model's own memory, not
+        copies; only where there are LoRA adapters, these are merged into a copy. All ranks of the
+        mesh call it together, as adapters are gathered.
         """
         return self.engine.owned()
 
     def pack(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Pack a mini-batch into this rank's micro-batches. `micro_batches`: for each one, the
-        indices of its samples.
+        """Concatenate the samples of a mini-batch into packed sequences (micro-batches) on this
+        rank's device. `micro_batches`: for each packed sequence, the indices of its samples in
+        `samples`. With sequence parallelism this rank gets its part of each; all these ranks pass
+        the same arguments.
         """
         sequence = self.mesh.sequence
         training = self.training
@@ -155,7 +166,9 @@ class Role:
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:
-        """For each mini-batch of a step, this rank's micro-batches."""
+        """For each mini-batch of a step, this rank's packed sequences (micro-batches), as `score`
+        and the trainers take them in their argument `packed`.
+        """
         pairs = zip(batch.samples, batch.micro_batches, strict=True)
         return [self.pack(samples, micro_batches) for samples, micro_batches in pairs]
 
@@ -168,12 +181,14 @@ class Role:
         temperature: float = 1.0,
         skip: int = 0,
     ) -> Column:
-        """The head's output for every token that the policy generated, without gradients: log-probs
-        at `temperature`, or values; with the head `scalar` the score of each sample, at its last
-        token; with the head `states` hidden states [T, H] in the model's dtype. The entries of the
-        first `skip` mini-batches stay 0.
+        """Run the model on one step's samples without gradients. Returns a column: for each
+        mini-batch a float32 tensor [T] over the tokens of this rank's samples, with a number for
+        each token that the policy generated and 0 elsewhere. By head: log-probs at `temperature`,
+        the divisor of the logits; values; with "scalar" the score of each sample, at its last
+        token; with "states" hidden states [T, H] in the model's dtype. The entries of the first
+        `skip` mini-batches stay 0.
 
-        All ranks of the mesh call it together.
+        `packed`: what `pack_step` returned for `batch`. All ranks of the mesh call it together.
         """
         kind = "logprobs" if self.name == "policy" else "score"
         with activity(f"{self.head} of the {self.name}", kind=kind):
@@ -205,15 +220,17 @@ class Role:
         return column
 
     def logprobs(self, samples: Samples) -> torch.Tensor:
-        """Log-probs [M], at temperature 1, of the tokens of `samples` that have `mask` True, on
-        every rank; all ranks call it together.
+        """Float32 log-probs [M], at temperature 1, of the tokens of `samples` that have `mask`
+        True, in their order, without gradients. All ranks of the mesh call it together with the
+        same samples and get the same result.
         """
         return self.token_statistics(samples)[0]
 
     @torch.no_grad()
     def token_statistics(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [M], entropies [M]), at temperature 1, of the tokens of `samples` that have
-        `mask` True, on every rank; all ranks call it together.
+        """(log-probs [M], entropies [M]), float32 at temperature 1, of the tokens of `samples` that
+        have `mask` True, in their order, without gradients. All ranks of the mesh call it together
+        with the same samples and get the same result.
         """
         sequence = self.mesh.sequence
         micro = pack_shared(samples, self.device, sequence, self.training.sequence.cut)
@@ -225,25 +242,29 @@ class Role:
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
 
     def adapter_files(self) -> dict[str, bytes]:
-        """{file name: content} of the adapters in PEFT's format, on every rank. All ranks call it
-        together.
+        """{file name: content} of the LoRA adapters in PEFT's format: adapter_config.json and
+        adapter_model.safetensors. All ranks of the mesh call it together; each gets the result.
         """
         return adapter_bytes(self.engine.whole_adapters(), self.training.lora, base=None)
 
     def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Copy this rank's part of the adapters. Returns what makes context managers in which the
-        model computes with them as they are now, whatever it has learnt or loaded since. All ranks
-        of the mesh call it together, and enter and leave together.
+        """Copy the LoRA adapters as they are now. Returns a function that makes a context manager,
+        in whose block the model computes with this copy instead of what it has learnt or loaded
+        since. All ranks of the mesh call `keep_adapters` together, and enter and leave the blocks
+        together.
         """
         return self.engine.keep_adapters()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """A context manager in whose block the model computes with the base weights alone, without
-        LoRA adapters; it changes nothing for a model that has none.
+        LoRA adapters; it changes nothing for a model that has none. All ranks of the mesh enter it
+        together.
         """
         adapters = self.engine.module.adapters
         return contextlib.nullcontext() if adapters is None else adapters.off()
 
     def destroy(self) -> None:
-        """Release DeepSpeed's hooks and the memory of the model."""
+        """Release DeepSpeed's hooks and the memory of the model; the object cannot be used
+        afterwards.
+        """
         self.engine.destroy()

@@ -45,8 +45,8 @@ class _Work:
     input is summed over the tensor-parallel ranks."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's shard of the parameter `whole`, split along `dim`; records the shard in
-        `shards`.
+        """This rank's shard of the parameter `whole`, called `name`, split evenly along dimension
+        `dim` over the tensor-parallel ranks; notes in the dict `shards` how it is split.
         """
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
@@ -105,13 +105,18 @@ nothing else."""
 
 
 def pattern(name: str) -> str:
-    """A module's name in the form of transformers' tensor-parallel plans: `*` for layer numbers."""
+    """A module's name in the form of transformers' tensor-parallel plans, with `*` for layer
+    numbers: "layers.3.mlp.up_proj" becomes "layers.*.mlp.up_proj".
+    """
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
-    """Shard `model` over the tensor-parallel ranks of `axis`, in place. Returns {parameter name:
-    shard} of the parameters of which this rank now holds a part.
+    """Split `model`, a whole model on any device, the meta device too, over the tensor-parallel
+    ranks of `axis`, in place: layers become those of `megarl.parallel.tensor`, each with this
+    rank's part. Nothing is communicated. Returns {parameter name: the split dimension and the index
+    at which each rank's part begins} for the parameters that are split; {} for one rank. Raises
+    `ValueError`, with the setting to change, if the model cannot be split.
     """
     if axis.size == 1:
         return {}
@@ -136,8 +141,8 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
 
 
 def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
-    """Raise `ValueError` if a layer to be sharded is not exactly of class `wanted`: a subclass may
-    compute something else.
+    """Raise `ValueError` if the layer called `name` is not exactly of class `wanted`, such as
+    `nn.Linear`: tensor parallelism replaces it, and a subclass may compute something else.
     """
     if type(layer) is not wanted:
         raise ValueError(
@@ -147,8 +152,10 @@ def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -
 
 
 def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
-    """Raise `ValueError` if a module with sharded layers has a further parameter that the plan does
-    not mention: the gradients of that parameter and of its input would be wrong.
+    """Raise `ValueError` if a module has layers that are split over the tensor-parallel ranks, and
+    beside them a parameter of which `plan`, the model's `tp_plan` {name with * for numbers: style},
+    says nothing: the gradients of that parameter and of its input would be wrong. `work`: the
+    modules and parameters that were split.
     """
     for owner, parent in work.owners.items():
         for path, layer in parent.named_modules():
@@ -165,8 +172,8 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
 
 
 def _cut_words(model: PreTrainedModel, work: _Work) -> None:
-    """Shard the embedding and the output head along the vocabulary; tied weights stay one
-    parameter.
+    """Split the embedding and the output head of `model` over the tensor-parallel ranks, in place,
+    along the vocabulary. Tied weights stay one parameter. `work` notes what was split.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     scale = 1.0
@@ -191,8 +198,9 @@ def _name(model: nn.Module, wanted: nn.Module | None) -> str:
 
 
 def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
-    """How the output head is sharded along the vocabulary; None if it is not. A tied head has the
-    shard of the embedding.
+    """How the rows of the output head (one row for each token id) are divided over the
+    tensor-parallel ranks; None if every rank has all rows. A head with tied weights is divided as
+    the embedding. `shards`: what `shard_model` returned for `model`.
     """
     names = (
         _name(model, model.get_output_embeddings()),
@@ -202,7 +210,7 @@ def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | N
 
 
 def kv_heads(config: transformers.PretrainedConfig) -> int:
-    """Number of key-value heads of a model; equal to the query heads if the configuration does not
+    """Number of key-value heads of a model; the number of query heads if its configuration does not
     say.
     """
     text = config.get_text_config()
@@ -210,8 +218,9 @@ def kv_heads(config: transformers.PretrainedConfig) -> int:
 
 
 def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if the model cannot be sharded over `tensor`
-    ranks.
+    """Raise `ValueError`, with the setting to change, if a model with this transformers
+    configuration cannot be split over `tensor` tensor-parallel ranks: it has no tensor-parallel
+    plan or an unknown one, or a size is not divisible.
     """
     if tensor == 1:
         return

@@ -1,4 +1,4 @@
-"""One optimizer step of a role, the metrics that its micro-batches add up, and steps without a
+"""One optimizer step of a model, the metrics that its micro-batches add up, and steps without a
 token to train on (`EmptySteps`).
 
     optimizer_step(role, micro_batches, loss, guard, metrics)
@@ -38,16 +38,18 @@ def optimizer_step(
     guard: StepGuard,
     metrics: StepMetrics,
 ) -> tuple[float, float] | None:
-    """Accumulate the gradients of all micro-batches and take one optimizer step.
+    """Run forward and backward pass of all micro-batches of a mini-batch, and take one optimizer
+    step. Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call
+    it together, with the same number of micro-batches.
 
-    `loss`: of a micro-batch, this rank's part; it adds its values to `metrics`. Returns (gradient
-    norm before clipping, learning rate). All ranks of the role's mesh call it together, with the
-    same number of micro-batches.
+    `role`: the model with its optimizer. `loss`: called with each micro-batch, returns a scalar
+    tensor: this rank's part of the mini-batch's loss, which is the sum over micro-batches and
+    ranks; it may add numbers to `metrics`.
 
     If loss, gradients or what `guard` watches besides are not finite on any rank, the step is not
     taken, neither weights nor optimizer state nor `metrics` change, and None is returned;
-    `StepGuard.skip` raises if too many steps are skipped. In float16, gradients that are not finite
-    halve the loss scale, and the step is computed again, down to the smallest scale.
+    `UserError` is raised if `guard` allows no further skipped step. In float16, gradients that are
+    not finite halve the loss scale, and the step is computed again, down to the smallest scale.
     """
     before, scale = metrics.mark(), role.engine.loss_scale
     begun_at = scale.value if scale else 1.0
@@ -96,13 +98,13 @@ def _accumulate(
     return problem
 
 
-def scale_metrics(role: Role, prefix: str = "") -> dict[str, float]:
-    """In float16, `loss_scale`, that of the next optimizer step, and `overflows`, how often a step
-    was computed again with a smaller one since the last call; otherwise {}. The names begin with
-    `prefix`.
+def scale_metrics(role: Role) -> dict[str, float]:
+    """For a model in float16 {"loss_scale": the scale of the next optimizer step, "overflows": how
+    often an optimizer step was computed again with a smaller scale since the last call}; {} in
+    other precisions.
     """
     scale = role.engine.loss_scale
-    return {prefix + name: value for name, value in scale.metrics().items()} if scale else {}
+    return scale.metrics() if scale else {}
 
 
 def _part(what: str, role: Role, kind: Kind) -> Span:
@@ -117,11 +119,10 @@ def _part(what: str, role: Role, kind: Kind) -> Span:
 
 
 class StepMetrics:
-    """Sums and maxima of a step's metrics: `add` and `maximum` collect those of this rank's
-    micro-batches, `reduce` combines those of all ranks.
-
-    The names are given when it is created, because all ranks must reduce the same names, also a
-    rank that has no tokens.
+    """Sums and maxima for the metrics of one step: `add` and `maximum` collect numbers of this
+    rank's micro-batches, `reduce` combines those of all ranks. `sums` and `maxima`: the names,
+    which every rank must give alike, also a rank that has no tokens. All start at 0, in float64 on
+    `device`.
     """
 
     def __init__(
@@ -131,14 +132,16 @@ class StepMetrics:
         self._maxima = dict.fromkeys(maxima, torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add the values of a micro-batch, which carry no gradient, to the sums of the same
-        names.
+        """Add each value, a number or a scalar tensor without gradient, to the sum of the same
+        name.
         """
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
     def maximum(self, name: str, value: torch.Tensor) -> None:
-        """Update the maximum `name` with `value`, which is not negative."""
+        """Set the maximum `name` to `value`, a scalar tensor, if that is larger; maxima start at
+        0.
+        """
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
 
     def mark(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -146,14 +149,14 @@ class StepMetrics:
         return dict(self._sums), dict(self._maxima)
 
     def rewind(self, mark: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Set sums and maxima back to what `mark()` returned, for example after an optimizer step
-        that was not taken.
+        """Set sums and maxima back to what `StepMetrics.mark` returned, for example after an
+        optimizer step that was not taken.
         """
         self._sums, self._maxima = dict(mark[0]), dict(mark[1])
 
     def reduce(self, axis: Axis) -> dict[str, float]:
         """{name: value} of all sums, added up over the ranks of `axis`, and all maxima, the largest
-        of these ranks. The ranks call it together; each gets the same values.
+        of these ranks. The ranks of `axis` call it together; each gets the same values.
         """
         found = {}
         for values, over_ranks in ((self._sums, all_reduce), (self._maxima, all_reduce_max)):
@@ -166,10 +169,10 @@ class StepMetrics:
 def computed_tokens(
     micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
 ) -> dict[str, float]:
-    """Metrics of a step over all ranks: `tokens/computed`, the tokens of its packed sequences,
-    padding of ranks without samples too, and `tokens/shared_saved`, by how many more they would be
-    if no prefix were shared. All ranks call it together. `micro_batches`: this rank's, each trained
-    on `epochs` times.
+    """Metrics over all ranks of a step: {"tokens/computed": tokens of its packed sequences, padding
+    included, "tokens/shared_saved": how many more they would be if prefixes that samples have in
+    common were not computed once}. `micro_batches`: this rank's, each trained on `epochs` times.
+    All ranks of `role` call it together and get the same numbers.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
     for micro in micro_batches:
@@ -191,8 +194,10 @@ def token_weights(
     device: torch.device,
     algorithm: AlgorithmConfig | None = None,
 ) -> torch.Tensor:
-    """[N] float32: for each sample of the step, the weight of its tokens in the loss of mini-batch
-    `number`; 0 for samples of other mini-batches. `algorithm`: what `AGGREGATIONS` needs besides.
+    """[N] float32 on `device`: for each of the N samples of a step, over all ranks, the factor of
+    its tokens' terms in the loss of mini-batch `number`; 0 for samples of other mini-batches.
+    `aggregation`: how the loss is averaged, "token", "sequence" or "constant"; `algorithm`:
+    settings that some aggregations need, by default their defaults.
     """
     mine = torch.tensor(batch.mini_batch_of) == number
     weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
@@ -202,9 +207,11 @@ def token_weights(
 
 
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
-    """The metrics `mismatch/...` of a step: how far the engine's log-probs of the sampled tokens
-    are from the trainer's. `value`: over the tokens of all ranks, the sums `mismatch/<name>` for
-    each name in `GAPS`, and `max_abs`, the largest absolute difference.
+    """How far the inference engine's log-probs of the sampled tokens are from the trainer's, as
+    metrics of a step: {"mismatch/mean_abs", "mismatch/max_abs", "mismatch/k1", "mismatch/k3",
+    "mismatch/outside_share": number}. `value`: over the tokens of all ranks, the sums
+    "mismatch/count", "mismatch/sum_abs", "mismatch/sum_k1", "mismatch/sum_k3" and
+    "mismatch/sum_outside", and "max_abs", the largest absolute difference.
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
@@ -218,9 +225,10 @@ def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
 
 
 class EmptySteps:
-    """Counts the steps in a row whose batch has no samples, because the rewards of every group were
-    equal, and ends a run that cannot learn. It decides equally on all ranks, which all know the
-    metrics of the whole batch.
+    """Counts the steps in a row that have no samples, because the rewards of all responses to each
+    prompt were equal, and ends by `UserError` a run that cannot learn: after `allowed` such steps.
+    `count` is called before each step, `end` after the last. Every rank of the policy has its own
+    and decides alike.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -232,8 +240,10 @@ class EmptySteps:
         """Whether the run, or the run that it continues, has made an optimizer step."""
 
     def count(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Count a step, before it is trained. Raises `UserError` if there were too many empty steps
-        in a row. `metrics`: those of the step's batch.
+        """Count a step before it is trained. `step`: its number from 0. `num_samples`: samples of
+        the step over all ranks. `metrics`: those of the step's rollouts, of which "accuracy" and
+        "groups/drawn" are read. Raises `UserError` if too many steps in a row had no samples; once
+        the weights have been updated, a step with an accuracy of 0.5 or more does not count.
         """
         # A policy that has learnt to be right has nothing left to learn, which is no failure.
         may_be_done = self.has_updated and metrics.get("accuracy", 0.0) >= 0.5
@@ -245,8 +255,9 @@ class EmptySteps:
             )
 
     def end(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Raise `UserError` after the last step, before its checkpoint, if no step of the run has
-        changed the weights.
+        """Raise `UserError` if no step of the run has changed the weights. Called after the last
+        step, before its checkpoint, with that step's number from 0, its samples over all ranks, and
+        the metrics of its rollouts.
         """
         if self.has_updated:
             return

@@ -1,6 +1,7 @@
-"""From a step's rewards, and the columns of other roles, to one advantage per token.
+"""From a step's rewards, and the per-token results of other models, to one advantage per token.
 
-    StepBatch + {"logprobs", "reference_logprobs", "values"}  ->  {"advantages", "returns"}
+    StepBatch + {"logprobs", "reference_logprobs", "values", "values.NAME"}
+        ->  {"advantages", "returns", "returns.NAME"}
 
 The formulas are in `megarl.objectives`; here are the sums over micro-batches and ranks.
 """
@@ -40,10 +41,15 @@ def step_advantages(
     data: Axis,
     device: torch.device,
 ) -> dict[str, Column]:
-    """The column `advantages` of a batch, and with a column `values` also `returns`, which the
-    critic learns to predict. All ranks of the policy call it together; `data` is its data axis.
+    """The advantages of a step: {"advantages": column}, where a column is for each mini-batch a
+    float32 tensor [T] over the tokens of this rank's samples. For each column "values" or
+    "values.NAME" of a critic in `columns` there is also "returns" or "returns.NAME", which that
+    critic learns to predict. All ranks of the policy call it together; `data` is the policy's
+    data-parallel axis.
 
-    A KL penalty in the reward is subtracted before, with weight `kl_coefficient`.
+    `columns`: per-token results for `batch`; "logprobs" and "reference_logprobs" are needed for a
+    KL penalty in the reward, which is subtracted from the rewards with the factor `kl_coefficient`.
+    Raises `ValueError` for rewards that are not finite.
     """
     masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
     ids = [
@@ -77,18 +83,23 @@ def step_advantages(
         per_sample = function(totals.cpu(), groups.cpu(), tokens.cpu()).float().to(device)
         return {"advantages": [per_sample[index] for index in ids]}
     check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
-    values = columns.get("values")
     empty = torch.zeros(0, dtype=torch.float64, device=device)
+    values = {
+        name.removeprefix("values"): torch.cat([empty, *(part.double() for part in column)])
+        for name, column in columns.items()
+        if name.startswith("values")
+    }
     step = TokenRewards(
         rewards=torch.cat([empty, *rewards]),
         mask=torch.cat([empty.bool(), *masks]),
         sample_ids=torch.cat([empty.long(), *ids]),
         sum_over_ranks=lambda tensor: all_reduce(tensor, data),
-        values=None if values is None else torch.cat([empty, *(part.double() for part in values)]),
+        values=values.get(""),
+        critics={name[1:]: found for name, found in values.items() if name},
     )
-    found = {"advantages": function(step, algorithm)}
-    if values is not None:
-        found["returns"] = value_targets(step, algorithm)
+    # Before the advantage, which may be the user's own and change its arguments.
+    found = {"returns" + name: value_targets(step, one, algorithm) for name, one in values.items()}
+    found["advantages"] = function(step, algorithm)
     lengths = [len(mask) for mask in masks]
     return {name: list(column.float().split(lengths)) for name, column in found.items()}
 

@@ -1,9 +1,9 @@
-"""The teacher of distillation: a frozen role whose next-token distributions the policy learns.
+"""The teacher of distillation: a frozen model whose next-token distributions the policy learns.
 
 A distribution over the whole vocabulary is the product of a hidden state and the output head. So
-the role computes hidden states only, wherever it is, and each rank of the policy has the rows of
-the teacher's output head that belong to its own shard of the vocabulary. Logits are made of both,
-chunk by chunk, in `megarl.kernels.divergence`.
+the teacher computes hidden states only, on whatever ranks it is, and each rank of the policy has
+the rows of the teacher's output head that belong to its own shard of the vocabulary. Logits are
+made of both, chunk by chunk, in `megarl.kernels.divergence`.
 
 On the policy's ranks and layout the states of a micro-batch are computed when it is trained on, and
 nothing is kept. Elsewhere the states of the whole step are computed first and sent to the policy's
@@ -29,8 +29,10 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Teacher:
-    """Computes the soft targets of each micro-batch on the policy's ranks. All ranks of the job
-    create a `Teacher` and call `read` together.
+    """The frozen teacher of distillation: gives the policy's ranks the teacher's next-token
+    distributions. For each step, `read` gets the samples, `soft_targets` is called for each
+    micro-batch that is trained on, and `forget` frees the memory. All ranks of the job create a
+    `Teacher` and call `read` together.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Teacher:
         *,
         precision: str,
     ) -> None:
-        """`transfer.role`: the teacher, a frozen role with the head `states`. `model`: its
-        checkpoint. `policy`: the student, None on ranks outside the policy. `precision`: a name in
-        `DTYPES`, of both models.
+        """`transfer` moves samples to the teacher's ranks and hidden states back; `transfer.role`
+        is the teacher, a frozen model with the head `states`. `model`: path of its weights.
+        `policy`: the student, None on ranks outside the policy. `divergence`: the loss between
+        both. `precision`: dtype of both models by name, such as "bfloat16".
         """
         self.transfer, self.divergence = transfer, divergence
         self.width = load_model_config(model).get_text_config().hidden_size
@@ -58,7 +61,11 @@ class Teacher:
         self._column: Column = []
 
     def read(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> None:
-        """Prepare the soft targets of a batch. Ranks outside the policy pass None as `batch`."""
+        """Compute the teacher's hidden states of a step's samples, if the teacher has ranks of its
+        own; otherwise `soft_targets` computes them later. `packed`: for each mini-batch, this
+        rank's packed sequences. All ranks of the job call it together; ranks outside the policy
+        pass None and [].
+        """
         self._column = []
         if self.transfer.is_shared:
             return
@@ -69,8 +76,11 @@ class Teacher:
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:
-        """The teacher's distributions at the trained tokens of micro-batch `micro` of mini-batch
-        `number`. All ranks that share the micro-batch call this method together.
+        """The teacher's next-token distributions at the M trained tokens of `micro`, a packed
+        sequence of mini-batch `number` of the step that was read last. They are stored as two
+        factors of the logits: the teacher's hidden states [M, G] and output head [V, G], with V the
+        token ids on this tensor-parallel rank of the policy. Only ranks of the policy call it,
+        those that share the packed sequence together.
         """
         assert self.weight is not None, "this rank has no part of the policy"
         if self.transfer.is_shared:
@@ -81,12 +91,14 @@ class Teacher:
         return SoftTargets(states, self.weight, self.divergence)
 
     def forget(self) -> None:
-        """Free the hidden states of the batch that was read last."""
+        """Free the hidden states of the step that was read last."""
         self._column = []
 
 
 def vocabulary_rows(policy: Role) -> slice:
-    """The rows of the policy's vocabulary whose part of the output head is on this rank."""
+    """The token ids, as a slice, whose rows of the policy's output head are on this tensor-parallel
+    rank; all of them without tensor parallelism.
+    """
     network = policy.engine.module
     shard = head_shard(network.model, network.shards)
     if shard is None:

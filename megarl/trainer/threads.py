@@ -1,6 +1,6 @@
 """CPU threads of trainers and engines, where a recipe leaves their `num_threads` at 0.
 
-The machine's cores are shared out among the processes that compute at the same time. Trainer and
+The machine's cores are divided among the processes that compute at the same time. Trainer and
 engines take turns with `rollout.max_staleness: 0`; otherwise each kind has half of the cores.
 """
 
@@ -23,8 +23,8 @@ period, and with the period}"""
 
 
 def cores() -> int:
-    """Number of cores that this process may use, at least 1: those it is bound to, within the limit
-    of its container.
+    """Number of CPU cores that this process may use, at least 1: those that it is bound to
+    (affinity), and no more than the CPU quota of its container (control group), rounded up.
     """
     found = len(os.sched_getaffinity(0))
     for version, folder in control_groups("cpu"):
@@ -37,8 +37,9 @@ def cores() -> int:
 
 
 def shared(processes: int) -> int:
-    """Threads of each of `processes` processes that compute at the same time on this machine;
-    OMP_NUM_THREADS where that is set.
+    """Number of CPU threads for each of `processes` processes that compute at the same time on this
+    machine: OMP_NUM_THREADS of the environment where that is set, else the cores divided by
+    `processes`, at least 1.
     """
     if GIVEN.isascii() and GIVEN.isdecimal() and int(GIVEN) > 0:
         return int(GIVEN)
@@ -46,13 +47,16 @@ def shared(processes: int) -> int:
 
 
 def trainer_threads(config: AnyConfig) -> int:
-    """Threads of each trainer rank."""
+    """Number of CPU threads for each trainer rank: `training.num_threads`, or where that is 0
+    OMP_NUM_THREADS or a fair part of the cores of this machine.
+    """
     return config.training.num_threads or shared(_overlap(config) * launcher.ranks_per_host())
 
 
 def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
-    """Threads of each rank of an engine. Engines are taken to be spread evenly over the hosts.
-    `trains`: whether a trainer computes beside them.
+    """Number of CPU threads for each rank of an inference engine: `rollout.engine.num_threads`, or
+    where that is 0 OMP_NUM_THREADS or a fair part of the cores of this machine, with engines taken
+    to be spread evenly over the hosts. `trains`: whether a trainer computes beside the engines.
     """
     hosts = launcher.num_ranks() // launcher.ranks_per_host()
     here = -(-config.rollout.num_engines * config.rollout.engine.tensor // hosts)
@@ -60,7 +64,9 @@ def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
 
 
 def process_threads(config: AnyConfig | ServeRewardConfig) -> int:
-    """Threads of the process that runs a command with `config`."""
+    """Number of CPU threads for the process that runs a command with `config`: its setting
+    `num_threads`, or where that is 0 OMP_NUM_THREADS or a fair part of the cores of this machine.
+    """
     if isinstance(config, ServeRewardConfig):
         return config.num_threads or shared(1)
     return trainer_threads(config)

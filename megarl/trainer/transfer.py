@@ -1,12 +1,13 @@
-"""A step's samples and columns, moved between the policy's ranks and those of another role, which
-scores them (`Scorer`).
+"""A step's samples and columns, moved between the policy's ranks and those of another model of the
+run, such as the critic, which scores them (`Scorer`). A column is one float32 for each token of a
+rank's samples, for each mini-batch.
 
-    policy's ranks: StepBatch  --send-->     role's ranks: RoleBatch
-                    column     --to_role-->                column
-                    column    <--to_policy--               column
+    policy's ranks: StepBatch  --send-->     other model's ranks: RoleBatch
+                    column     --to_role-->                       column
+                    column    <--to_policy--                      column
 
-Where the role shares the policy's mesh, nothing moves. Otherwise data go rank to rank; rank 0 is no
-hub.
+Where the other model shares the policy's mesh, nothing moves. Otherwise data go rank to rank; rank
+0 is no hub.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from megarl.types import MicroBatch, Samples, StepBatch
 
 @dataclass(frozen=True)
 class RoleBatch:
-    """The samples of a step that a rank of a role works on, in the same mini-batches as the
-    policy's.
+    """The samples of a step on one rank of a model beside the policy, which is to score them or
+    train on them: `batch`, in the same mini-batches as the policy's, and `packed`, made of them for
+    the model.
     """
 
     batch: StepBatch
     packed: Sequence[Sequence[MicroBatch]]
-    """The batch's micro-batches; see `Role.pack_step`."""
+    """For each mini-batch of `batch`, this rank's packed sequences (micro-batches)."""
 
 
 class _Fact(NamedTuple):
@@ -84,8 +86,10 @@ class _Plan:
 
 
 class BatchTransfer:
-    """Moves each step's samples and columns between the policy's ranks and those of a role. All
-    ranks of the job create it and call its methods together.
+    """Moves each step's samples from the policy's ranks to those of another model of the run
+    (`send`), and per-token results between both (`to_role`, `to_policy`). All ranks of the job
+    create it and call its methods together, also ranks that have neither model. If the other model
+    is on the policy's ranks in the same layout, nothing is moved.
     """
 
     def __init__(
@@ -99,10 +103,10 @@ class BatchTransfer:
         micro_batch_tokens: int,
         share_prefix: SharePrefix = "off",
     ) -> None:
-        """`role`: the model, on the ranks of `mesh`; None on other ranks. `policy`: mesh of the
-        policy's ranks, which hold the batches. `everyone`: all ranks of the job.
+        """`role`: the other model, on the ranks of `mesh`; None on other ranks. `policy`: mesh of
+        the policy's ranks, which hold the samples. `everyone`: all ranks of the job.
         `micro_batch_tokens`: maximum number of tokens of a packed sequence for each rank.
-        `share_prefix`: whether the role computes common prefixes of samples once.
+        `share_prefix`: whether the other model computes common prefixes of samples once.
         """
         self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
         self.device, self.micro_batch_tokens = device, micro_batch_tokens
@@ -119,14 +123,18 @@ class BatchTransfer:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the role uses the policy's ranks and layout, so that nothing has to be moved."""
+        """Whether the other model uses the policy's ranks and layout, so that nothing has to be
+        moved.
+        """
         return self.mesh is self.policy
 
     def send(
         self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]
     ) -> RoleBatch | None:
-        """Send a step's samples to the role's ranks. Ranks outside the policy pass None as `batch`;
-        ranks outside the role get None.
+        """Send a step's samples to the other model's ranks. Returns there a `RoleBatch`: the
+        samples of this rank, and their packed sequences for `Role.score`. `packed`: for each
+        mini-batch of `batch`, this rank's packed sequences. Ranks outside the policy pass None and
+        []; ranks outside the other model get None. All ranks of the job call it together.
         """
         if self.is_shared:
             assert batch is not None
@@ -171,8 +179,10 @@ class BatchTransfer:
         return RoleBatch(mine, self.role.pack_step(mine))
 
     def to_role(self, column: Column) -> Column:
-        """Send a column of the batch that was sent last, from the policy's ranks to the role's.
-        Ranks outside the policy pass an empty column; ranks outside the role get one.
+        """Send a column (for each mini-batch a float32 tensor [T] over the tokens of this rank's
+        samples) of the step that was sent last, from the policy's ranks to the other model's.
+        Returns it on these, for the samples that they have; ranks outside the policy pass an empty
+        list, ranks outside the other model get one. All ranks of the job call it together.
         """
         if self.is_shared:
             return column
@@ -191,8 +201,11 @@ class BatchTransfer:
         width: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
     ) -> Column:
-        """Return a column of the role's batch to the policy's ranks: tensors [T, *width] of
-        `dtype`. Ranks outside the role pass an empty column; ranks outside the policy get one.
+        """Bring a column of the step that was sent last back to the policy's ranks. `column`: for
+        each mini-batch a tensor [T, *width] of `dtype` over the tokens of this rank's samples as a
+        rank of the other model; the result has the same form for the samples of a rank of the
+        policy. Ranks outside the other model pass an empty list; ranks outside the policy get one.
+        All ranks of the job call it together.
         """
         if self.is_shared:
             return column
@@ -327,8 +340,10 @@ def _chosen(samples: Samples) -> np.ndarray:
 
 
 class Scorer:
-    """Computes one column of each batch with a role other than the policy. All ranks of the job
-    create and call it together.
+    """Computes one number for each token of a step's samples with a model other than the policy,
+    such as reference log-probs or values: `score` moves the samples to that model's ranks and the
+    results back, by the `BatchTransfer` that the constructor takes. All ranks of the job create it
+    and call `score` together.
     """
 
     def __init__(
@@ -337,9 +352,9 @@ class Scorer:
         *,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`transfer`: moves batches to the role and columns back; `transfer.role` is the role.
-        `within`: makes a context manager in which the role scores, such as one in which the policy
-        computes without adapters.
+        """`transfer`: moves samples to the other model and results back; `transfer.role` is that
+        model. `within`: makes a context manager in which the model scores, such as one in which the
+        policy computes without LoRA adapters.
         """
         self.transfer, self._within = transfer, within
         self.here: RoleBatch | None = None
@@ -354,8 +369,11 @@ class Scorer:
         *,
         temperature: float,
     ) -> Column:
-        """Compute the column of `batch`. It is returned on the policy's ranks; other ranks pass
-        None as `batch` and get an empty column.
+        """Compute a number for each token of `batch` that the policy generated: for each mini-batch
+        a float32 tensor [T] over the tokens of this rank's samples, 0 for all other tokens.
+        `packed`: for each mini-batch, this rank's packed sequences. `temperature`: divisor of the
+        logits where log-probs are computed. All ranks of the job call it together; ranks outside
+        the policy pass None and [] and get an empty list.
         """
         self.here, self.column = None, []
         if self.transfer.is_shared and batch is None:

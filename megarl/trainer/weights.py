@@ -30,27 +30,34 @@ RECOMPUTED = "rotary_emb.inv_freq"
 
 
 class Weights(Protocol):
-    """Source of a model's parameters as whole tensors: a checkpoint, or random initialisation."""
+    """Where a model's parameters come from, as whole tensors by name: a checkpoint, or random
+    initialisation. Anything with the methods `flat` and `has` is one.
+    """
 
     def flat(self, name: str) -> torch.Tensor:
-        """The whole tensor `name` as a flat CPU tensor in the dtype of the source. It is valid
-        until the next call.
+        """The whole tensor `name`, a Hugging Face parameter name, as a flat CPU tensor in the dtype
+        of the source. It must not be changed, and is valid until the next call.
         """
         ...
 
     def has(self, name: str) -> bool:
-        """Whether the source stores a tensor `name`. Asked for buffers, which few checkpoints
-        contain.
+        """Whether a checkpoint stores a tensor `name`. Asked for buffers, which few checkpoints
+        contain; False for random initialisation.
         """
         ...
 
 
 class CheckpointWeights:
-    """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped."""
+    """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped, under the
+    names of the model's parameters. `path`: a folder, or a hub name, which is downloaded first.
+    `flat(name)` gives a tensor, flat on the CPU in the stored dtype; `has(name)` tells whether it
+    is stored.
+    """
 
     def __init__(self, path: str, model: PreTrainedModel) -> None:
-        """`model`: the whole model on the meta device. Raises `ValueError`, naming the tensor or
-        file, unless the checkpoint has exactly the model's tensors.
+        """`path`: a folder or hub name. `model`: the whole model on the meta device. Raises
+        `ValueError`, naming the tensor or file, unless the checkpoint has exactly the model's
+        tensors.
         """
         self.folder = _folder(path)
         self.store = open_whole(self.folder)
@@ -68,8 +75,8 @@ PATTERNS = ["model*.safetensors", INDEX]
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether all safetensors files of the hub model `name` are in the local cache. Asks no
-    network.
+    """Whether all safetensors files of the hub model `name`, such as "Qwen/Qwen3-0.6B", are in the
+    local cache. Asks no network.
     """
     try:
         found = huggingface_hub.snapshot_download(
@@ -108,8 +115,8 @@ def _folder(path: str) -> Path:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The safetensors files of the model at `path`, by name; a hub model is downloaded first.
-    Raises `ValueError` if it has none.
+    """Paths of the safetensors files of the model at `path`, sorted by name; a hub model is
+    downloaded first. Raises `ValueError` if it has none.
     """
     folder = _folder(path)
     if not (folder / INDEX).exists():
@@ -120,13 +127,16 @@ def weight_files(path: str) -> list[Path]:
 
 @functools.cache
 def base_digest(path: str) -> str:
-    """Digest (`sampled_digest`) of the weights of the model at `path`, to which adapters belong."""
+    """xxh3-128 digest, in hexadecimal, of a sample of the weights of the model at `path`, a folder
+    or hub name, by which LoRA adapters know their base model again. It covers names, shapes and 512
+    elements of each tensor.
+    """
     return sampled_digest(open_whole(_folder(path)))
 
 
 def shape_of(path: str, name: str) -> tuple[int, ...] | None:
-    """Shape of tensor `name` in the checkpoint at `path`, None if it has none; only headers are
-    read.
+    """Shape of tensor `name` in the checkpoint at `path`, a folder or hub name; None if the
+    checkpoint has no such tensor. Only the headers of the safetensors files are read.
     """
     return open_whole(_folder(path)).shapes.get(name)
 
@@ -170,7 +180,9 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
 
 
 class RandomWeights:
-    """Random weights by the model's own initialisation, in float32, drawn one module at a time.
+    """A model's parameters by its own random initialisation, in float32, drawn one module at a
+    time: `flat(name)` gives the whole tensor, flat on the CPU. `has(name)` is always False, as no
+    tensor is stored.
 
     Each module has its own generator, seeded by `seed` and the module's name, so a tensor does not
     depend on which others are drawn, or in which order. A rank draws whole tensors, also where it
@@ -203,7 +215,7 @@ class RandomWeights:
             setattr(module, name, nn.Parameter(blank, requires_grad=False))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {owner}".encode()) >> 1)
-            initialise(self.model, owner)
+            initialise_module(self.model, owner)
         drawn = {}
         for name, parameter in empty.items():
             drawn[name] = getattr(module, name).detach()
@@ -216,8 +228,10 @@ class RandomWeights:
         return drawn
 
 
-def initialise(model: PreTrainedModel, owner: str) -> None:
-    """Run the initialisation code of the model class on module `owner` of `model`."""
+def initialise_module(model: PreTrainedModel, owner: str) -> None:
+    """Run the model class's own weight initialisation (`_init_weights` of transformers) on the
+    module named `owner` of `model`, in place; it draws from torch's global generator.
+    """
     path, belongs_to = "", model
     for step in owner.split("."):
         path = f"{path}.{step}" if path else step
@@ -234,8 +248,8 @@ def _blank(buffer: torch.Tensor) -> float | int:
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
-    """Set the buffers of `model` on `device`: from the checkpoint if it stores them, otherwise by
-    the model's own initialisation, as `from_pretrained` does.
+    """Set the buffers of `model`, in place, on `device`: from `weights` if the checkpoint stores
+    them, otherwise by the model's own initialisation, as `from_pretrained` does.
 
     Call it while the parameters are on the meta device, since the initialisation of a module sets
     its parameters too. Raises `ValueError` for a buffer that neither source provides.
@@ -246,7 +260,7 @@ def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device)
             continue
         for name, buffer in buffers.items():
             setattr(module, name, torch.full(buffer.shape, _blank(buffer), dtype=buffer.dtype))
-        initialise(model, owner)
+        initialise_module(model, owner)
         for name in buffers:
             value, full = getattr(module, name), f"{owner}.{name}" if owner else name
             if weights.has(full):

@@ -16,12 +16,19 @@ from megarl.config import RunConfig
 from megarl.kernels.logprobs import CHUNK_BYTES
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.memory import BYTES, GRADIENT_BYTES, on_rank, role_memory
+from megarl.trainer.memory import (
+    BYTES,
+    GRADIENT_BYTES,
+    on_rank,
+    role_memory,
+    trained_elements,
+)
 from megarl.weight_sync.config import BUCKET_BYTES
 from megarl.weight_sync.parameters import ParameterSpec
 
 BUCKET_ELEMENTS = 500_000_000
-"""Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`)."""
+"""Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`), at most:
+it has no more than are trained."""
 LIVE_ELEMENTS = 1_000_000_000
 """Elements of gathered parameters that a role holds under ZeRO 3, at most, beside its largest
 module (DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance`)."""
@@ -44,10 +51,13 @@ def working_memory(
     longest: int,
     samples: int,
 ) -> dict[str, int]:
-    """{term: bytes} of a step of a trained role on the rank that needs most.
+    """{what it is for: bytes on a GPU}: an upper bound of the memory that a training step of one
+    model needs beside weights, gradients and optimizer state, on the rank that needs most. The keys
+    are words, such as "a chunk of logits".
 
-    `model`: the content of config.json. `longest`: tokens of the longest sample, prompt included.
-    `samples`: samples of a step, over all ranks.
+    `table`: the model's parameters with shapes and how tensor-parallel ranks split them. `model`:
+    the content of config.json. `layout`: degrees of parallelism. `longest`: tokens of the longest
+    sample, prompt included. `samples`: samples of a step, over all ranks.
     """
     each, tensor = BYTES[training.dtype], layout.tensor
     tokens = max(training.micro_batch_tokens, -(-longest // layout.sequence))
@@ -58,6 +68,7 @@ def working_memory(
     sizes = [on_rank(one, tensor) for one in table]
     head = max(sizes, default=0)
     trained_head = 0 if training.lora.is_on else head
+    trained = sum(trained_elements(table, layout, training))
     found = {
         "inputs of layers": kept if training.gradient_checkpointing else layers * one_layer,
         "one layer recomputed": one_layer if training.gradient_checkpointing else 0,
@@ -66,7 +77,7 @@ def working_memory(
         "the packed batch": -(-samples // layout.data)
         * -(-longest // layout.sequence)
         * TOKEN_BYTES,
-        "reduce bucket": BUCKET_ELEMENTS * _reduced_bytes(training),
+        "reduce bucket": min(BUCKET_ELEMENTS, trained) * _reduced_bytes(training),
         "offload buffer": 0,
         "gathered parameters": 0,
         "CUDA and NCCL": RUNTIME_BYTES,
@@ -80,9 +91,10 @@ def working_memory(
 
 
 def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfig) -> int:
-    """Bytes that a trained role keeps on each GPU while colocated engines have the rest: its
-    weights, those that ZeRO 3 gathers for the probe, two buckets of weights with their digests, and
-    what is counted for CUDA and NCCL.
+    """Bytes that the policy keeps on each GPU while colocated inference engines have the rest: its
+    weights, those that ZeRO 3 gathers while weights are sent, two buckets of weights on their way
+    to the engines, and what is counted for CUDA and NCCL. `table`: the policy's parameters with
+    shapes and how tensor-parallel ranks split them.
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
     weights = role_memory(table, layout, training, trains=True).weights
@@ -91,8 +103,9 @@ def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfi
 
 
 def most_share(kept: int, gpu_bytes: float) -> float:
-    """The largest `rollout.engine.gpu_memory_utilization`, in hundredths, with which a colocated
-    engine fits on a GPU of `gpu_bytes` bytes beside the `kept` bytes of `kept_memory`.
+    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, with which a
+    colocated inference engine fits on a GPU of `gpu_bytes` bytes, of which the policy keeps `kept`
+    bytes.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
 

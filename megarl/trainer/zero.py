@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -21,7 +22,6 @@ from deepspeed.utils import safe_get_local_grad
 
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
-from megarl.checkpoints.state_files import StateFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
 from megarl.trainer import working_memory
@@ -34,17 +34,29 @@ from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
+from megarl.trainer.zero_state import TrainState
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 def deepspeed_config(
-    config: TrainingConfig, num_data_ranks: int, *, trains: bool = True
+    config: TrainingConfig,
+    num_data_ranks: int,
+    *,
+    trains: bool = True,
+    trained: int = working_memory.BUCKET_ELEMENTS,
 ) -> dict[str, object]:
-    """The DeepSpeed configuration for `config`. Gradient accumulation is controlled by megarl,
-    which sets DeepSpeed's accumulation boundary itself.
+    """The dict to pass to `deepspeed.initialize` as its configuration. Gradient accumulation is
+    controlled by megarl, which sets DeepSpeed's accumulation boundary itself, so it is 1 here.
+    `num_data_ranks`: data x sequence ranks. `trains`: False for a frozen model. `trained`: number
+    of elements that are trained on a tensor-parallel rank; the buffer in which gradients are
+    reduced is no larger.
     """
-    zero: dict[str, object] = {"stage": config.zero_stage, "contiguous_gradients": True}
+    zero: dict[str, object] = {
+        "stage": config.zero_stage,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": min(trained, working_memory.BUCKET_ELEMENTS),
+    }
     if config.zero_stage == 3:
         # What is gathered stays where it is needed again within so many elements, as in the
         # backward pass and under recomputation, up to so many elements.
@@ -103,7 +115,9 @@ def _own_values(parameter: Any, rank: int) -> torch.Tensor:
 
 
 class TrainEngine:
-    """A model on this rank, trained under DeepSpeed, or frozen (`trains=False`).
+    """A model on this rank, trained under DeepSpeed, or frozen (`trains=False`). Calling it with a
+    micro-batch runs a forward pass; then `backward` for each micro-batch and `step` make an
+    optimizer step. All ranks of `mesh` create it and make the same calls together.
 
     A frozen model has no optimizer and no gradients. DeepSpeed is used for it only under ZeRO 3,
     which partitions its parameters; otherwise it is a plain tensor-parallel shard.
@@ -123,7 +137,7 @@ class TrainEngine:
         for a frozen model.
         """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
-        self.trains, self._module, self._files = trains, model, StateFiles()
+        self.trains, self._module = trains, model
         self._view, self._handover = DeepSpeedView(mesh), Handover(device)
         self._engine: Any = None
         self.loss_scale: LossScale | None = None
@@ -142,36 +156,40 @@ class TrainEngine:
     def _initialise(self, model: RoleModel) -> Any:
         """Create DeepSpeed's engine for `model`, with an optimizer unless the model is frozen."""
         config, optimizer = self.config, None
+        trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if self.trains:
-            optimizer = OPTIMIZERS[config.optimizer.kind](
-                [p for p in model.parameters() if p.requires_grad], config.optimizer
-            )
+            optimizer = OPTIMIZERS[config.optimizer.kind](trained, config.optimizer)
+        num_trained = sum(getattr(one, "ds_numel", one.numel()) for one in trained)
+        settings = deepspeed_config(
+            *(config, self.mesh.gradient.size), trains=self.trains, trained=max(1, num_trained)
+        )
         drop_stale_locks()
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,  # pyright: ignore[reportArgumentType]
-                config=deepspeed_config(config, self.mesh.gradient.size, trains=self.trains),
+                config=settings,
                 mpu=self._view,
                 dist_init_required=False,
             )
         made: Any = engine
-        made.checkpoint_engine = self._files
         if self.trains and config.offload_optimizer and config.offload_gradients == "step":
             keep_on_device(made.optimizer)
         if self.trains and config.dtype == "float16":
             self.loss_scale = LossScale(made.optimizer)
-        made._copy_recovery_script = lambda folder: None  # our checkpoints do not need the script
         return made
 
     @property
     def module(self) -> RoleModel:
-        """The model; under ZeRO 3 its parameters are empty outside of a forward pass."""
+        """The model without DeepSpeed around it: a `RoleModel`, a Hugging Face model with one of
+        megarl's heads. Under ZeRO 3 its parameters are empty outside of a forward or backward pass.
+        """
         return self._module
 
     def __call__(self, *args: object) -> Any:
-        """Forward pass of a micro-batch: returns the head's output, without gradients for a frozen
-        model.
+        """Run a forward pass of the model on a micro-batch, and return the head's output, for a
+        frozen model without gradients. The arguments are those of `RoleModel.forward`: micro-batch,
+        temperature, soft targets.
         """
         if self.trains:
             return self._engine(*args)
@@ -179,8 +197,10 @@ class TrainEngine:
             return (self._engine or self._module)(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Accumulate the gradients of `loss`, a term of the step's loss. `last`: whether it is from
-        the last micro-batch of the step.
+        """Run a backward pass and add the gradients to those of earlier micro-batches. `loss`: a
+        scalar, this rank's part of a loss that is a sum over micro-batches and ranks. `last`:
+        whether it is from the last micro-batch of the optimizer step, where gradients are reduced
+        over ranks.
         """
         self._view.use()
         self._engine.set_gradient_accumulation_boundary(last)
@@ -190,7 +210,7 @@ class TrainEngine:
             self._engine.step()
 
     def next_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
+        """Learning rate of the next optimizer step, by the configured schedule."""
         return learning_rate(
             self.config.schedule,
             self.config.optimizer.learning_rate,
@@ -199,8 +219,9 @@ class TrainEngine:
         )
 
     def step(self) -> tuple[float, float]:
-        """Take one optimizer step; returns (gradient norm before clipping, learning rate). A norm
-        that is not finite says that DeepSpeed has skipped the step.
+        """Take one optimizer step with the accumulated gradients; returns (gradient norm before
+        clipping, learning rate). A norm that is not finite says that DeepSpeed has skipped the
+        step. All ranks call it together, after the `backward` with `last`.
         """
         self._view.use()
         rate = self.next_rate()
@@ -225,8 +246,9 @@ class TrainEngine:
         return norm, rate
 
     def discard(self) -> None:
-        """Drop the gradients of a step of which some are not finite. Neither weights nor optimizer
-        state change. Called after the last `backward`, instead of `step`.
+        """Drop the accumulated gradients, of which some are not finite; neither weights nor
+        optimizer state change. All ranks call it together, after the `backward` with `last`,
+        instead of `step`.
         """
         if self.config.zero_stage == 0:
             self._engine.zero_grad()
@@ -249,8 +271,9 @@ class TrainEngine:
             optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
 
     def broken_gradient(self) -> str:
-        """Name of the first parameter whose gradient is not finite on some rank, or has an infinite
-        norm in float32; "" if there is none. All ranks call it together, after the last `backward`.
+        """Name of the first parameter whose gradient is NaN or infinite on some rank, or has an
+        infinite norm in float32; "" if there is none. All ranks call it together, after the
+        `backward` with `last`, and get the same name.
         """
         if self.config.offload_optimizer:
             # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
@@ -259,8 +282,8 @@ class TrainEngine:
         return first_broken(named, self.mesh.world, self.device, norm=2)
 
     def broken_weight(self) -> str:
-        """Name of the first parameter that is not finite on some rank; "" if there is none. All
-        ranks call it together.
+        """Name of the first parameter that is NaN or infinite on some rank; "" if there is none.
+        All ranks call it together and get the same name.
         """
         rank = self.mesh.gradient.rank
         named = ((_bare(n), _own_values(p, rank)) for n, p in self.module.named_parameters())
@@ -277,16 +300,19 @@ class TrainEngine:
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
 
     def full_score_weight(self) -> torch.Tensor:
-        """The whole [1, H] weight of the head `value` or `scalar`. All ranks call it together."""
+        """A copy of the whole [1, H] weight of a score head (heads "value" and "scalar"), on every
+        rank. All ranks call it together.
+        """
         weight: Any = self.module.model.get_parameter(SCORE)
         with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
             return weight.detach().clone()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (Hugging Face name, whole tensor) of every weight. All ranks must exhaust
-        the iterator together.
+        """Iterate over (Hugging Face name, whole tensor) of every weight, gathered on every rank
+        one by one. All ranks must exhaust the iterator together.
 
-        A tensor is valid until the next one is requested. Tied weights appear once.
+        A tensor is valid until the next one is requested. Tied weights appear once. LoRA adapters
+        are separate entries, not merged.
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
@@ -300,12 +326,13 @@ class TrainEngine:
                 )
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{name: flat tensor} of the part of every weight that this rank owns: its tensor-parallel
-        shard, and under ZeRO 3 its slice of that shard. All ranks call it together.
+        """{Hugging Face name: flat tensor} of the part of every weight that this rank has: its
+        tensor-parallel shard, and under ZeRO 3 its slice of that shard, with the padding of the
+        last one. All ranks call it together.
 
-        Without adapters nothing is copied or gathered. With adapters, an adapted weight is W +
-        (alpha / rank) B A, computed each time it is asked for; under ZeRO 3 this call gathers all A
-        and B. `megarl.parallel.reshard.owned.training_owned` describes which part a rank owns.
+        Without LoRA adapters nothing is copied or gathered: the tensors are the model's own memory.
+        With adapters, an adapted weight is W + (alpha / rank) B A, computed each time it is asked
+        for; under ZeRO 3 this call gathers all A and B.
         """
         found, adapters = {}, self.module.adapters
         for name, parameter in self.module.model.named_parameters():
@@ -323,8 +350,8 @@ class TrainEngine:
         )
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
-        """{name: copy of this rank's tensor-parallel shard} of the adapters' parameters. All ranks
-        call it together.
+        """{name: copy of this rank's tensor-parallel shard} of the LoRA adapters' parameters, under
+        ZeRO 3 gathered. Only for a model with adapters. All ranks call it together.
         """
         assert self.module.adapters is not None
         model = self.module.model
@@ -338,7 +365,10 @@ class TrainEngine:
             }
 
     def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """See `Role.keep_adapters`. Master weights and optimizer states stay as they are."""
+        """Copy this rank's part of the LoRA adapters as they are now. Returns a function that makes
+        a context manager, in whose block the model computes with this copy. All ranks call it
+        together, and enter and leave the blocks together.
+        """
         kept = [part.clone() for part in self._own_adapters()]
 
         def put(values: list[torch.Tensor]) -> None:
@@ -357,7 +387,9 @@ class TrainEngine:
         return restored
 
     def _own_adapters(self) -> list[torch.Tensor]:
-        """This rank's part of each of the adapters' parameters, to read and write."""
+        """Views of this rank's part of each LoRA parameter: the whole tensor-parallel shard, under
+        ZeRO 3 its slice. Writing to a view changes the model.
+        """
         assert self.module.adapters is not None
         names, rank = self.module.adapters.parameters, self.mesh.gradient.rank
         parameters: Any = [self.module.model.get_parameter(name) for name in names]
@@ -367,8 +399,9 @@ class TrainEngine:
         return [_own_values(parameter, rank) for parameter in parameters]
 
     def whole_adapters(self) -> dict[str, torch.Tensor]:
-        """{name: whole tensor} of the adapters' parameters and of a score head, on every rank;
-        empty without adapters. All ranks call it together.
+        """{name: whole tensor} of the LoRA adapters' parameters, and of a score head where the
+        model has one, on every rank; empty for a model without adapters. All ranks call it
+        together.
         """
         if self.module.adapters is None:
             return {}
@@ -382,8 +415,11 @@ class TrainEngine:
         )
 
     def offload(self) -> None:
-        """Move master weights and optimizer state to the host, and free gradients and buffers. The
-        weights stay, since they are published next. A frozen model has nothing to move.
+        """Move master weights and optimizer state from the GPU to the host, and free gradients and
+        reduction buffers, so that colocated inference engines can use the GPU. The weights stay,
+        since they are sent to the engines next. Does nothing for a frozen model but to return
+        unused memory of torch's allocator. Call it between two optimizer steps; it blocks until the
+        copies are done.
 
         With `training.offload_optimizer` the optimizer state is on the host anyway.
         """
@@ -393,47 +429,39 @@ class TrainEngine:
         free_cache(self.device)
 
     def reload(self) -> None:
-        """Move back what `offload` moved."""
+        """Move back to the GPU what `offload` has moved to the host; blocks until the copies are
+        done. Does nothing if nothing was moved.
+        """
         self._handover.reload()
 
-    def save(self, folder: str, files: RankFiles) -> None:
-        """Add this rank's part of model and optimizer state, in DeepSpeed's format, to `files`, at
-        paths in `folder`. Raises `OSError` if a file cannot be written.
+    def save(self, folder: Path, files: RankFiles) -> None:
+        """Add this rank's part of master weights and optimizer state to `files`, the collected
+        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` writes it to
+        the disk later or at once. All ranks call it.
+        """
+        about: dict[str, Any] = {"steps_done": self.steps_done}
+        if self.loss_scale is not None:
+            about["loss_scale"] = self.loss_scale.state()
+        self._state.write(folder, files, about)
 
-        The error is raised only after DeepSpeed has synchronised all ranks: otherwise they would
-        wait for this one.
+    def load(self, folder: Path) -> None:
+        """Restore weights, optimizer state and the count of optimizer steps from `folder`, which
+        `save` filled under any layout and ZeRO stage. The files must be undamaged; their digests
+        are not checked here. All ranks call it together. Raises `UserError` if `folder` holds the
+        state of another model.
         """
         self._view.use()
-        self._files.begin(files)
-        self._engine.save_checkpoint(
-            folder,
-            tag="state",
-            client_state={"steps_done": self.steps_done},
-            save_latest=False,
-            exclude_frozen_parameters=self.module.adapters is not None,
-        )
-        problem = self._files.problem
-        self._files.begin(None)  # `files` may hold much memory
-        if problem:
-            raise OSError(problem)
+        about = self._state.read(folder)
+        self.steps_done = about["steps_done"]
+        if self.loss_scale is not None:
+            self.loss_scale.restore(about["loss_scale"])
 
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote. The caller has checked the digests of the files. Raises
-        `ValueError` if the checkpoint has no state for this layout.
-        """
-        self._view.use()
-        path, client = self._engine.load_checkpoint(
-            folder, tag="state", load_module_strict=self.module.adapters is None
-        )
-        if path is None:
-            raise ValueError(
-                f"checkpoint {folder} has no state for this layout; resume with the number of ranks"
-                " that wrote it"
-            )
-        self.steps_done = client["steps_done"]
+    @property
+    def _state(self) -> TrainState:
+        return TrainState(self._engine.optimizer, self.module, self.mesh, self.config.zero_stage)
 
     def destroy(self) -> None:
-        """Release DeepSpeed's hooks and memory."""
+        """Release DeepSpeed's hooks and memory; the model cannot be used afterwards."""
         self._handover.release()
         if self._engine is not None:
             self._engine.destroy()

@@ -1,80 +1,52 @@
-"""Publish only a policy's LoRA adapters: engines have read the base model from disk, and vLLM adds
-the adapters as it computes.
+"""Send only a policy's LoRA adapters to the engines: these have read the base model from disk, and
+vLLM adds the adapters as it computes.
 
     trainer ranks: A and B --gathered on rank 0--> files in PEFT's format --as bytes--> every engine
 
-The probe is scored with and without adapters on both sides, since new adapters change less than
-its tolerance.
+The probe, a fixed text, is scored with and without adapters on both sides, since new adapters
+change less than its tolerance.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from megarl.errors import EngineLost
-from megarl.parallel.collectives import gather_objects
-from megarl.parallel.mesh import ProcessMesh
-from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.contracts import Engines, SendsWeights
-from megarl.weight_sync.probe import Effect, Probe
-from megarl.weight_sync.publication import FurtherCheck, Publication
+from megarl.weight_sync.probe import Effect
+from megarl.weight_sync.publication import Engines, FurtherCheck, Publication, SendsWeights, Verify
 from megarl.weight_sync.transports.base import Aborted
 from megarl.weight_sync.weight_receipts import receipt_of_adapter
 
 
 class SendsAdapters(SendsWeights, Protocol):
-    """A trained model whose adapters can be published."""
+    """Interface of a trained model whose LoRA adapters can be sent to engines."""
 
     def adapter_files(self) -> dict[str, bytes]:
-        """{file name: content} of all A and B in PEFT's format, on every rank; collective."""
+        """{file name: content} of all LoRA matrices A and B in PEFT's format, on every rank. All
+        ranks call it together.
+        """
         ...
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """A context manager in which `logprobs` are those of the base model."""
+        """A context manager in whose block `logprobs` are those of the base model, without LoRA
+        adapters.
+        """
         ...
 
 
-class AdapterPublisher(Publication):
-    """Publishes adapters."""
+class AdapterPublisher(Publication[SendsAdapters]):
+    """Sends LoRA adapters to engines, which must be started with the base model's weights and the
+    adapters' rank, and checks that the engines have them. Every trainer rank has one, and calls
+    `publish(version)` together with the others.
+    """
 
-    def __init__(
-        self,
-        config: WeightSyncConfig,
-        *,
-        policy: SendsAdapters,
-        engines: Engines | None,
-        mesh: ProcessMesh,
-        probe: Probe,
-        layouts: str,
-    ) -> None:
-        """`engines` are started with the base model's weights and the adapters' rank. `layouts`:
-        those of trainer and engines, for messages.
-        """
-        super().__init__(
-            config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=layouts
-        )
-        self._sender = policy
-
-    def _attempt(self, version: int) -> tuple[str, list[int], dict[str, float]]:
-        files, metrics = self._sender.adapter_files(), {}
-        problem, lost = "", list[int]()
-        try:
-            if self.engines is not None:
-                metrics = self._send(version, files)
-        except EngineLost as error:
-            problem, lost = f"publishing version {version} failed: {error}", [*error.engines]
-        except Exception as error:  # gathered below, so that no rank waits for this one
-            problem = f"publishing version {version} failed: {error}"
-        for message, engines in gather_objects((problem, lost), self.mesh.world):
-            if message:
-                return message, engines, {}
-        return "", [], metrics
+    def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
+        files = self.policy.adapter_files()
+        return "", [], lambda engines: self._send(engines, version, files)
 
     def _further_check(self, version: int, own: list[float]) -> FurtherCheck:
-        with self._sender.adapters_off():
+        with self.policy.adapters_off():
             trainer = Effect(own, self.policy.logprobs(self._probe.samples).float().tolist())
 
         def check(engines: Engines, scores: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -87,14 +59,12 @@ class AdapterPublisher(Publication):
 
         return check
 
-    def _send(self, version: int, files: dict[str, bytes]) -> dict[str, float]:
-        """On rank 0, send the adapters to every engine and wait until each has loaded them."""
-        assert self.engines is not None
+    def _send(self, engines: Engines, version: int, files: dict[str, bytes]) -> dict[str, float]:
+        """Send the adapters to every engine and wait until each has loaded them."""
         timeout_s = self.config.timeout_s
-        deadline = time.monotonic() + timeout_s
-        update = self.engines.load_adapter(version, files, timeout_s=timeout_s)
+        update = engines.load_adapter(version, files, timeout_s=timeout_s)
         try:
-            loaded = update.result(timeout_s=max(0.0, deadline - time.monotonic()))
+            loaded = update.result(timeout_s=timeout_s)
         except Aborted as error:
             raise RuntimeError(str(error)) from None
         receipt = receipt_of_adapter(files)

@@ -1,38 +1,50 @@
-"""The part of receiving weights that does not depend on vLLM: buckets, padding, digests."""
+"""The part of receiving weights in an engine rank that does not depend on vLLM: buckets (blocks of
+memory that are received at once), padding, digests.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megarl.parallel.reshard.buckets import Bucket
-from megarl.weight_sync.checksums import Digest, digest
-from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports.base import Receiver, Watch
+from megarl.weight_sync.checksums import Digest, digest, signed
+from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weight_sync.route import Route, RouteSpec
+from megarl.weight_sync.transports.base import Receiver
+from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
 
 @dataclass
 class InitInfo:
-    """What an engine needs to know once, before its first weight update."""
+    """The message in which the trainer tells an engine, once, before the first weights, how they
+    will arrive: by which transport, from which address, and how trainer and engines split the
+    model. It is sent as a dict.
+    """
 
     transport: str
-    """Name in `megarl.weight_sync.transports.transport_table`."""
+    """Name of the transport, as in the setting `weight_sync.transport`."""
     spec: dict[str, Any]
     """The fields of a `RouteSpec`."""
     engine: int
-    """This engine's number, from 0."""
+    """This engine's position, from 0, among those that receive weights."""
     init_info: dict[str, Any]
     """The address of the trainer, as returned by `init_info` of the transport's sender."""
+    table: str = ""
+    """The model's parameter table as JSON (`megarl.weight_sync.parameters.table_to_json`); empty
+    where the engine makes it from the model's config.json."""
 
 
 @dataclass
 class UpdateInfo:
-    """A request to receive one weight version."""
+    """What vLLM's ranks are told with each weight version: which one to receive, and how long to
+    wait for it.
+    """
 
     version: int
     timeout_s: float
@@ -40,27 +52,54 @@ class UpdateInfo:
 
 
 class BucketReceiver:
-    """Receives one engine rank's buckets through a transport and digests what was stored."""
+    """Receives one engine rank's weights, bucket after bucket (a bucket is a block of memory that
+    is sent at once), and digests what the engine has stored. For each version go through `buckets`,
+    call `digest` for each, then `status`.
+    """
 
-    def __init__(self, route: Route, receiver: Receiver) -> None:
-        """`route`: this engine rank's."""
-        self.route, self.receiver = route, receiver
-        self._tensor_index = {name: index for index, name in enumerate(route.tensors)}
-        self._padding = [route.padding(bucket) for bucket in route.buckets]
+    def __init__(self, info: InitInfo, table: Sequence[ParameterSpec], rank: int) -> None:
+        """Work out what tensor-parallel rank `rank` of the engine receives of the model with the
+        parameter table `table`, and connect to the trainer's transport. Raises `ValueError` if the
+        table is not the trainer's.
+        """
+        spec = RouteSpec(**info.spec)
+        self.route = Route.of_destination(spec, table, spec.destination(info.engine, rank))
+        self.receiver: Receiver = TRANSPORTS[info.transport].Receiver(
+            self.route, info.engine, rank, info.init_info
+        )
+        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
+        self._padding = self.route.padding()
+        self.seconds = dict[str, float]()
+        """Seconds spent on the present version: {"wait": s, "digest": s, "install": s}."""
+        self._digests: list[Digest] = []
 
     def buckets(
-        self, version: int, watch: Watch, seconds: dict[str, float]
+        self, version: int, timeout_s: float
     ) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
-        """Each bucket of a version with its flat buffers, vocabulary padding zeroed.
+        """Iterate over the buckets (blocks of memory that are sent at once) of a weight version:
+        (bucket, {engine parameter: flat tensor of the part of it in this bucket}). The `Bucket`
+        says where each part lies. Padding is set to zero.
 
-        The buffers are valid until the next bucket is asked for. Adds the seconds spent waiting to
-        `seconds["wait"]`.
+        The tensors are valid until the next bucket is asked for. Raises `RuntimeError` where the
+        version has not come within `timeout_s` seconds, and `Aborted` where the trainer gives it
+        up.
         """
+        self.seconds = dict.fromkeys(("wait", "digest", "install"), 0.0)
+        self._digests = [0] * len(self.route.tensors)
+        deadline = time.monotonic() + timeout_s
+
+        def watch() -> None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"nothing more came from the trainer within {timeout_s:g} s; raise"
+                    " weight_sync.timeout_s"
+                )
+
         received = self.receiver.receive(version, watch)
         while True:
             started_at = time.perf_counter()
             bucket, block = next(received, (None, None))
-            seconds["wait"] += time.perf_counter() - started_at
+            self.seconds["wait"] += time.perf_counter() - started_at
             if bucket is None or block is None:
                 return
             buffers = bucket.buffers(block, self.route.dtype)
@@ -68,28 +107,30 @@ class BucketReceiver:
                 piece.view(buffers[piece.buffer]).zero_()
             yield bucket, buffers
 
-    def digest(
-        self,
-        bucket: Bucket,
-        stored: Mapping[str, torch.Tensor],
-        digests: list[Digest],
-        seconds: dict[str, float],
-    ) -> None:
-        """Add the digests of a bucket's regions to `digests`, one number for each tensor.
-
-        `stored`: the bucket's flat buffers as the engine stored them. Adds to `seconds["digest"]`.
+    def digest(self, bucket: Bucket, stored: Mapping[str, torch.Tensor]) -> None:
+        """Add what the engine has stored of a bucket (block of weights that was sent at once) to
+        the digests, one for each tensor of the model, that `status` returns. `stored`: {engine
+        parameter: flat tensor}, the bucket's part of each parameter as the engine has stored it.
         """
         started_at = time.perf_counter()
         for copy in self.route.copies[bucket.number]:
-            digests[self._tensor_index[copy.tensor]] += digest(
+            self._digests[self._tensor_index[copy.tensor]] += digest(
                 copy.put.view(stored[copy.put.buffer]), copy.put.box
             )
-        seconds["digest"] += time.perf_counter() - started_at
+        self.seconds["digest"] += time.perf_counter() - started_at
+
+    def status(self, version: int) -> dict[str, Any]:
+        """What this rank answers once it has received all of `version`: {"version", "digests": [one
+        signed 64-bit int for each tensor of the model], "seconds": {"wait": s, "digest": s,
+        "install": s}}.
+        """
+        digests = [signed(value) for value in self._digests]
+        return {"version": version, "digests": digests, "seconds": self.seconds}
 
 
 class Modules:
-    """Collects parameters from the buckets until all parameters of a module have arrived, since
-    engines rebuild whole modules.
+    """Collects parameters from the buckets (blocks of memory that are received at once) until all
+    parameters of a module have arrived, since engines rebuild whole modules.
 
     Parameters are copied only if the module spans several buckets. The copies are freed once the
     module is complete.
@@ -105,8 +146,10 @@ class Modules:
     def complete(
         self, buffers: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Add the flat `buffers` of `bucket`. Yields (module path, {parameter name in the module:
-        flat tensor}) for each module that is now complete.
+        """Add the parameters, or parts of them, that have come with `bucket`, a block of weights
+        that is sent at once. `buffers`: {parameter name: flat tensor of its part in this bucket}.
+        Yields (module path, {parameter name in the module: flat tensor of the whole parameter}) for
+        each module that is now complete.
 
         The tensors are valid until the next bucket is received.
         """
@@ -128,17 +171,3 @@ class Modules:
             whole = self._parts.setdefault(name, flat.new_empty(self._sizes[name]))
             whole[start : start + len(flat)] = flat
             self._filled[name] += len(flat)
-
-
-def deadline_watch(timeout_s: float) -> Watch:
-    """A `Watch` that raises `RuntimeError` once `timeout_s` seconds have passed from now."""
-    deadline = time.monotonic() + timeout_s
-
-    def watch() -> None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"nothing more came from the trainer within {timeout_s:g} s; raise"
-                " weight_sync.timeout_s"
-            )
-
-    return watch

@@ -29,8 +29,9 @@ NUM_WORDS = 2**22
 
 
 Digest = int | torch.Tensor
-"""A digest, or a sum of some, modulo 2^64. That of a region on a GPU is a tensor there, int64 and
-without dimensions, because reading each one would wait for the GPU; `signed` reads it."""
+"""A 64-bit digest of bytes, or a sum of digests modulo 2^64. That of a region on a GPU is a tensor
+there, int64 and without dimensions, because reading each one would wait for the GPU; `signed` makes
+an int of it."""
 
 
 Key = TypeVar("Key")
@@ -40,10 +41,12 @@ def carried(
     regions: Iterable[tuple[Key, torch.Tensor, torch.Tensor, Box]],
 ) -> Iterator[tuple[Key, Digest]]:
     """Copy many regions of tensors and digest what was copied; yields (key, digest) for each, in
-    any order.
+    any order. A digest is a 64-bit int, or a tensor if the target is on a GPU.
 
-    `regions`: (key, source, target, box) of each region. `key` names the region for the caller;
-    `source`, `target` and `box` are the arguments of `carry`. Copies from a GPU to the host are all
+    `regions`: (key, source, target, box) of each region. `key` names the region for the caller.
+    `source` and `target`: [rows, columns], of any devices and dtypes; the copy has those of
+    `target`. `box`: (top, bottom, left, right) of the region in the whole tensor, rows [top,
+    bottom) and columns [left, right); part of the digest. Copies from a GPU to the host are all
     started first and then waited for together, so that they overlap.
     """
     started = []
@@ -62,8 +65,9 @@ def carried(
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
     """Copy a region of a tensor from `source` to `target`, both [rows, columns], and return the
-    digest of the copied bytes. The copy has the dtype and device of `target`. `box`: the place of
-    the region in the whole tensor, which is part of the digest.
+    digest of the copied bytes: a 64-bit int, or a tensor if `target` is on a GPU. The copy has the
+    dtype and device of `target`. `box`: (top, bottom, left, right) of the region in the whole
+    tensor, rows [top, bottom) and columns [left, right); part of the digest.
     """
     if target.device.type != "cpu":
         target.copy_(source)
@@ -92,9 +96,12 @@ def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
 
 
 def digest(stored: torch.Tensor, box: Box) -> Digest:
-    """Digest of a region `stored` [rows, columns].
+    """Digest of the bytes of a region `stored` [rows, columns]: a 64-bit int or, for a region on a
+    GPU, an int64 tensor there, computed in another way and so not equal to the CPU's. Digests of
+    regions add up modulo 2^64 to one of the tensor.
 
-    `box` is the place of the region in the whole tensor.
+    `box`: (top, bottom, left, right) of the region in the whole tensor, rows [top, bottom) and
+    columns [left, right); part of the digest.
     """
     if stored.device.type != "cpu":
         return _on_device(stored, _seed(box))
@@ -126,7 +133,9 @@ def _seed(box: Box) -> int:
 
 
 def signed(value: Digest) -> int:
-    """`value` modulo 2^64 as a signed 64-bit integer."""
+    """Convert a digest, or a sum of digests modulo 2^64, to a Python int in the range of a signed
+    64-bit integer. Of a tensor on a GPU this waits for the GPU.
+    """
     return (int(value) + 2**63) % 2**64 - 2**63
 
 

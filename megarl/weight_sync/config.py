@@ -7,15 +7,16 @@ from megarl.recipe_paths import OutputText
 from megarl.schema import Config, Range
 
 BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
-"""Bytes of a bucket by the trainer's device, where `weight_sync.bucket_mib` is 0."""
+"""Bytes of a bucket, the weights that are sent at once, by the trainer's device, where
+`weight_sync.bucket_mib` is 0."""
 
 
 class WeightSyncConfig(Config):
     """How the trainer sends its weights to the inference engines."""
 
     transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
-    """A name in `transports.transport_table`: host memory shared on one host, messages
-    between hosts, memory of shared GPUs (CUDA IPC), or files in a shared folder."""
+    """`shared_memory`: host memory shared on one host; `point_to_point`: messages between hosts;
+    `cuda_ipc`: memory of shared GPUs; `disk`: files in a shared folder."""
     folder: OutputText = ""
     """Transport `disk` only: folder for the weights, under the same path for trainer and
     engines."""
@@ -31,13 +32,15 @@ class WeightSyncConfig(Config):
     float32; in 16 bit the mean is judged instead: the run ends above 0.5 in bfloat16 and 0.07 in
     float16, and there is a warning above 0.15 and 0.02."""
     timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 120.0
-    """Seconds that one weight update may take; then the run ends with an error naming the late
-    engine."""
+    """Seconds that one weight update may take; an engine that is late then is replaced, and the
+    update is sent again, `replacements` times at most."""
     replacements: Annotated[int, Range(0, 1000)] = 1
-    """How often an update is sent again after an engine died in it and was replaced; then the run
-    ends."""
+    """How often an update is sent again after an engine died in it, or was late, and was replaced;
+    then the run ends with an error naming the engine."""
 
     @property
     def bucket_bytes(self) -> int:
-        """`bucket_mib` in bytes; 0 where the device decides."""
+        """The setting `weight_sync.bucket_mib`, weights that are sent at once, in bytes. 0: the
+        trainer's device decides, 8 MiB on a CPU and 64 MiB on a GPU.
+        """
         return self.bucket_mib * 2**20

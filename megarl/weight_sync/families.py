@@ -1,7 +1,8 @@
-"""Parameter tables by model type: from `config.json` to every tensor's name, shape and use.
+"""Parameter tables by model type: from `config.json` to every tensor's name, shape, and place in
+inference engines.
 
-To add a model type, add an entry to `FAMILIES`: the defaults of its configuration class in
-transformers, which layers have biases, whether heads are normalised, whether it has experts. Then
+To add a model type, add an entry to `FAMILIES`: what its configuration class in transformers
+adds, which layers have biases, whether heads are normalised, whether it has experts. Then
 add a small model of it to tests/unit/test_families.py, which compares tables with checkpoints, and
 to tests/system/test_engine_table.py, which compares every element of every engine rank with what
 vLLM's own weight loaders put there.
@@ -9,21 +10,17 @@ vLLM's own weight loaders put there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec, Section
 
 
-def no_difference(settings: Mapping[str, Any]) -> str:
-    """An empty string: no known difference between vLLM and transformers."""
-    return ""
-
-
 def head_width_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM's head width differs from config.json's `head_dim`, or an empty string."""
+    """Check for a model type whose heads vLLM takes to be hidden_size / num_attention_heads wide.
+    `settings`: those of config.json. Returns a phrase on how `head_dim` differs, or "".
+    """
     if settings["head_dim"] * settings["num_attention_heads"] == settings["hidden_size"]:
         return ""
     return (
@@ -33,8 +30,9 @@ def head_width_difference(settings: Mapping[str, Any]) -> str:
 
 
 def output_bias_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM treats an attention output bias differently from transformers, or an empty string.
-    vLLM's loader ignores surplus biases, so this is the only check.
+    """Check for a model type for which vLLM has no attention output bias. `settings`: those of
+    config.json. Returns a phrase if transformers has that bias, else "". vLLM's loader ignores
+    surplus biases, so this is the only check.
     """
     return (
         "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
@@ -44,33 +42,18 @@ def output_bias_difference(settings: Mapping[str, Any]) -> str:
 
 
 def untied_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM treats an output head of its own differently from transformers, or an empty
-    string."""
+    """Check for a model type for which vLLM ties the output head to the embedding. `settings`:
+    those of config.json. Returns a phrase if the model's head is not tied, else ""."""
     return "" if settings["tie_word_embeddings"] else "output head is not tied, but vLLM ties it"
 
 
-def qwen2_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM's Qwen2 differs from this model, or an empty string."""
-    return head_width_difference(settings) or mixed_windows_difference(settings)
-
-
-def qwen3_difference(settings: Mapping[str, Any]) -> str:
-    """How vLLM's Qwen3 differs from this model, or an empty string."""
-    return output_bias_difference(settings) or mixed_windows_difference(settings)
-
-
 def mixed_windows_difference(settings: Mapping[str, Any]) -> str:
-    """An empty string unless some layers, but not all, have a sliding window. vLLM's Qwen models
-    then end at the start, or attend to everything in every layer.
+    """Check for a model type for which vLLM has a sliding window in all layers or in none.
+    `settings`: those of config.json, with transformers' `layer_types`. Returns a phrase if some
+    layers, but not all, have a window, else "". vLLM's Qwen models then end at the start, or attend
+    to everything in every layer.
     """
-    kinds = settings.get("layer_types")
-    if kinds is None:
-        if not settings.get("use_sliding_window") or settings.get("sliding_window", 0) is None:
-            return ""
-        # As transformers does: the first `max_window_layers` layers have no window.
-        without = settings.get("max_window_layers", 28)
-        kinds = [layer >= without for layer in range(settings["num_hidden_layers"])]
-    if len(set(kinds)) < 2:
+    if len(set(settings.get("layer_types") or ())) < 2:
         return ""
     return "layers have a sliding window in part, but vLLM has it in all layers or in none"
 
@@ -81,11 +64,14 @@ Switch = bool | str
 
 @dataclass(frozen=True)
 class Family:
-    """How a model type differs from the common decoder-only transformer."""
+    """Describes how the tensors of one model type differ from the common decoder-only transformer
+    (Llama's), so that `parameter_table` can list a model's tensors from its config.json, without
+    loading it. `FAMILIES` has one for each known model type.
+    """
 
-    defaults: Mapping[str, Any]
-    """Settings that transformers' configuration class adds where config.json lacks them; `head_dim`
-    None means hidden_size / num_attention_heads."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """{setting: value} of what transformers' configuration class adds where config.json lacks it,
+    besides `_UNSAID`; `num_key_value_heads` None means num_attention_heads."""
     qkv_bias: Switch = False
     """Whether query, key and value projections have a bias."""
     output_bias: Switch = False
@@ -100,113 +86,80 @@ class Family:
     """Whether the checkpoint has query, key and value projections as one tensor, and gate and up
     projections as another, as engines store them."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """(setting of the MLP's activation function, the only value that vLLM has for it)."""
+    """(name of the setting with the MLP's activation function, the only value that vLLM has for it)
+    """
     experts: bool = False
     """Whether layers may be mixtures of experts."""
-    differs: Callable[[Mapping[str, Any]], str] = no_difference
-    """Function of the settings: what vLLM computes differently from transformers, or an empty
-    string."""
+    differs: tuple[Callable[[Mapping[str, Any]], str], ...] = ()
+    """Functions that get the settings of config.json, and return what vLLM computes differently
+    from transformers under them, as a phrase, or ""."""
 
 
-_COMMON = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+_UNSAID: dict[str, Any] = {
     "head_dim": None,
     "tie_word_embeddings": False,
-}
-_QWEN = _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
-_LLAMA = _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None}
-_GEMMA = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
     "attention_bias": False,
-}
-_SANDWICH = (
-    *("input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
-_GELU = ("hidden_activation", "gelu_pytorch_tanh")
-_SPARSE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "attention_bias": False,
-    "num_experts": 128,
-    "moe_intermediate_size": 768,
+    "mlp_bias": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
+"""What settings mean that a config.json may lack; `head_dim` None means hidden_size /
+num_attention_heads."""
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+"""Settings that every config.json has."""
+
+_LLAMA = Family(
+    {"num_key_value_heads": None},
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
+_GEMMA2 = Family(
+    {"head_dim": 256, "tie_word_embeddings": True},
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    layer_norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    differs=(untied_difference,),
+)
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_QWEN, qkv_bias=True, differs=qwen2_difference),
+    "qwen2": Family(qkv_bias=True, differs=(head_width_difference, mixed_windows_difference)),
     "qwen3": Family(
-        _QWEN | {"head_dim": 128, "attention_bias": False},
+        {"head_dim": 128},
         head_norms=True,
-        differs=qwen3_difference,
+        differs=(output_bias_difference, mixed_windows_difference),
     ),
-    "llama": Family(
-        _LLAMA | {"attention_bias": False, "mlp_bias": False},
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "mistral": Family(_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8}),
-    "gemma3_text": Family(
-        _GEMMA,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        head_norms=True,
-        layer_norms=_SANDWICH,
-        activation=_GELU,
-        differs=untied_difference,
-    ),
-    "gemma2": Family(
-        _GEMMA | {"vocab_size": 256000},
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        layer_norms=_SANDWICH,
-        activation=_GELU,
-        differs=untied_difference,
-    ),
-    "granite": Family(
-        _LLAMA | {"attention_bias": False, "mlp_bias": False},
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "phi3": Family(
-        _LLAMA | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192},
-        stacked=True,
-    ),
-    "qwen3_moe": Family(
-        _QWEN | _SPARSE, head_norms=True, experts=True, differs=output_bias_difference
-    ),
+    "llama": _LLAMA,
+    "mistral": Family(),
+    "gemma3_text": replace(_GEMMA2, head_norms=True),
+    "gemma2": _GEMMA2,
+    "granite": _LLAMA,
+    "phi3": Family({"num_key_value_heads": None}, stacked=True),
+    "qwen3_moe": Family(head_norms=True, experts=True, differs=(output_bias_difference,)),
 }
-"""{model_type of config.json: its family}"""
+"""{model_type of config.json: how its tensors differ from the common transformer}"""
 
 WITHOUT_TABLE = {
-    **dict.fromkeys(
-        ("olmo", "olmo2", "olmo3", "smollm3"),
-        "vLLM has no implementation of its own for it, only its transformers backend",
-    ),
+    "cohere2": "vLLM's sliding window is a token longer than transformers'",
     "gpt_oss": "its layers are mixtures of experts, which are not trained here",
 }
 """{model type that is known to have no table: why}"""
 
 _OTHER_NAMES = {"num_local_experts": "num_experts"}
-"""{name that newer versions of transformers write: name in `Family.defaults`}"""
+"""{name that newer versions of transformers write: name of the setting here}"""
 
 
 def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
-    """Every tensor of a model's checkpoint, in the order of vLLM's model.
+    """Every tensor of a model's checkpoint, in the order of vLLM's model, with its name and shape,
+    and how vLLM's tensor-parallel ranks split and store it.
 
     `config` is the content of config.json. Raises `ValueError` for an unknown model type, quantised
     weights, or settings under which vLLM computes something else than transformers.
@@ -226,23 +179,33 @@ def parameter_table(config: Mapping[str, Any]) -> list[ParameterSpec]:
         table.append(_unstacked("score.weight", (1, hidden)))
     elif not settings["tie_word_embeddings"]:
         table.append(_unstacked("lm_head.weight", embedding, "vocab"))
-    repeated = [
-        name for name, count in Counter(parameter.name for parameter in table).items() if count > 1
-    ]
-    assert not repeated, f"the table names {repeated[0]} twice"
+    assert len({one.name for one in table}) == len(table), "the table names a tensor twice"
     return table
 
 
+def needs_recording(config: Mapping[str, Any]) -> bool:
+    """Whether a model is of a type that has no entry in `FAMILIES`, but whose parameter table
+    (name, shape and split of each tensor) may be recorded from vLLM's loader
+    (`megarl.cluster.recorded_table`). `config`: the content of its config.json. False for quantised
+    weights, classifiers, and types known not to work.
+    """
+    known = {*FAMILIES, *WITHOUT_TABLE}
+    odd = "text_config" in config or config.get("quantization_config") is not None
+    return config.get("model_type") not in known and not odd and not classifies(config)
+
+
 def classifies(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a sequence classifier, such as a reward model."""
+    """Whether a model is a sequence classifier, such as a reward model. `config`: the content of
+    its config.json.
+    """
     names = config.get("architectures") or []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def refuse_engine_tensor(config: Mapping[str, Any], tensor: int) -> None:
-    """Raise `ValueError` where vLLM cannot split this model over `tensor` ranks.
-
-    The message says what to set.
+    """Raise `ValueError` if vLLM cannot split a model over `tensor` tensor-parallel ranks; the
+    message says what to set. `config`: the content of the model's config.json. Raises `ValueError`
+    for a model without a parameter table, too.
     """
     family, settings = _read(config)
     sparse = {_is_sparse(layer, family, settings) for layer in range(settings["num_hidden_layers"])}
@@ -293,15 +256,22 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
             " parameter table; set model.path to a checkpoint that is not quantised"
         )
     settings = {
+        **_UNSAID,
         **family.defaults,
         **{_OTHER_NAMES.get(name, name): value for name, value in config.items()},
     }
+    sizes = (*_SIZES, *(("num_experts", "moe_intermediate_size") if family.experts else ()))
+    for name in sizes:
+        if name not in settings:
+            raise ValueError(
+                f"the model's config.json lacks {name}; set model.path to a checkpoint whose"
+                " config.json says it"
+            )
     if settings["head_dim"] is None:
         settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
     if settings["num_key_value_heads"] is None:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-    difference = family.differs(settings)
-    if difference:
+    for difference in filter(None, (differs(settings) for differs in family.differs)):
         raise ValueError(
             f"the model's {difference}: engines would sample from another {kind} model; set"
             " model.path to another"
@@ -311,13 +281,12 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 def _is_sparse(layer: int, family: Family, settings: Mapping[str, Any]) -> bool:
     """Whether layer number `layer` is a mixture of experts."""
-    if (
-        not family.experts
-        or settings["num_experts"] == 0
-        or layer in (settings["mlp_only_layers"] or ())
-    ):
-        return False
-    return (layer + 1) % settings["decoder_sparse_step"] == 0
+    return (
+        family.experts
+        and settings["num_experts"] > 0
+        and layer not in (settings["mlp_only_layers"] or ())
+        and (layer + 1) % settings["decoder_sparse_step"] == 0
+    )
 
 
 def _is_on(switch: Switch, settings: Mapping[str, Any]) -> bool:
@@ -338,17 +307,14 @@ def _column_parallel(
     `parts`: {layer name: (outputs, cut, KV heads)} in stacking order; `inputs`: their number of
     inputs.
     """
-    weights = [
+    leaves = {"weight": (inputs,), "bias": ()} if bias else {"weight": (inputs,)}
+    return [
         ParameterSpec(
-            f"{prefix}.{name}.weight", (outputs, inputs), cut, f"{prefix}.{stack}.weight", heads
+            f"{prefix}.{name}.{leaf}", (outputs, *rest), cut, f"{prefix}.{stack}.{leaf}", heads
         )
+        for leaf, rest in leaves.items()
         for name, (outputs, cut, heads) in parts.items()
     ]
-    biases = [
-        ParameterSpec(f"{prefix}.{name}.bias", (outputs,), cut, f"{prefix}.{stack}.bias", heads)
-        for name, (outputs, cut, heads) in parts.items()
-    ]
-    return weights + (biases if bias else [])
 
 
 def _stacked(
@@ -391,15 +357,10 @@ def _attention(prefix: str, family: Family, settings: Mapping[str, Any]) -> list
 
 def _dense(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[ParameterSpec]:
     """Parameter specs of a gated MLP's tensors."""
-    hidden, inner, bias = (
-        settings["hidden_size"],
-        settings["intermediate_size"],
-        _is_on(family.mlp_bias, settings),
-    )
-    parts: dict[str, tuple[int, Cut, int]] = {
-        "gate_proj": (inner, "outputs", 0),
-        "up_proj": (inner, "outputs", 0),
-    }
+    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
+    bias = _is_on(family.mlp_bias, settings)
+    part: tuple[int, Cut, int] = (inner, "outputs", 0)
+    parts = {"gate_proj": part, "up_proj": part}
     make = _stacked if family.stacked else _column_parallel
     return make(prefix, "gate_up_proj", parts, hidden, bias=bias) + _row_parallel(
         f"{prefix}.down_proj", hidden, inner, bias=bias
@@ -412,30 +373,15 @@ def _experts(prefix: str, family: Family, settings: Mapping[str, Any]) -> list[P
     The engine stacks them expert by expert: gate and up in w13 [experts, 2 x inner, hidden], down
     in w2 [experts, hidden, inner].
     """
-    hidden, inner, experts = (
-        settings["hidden_size"],
-        settings["moe_intermediate_size"],
-        range(settings["num_experts"]),
-    )
-    engine = f"{prefix}.experts.routed_experts"
-    made = [_unstacked(f"{prefix}.gate.weight", (len(experts), hidden))]
-    for expert in experts:
-        for name in ("gate_proj", "up_proj"):
-            made.append(
-                ParameterSpec(
-                    f"{prefix}.experts.{expert}.{name}.weight",
-                    (inner, hidden),
-                    "outputs",
-                    f"{engine}.w13_weight",
-                )
-            )
-    for expert in experts:
-        made.append(
-            ParameterSpec(
-                f"{prefix}.experts.{expert}.down_proj.weight",
-                (hidden, inner),
-                "inputs",
-                f"{engine}.w2_weight",
-            )
-        )
-    return made
+    hidden, inner = settings["hidden_size"], settings["moe_intermediate_size"]
+    experts, engine = range(settings["num_experts"]), f"{prefix}.experts.routed_experts"
+
+    def weight(name: str, shape: tuple[int, int], cut: Cut, stack: str) -> ParameterSpec:
+        return ParameterSpec(f"{prefix}.experts.{name}.weight", shape, cut, f"{engine}.{stack}")
+
+    wide = [f"{expert}.{name}" for expert in experts for name in ("gate_proj", "up_proj")]
+    return [
+        _unstacked(f"{prefix}.gate.weight", (len(experts), hidden)),
+        *(weight(name, (inner, hidden), "outputs", "w13_weight") for name in wide),
+        *(weight(f"{one}.down_proj", (hidden, inner), "inputs", "w2_weight") for one in experts),
+    ]

@@ -1,21 +1,22 @@
 """A model's parameter table: one `ParameterSpec` for each tensor of its checkpoint.
 
-The table is made from a model's `config.json` (`megarl.weight_sync.families`). It determines which
-part of each tensor every rank owns: of a training layout, of an inference engine, or of a whole
-Hugging Face checkpoint.
+The table is made from a model's `config.json` (`megarl.weight_sync.families`). It says which part
+of each tensor every rank has: of a training layout, of an inference engine, or of a whole Hugging
+Face checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, matrix
 from megarl.parallel.reshard.part import Kinds
 from megarl.parallel.tensor import Shard
 
-Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab", "sections"]
+Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab", "sections", "recorded"]
 """How tensor-parallel ranks split a weight [outputs, inputs]:
 
 * whole: not split, every rank has all of it
@@ -24,6 +25,7 @@ Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab", "sections"]
 * kv_heads: rows by KV head; with fewer heads than ranks, neighbouring ranks share a head
 * vocab: rows by token id, evenly or not
 * sections: rows of several layers that the checkpoint stores as one tensor, each cut by itself
+* recorded: as vLLM's loader does for one tensor-parallel degree (`megarl.cluster.recorded_table`)
 """
 
 VOCAB_PADDING = 64
@@ -31,42 +33,77 @@ VOCAB_PADDING = 64
 
 
 class Section(NamedTuple):
-    """Rows of one layer in a tensor of several."""
+    """One of the layers, such as q, k and v, in a tensor that stacks several layers: how many rows
+    it has there, and how tensor-parallel ranks split them.
+    """
 
     rows: int
     cut: Cut
     heads: int = 0
-    """As `ParameterSpec.heads`."""
+    """Number of KV heads where `cut` is "kv_heads", else 0."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One tensor of a model's checkpoint, and where an engine stores it."""
+    """One tensor of a model's checkpoint, and where an inference engine stores it. A list of these,
+    in the order of vLLM's model, is the model's parameter table.
+    """
 
     name: str
     """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the whole tensor, not split."""
     cut: Cut
     """How tensor-parallel ranks split it."""
     engine: str
-    """The engine's parameter; tensors with the same one are stacked in the table's order."""
+    """Name of the engine's parameter; tensors with the same one are stacked there, in the table's
+    order."""
     heads: int = 0
     """Number of KV heads where `cut` is "kv_heads", else 0."""
     sections: tuple[Section, ...] = ()
-    """The layers of which a tensor is stacked where `cut` is "sections", in its order."""
+    """Where `cut` is "sections": the layers that the tensor stacks, from its first row on."""
+    boxes: tuple[tuple[Box, ...], ...] = ()
+    """Where `cut` is "recorded": for each engine rank, the rectangles of the tensor that the rank
+    stores, in the order in which it stores them."""
+    zeros: tuple[int, ...] = ()
+    """Where `cut` is "recorded": for each engine rank, the elements of padding after `boxes`."""
+
+
+def table_to_json(table: Sequence[ParameterSpec]) -> str:
+    """A parameter table (a list with one entry for each tensor of a model) that was recorded from
+    vLLM's loader, as JSON text. `table_from_json` reads it, once `json.loads` has parsed it.
+    """
+    return json.dumps(
+        [(one.name, one.shape, one.engine, one.boxes, one.zeros) for one in table],
+        separators=(",", ":"),
+    )
+
+
+def table_from_json(rows: Sequence[Any]) -> list[ParameterSpec]:
+    """The parameter table, a list with one entry for each tensor of a model, of which
+    `table_to_json` made a text. `rows`: the text, parsed by `json.loads`.
+    """
+    return [
+        ParameterSpec(
+            *(name, tuple(shape), "recorded", engine),
+            boxes=tuple(tuple(Box(*box) for box in rank) for rank in boxes),
+            zeros=tuple(zeros),
+        )
+        for name, shape, engine, boxes, zeros in rows
+    ]
 
 
 def training_shards(table: Sequence[ParameterSpec], tensor: int) -> dict[str, Shard]:
-    """{tensor name: how `tensor` training ranks split it}; unsplit tensors are left out.
+    """How `tensor` training ranks split a model: {tensor name: a `Shard`: rank r has the indices
+    [edges[r], edges[r + 1]) of dimension `dim`}. Tensors that are not split are left out.
 
-    KV heads that do not divide over the ranks are unsplit: every rank has all of them. So are
-    tensors of several layers.
+    KV heads that do not divide evenly over the ranks are not split: every rank has all of them. Nor
+    are tensors that stack several layers, and those recorded from vLLM's loader.
     """
     shards = {}
     for parameter in table:
         is_shared = parameter.cut == "kv_heads" and parameter.heads % tensor
-        if tensor == 1 or parameter.cut in ("whole", "sections") or is_shared:
+        if tensor == 1 or parameter.cut in ("whole", "sections", "recorded") or is_shared:
             continue
         dim = 1 if parameter.cut == "inputs" else 0
         shards[parameter.name] = Shard.even(dim, parameter.shape[dim], tensor)
@@ -74,7 +111,10 @@ def training_shards(table: Sequence[ParameterSpec], tensor: int) -> dict[str, Sh
 
 
 def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
-    """What each of an engine's `tensor` ranks owns, one buffer for each parameter of the engine.
+    """What each of an engine's `tensor` tensor-parallel ranks stores of the tensors of `table`,
+    which has an entry for each tensor of the model. Returns for each rank an `Owned`: `pieces`,
+    rectangles of tensors with their places in flat buffers, in elements, and `sizes`, the elements
+    of each buffer: one buffer for each parameter of the engine, padding included.
 
     Raises `ValueError` where a tensor cannot be split over `tensor` ranks.
     """
@@ -82,10 +122,24 @@ def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
 
 
 def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) -> Owned:
-    """What rank `rank` of an engine's `tensor` ranks owns; see `engine_owned`."""
+    """What tensor-parallel rank `rank` of an engine's `tensor` ranks stores of the tensors of
+    `table`, which has an entry for each tensor of the model. Returns an `Owned`: `pieces`,
+    rectangles of tensors with their places in flat buffers, in elements, and `sizes`, the elements
+    of each buffer: one buffer for each parameter of the engine, padding included. Raises
+    `ValueError` where a tensor cannot be split over `tensor` ranks.
+    """
     owned = Owned()
     for parameter in table:
-        if parameter.cut == "vocab":
+        if parameter.cut == "recorded":
+            if len(parameter.boxes) != tensor:
+                raise ValueError(f"{parameter.name} was recorded for another rollout.engine.tensor")
+            for box in parameter.boxes[rank]:
+                owned.add(parameter.name, box, parameter.engine)
+            # Whole rows where they are, so that a buffer can be cut between rows.
+            zeros, width = parameter.zeros[rank], matrix(parameter.shape).columns
+            width = 1 if zeros % width else width
+            owned.add(ZEROS, Box(0, zeros // width, 0, width), parameter.engine)
+        elif parameter.cut == "vocab":
             real, padding = _vocab_part(parameter, rank, tensor)
             owned.add(parameter.name, real, parameter.engine)
             owned.add(ZEROS, padding, parameter.engine)
@@ -96,11 +150,13 @@ def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) ->
 
 
 def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kinds:
-    """Which tensors of `table` lie alike: on the ranks of every engine, and on training ranks that
-    split them by `shards`.
+    """Find tensors of `table` that lie alike, such as those of equal layers: on the ranks of every
+    engine, and on training ranks that split them by `shards` ({tensor: how}). A reshard plan is
+    then computed for one tensor of each kind only. Returns {tensor: the tensor that stands for it}
+    and {tensor: engine parameter}, as `Kinds`.
 
     Two tensors are alike if their engine parameters are stacked from tensors of equal shapes, cuts
-    and shards, and they have the same place in it.
+    and shards, and they are at the same place in it.
     """
     stacked: dict[str, list[ParameterSpec]] = {}
     for parameter in table:
@@ -109,7 +165,11 @@ def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kin
     like: dict[str, str] = {}
     for members in stacked.values():
         kind = tuple(
-            (one.shape, one.cut, one.heads, one.sections, shards.get(one.name)) for one in members
+            (
+                *(one.shape, one.cut, one.heads, one.sections, one.boxes, one.zeros),
+                shards.get(one.name),
+            )
+            for one in members
         )
         for one, other in zip(members, first.setdefault(kind, members), strict=True):
             like[one.name] = other.name
@@ -176,14 +236,17 @@ def _part(parameter: ParameterSpec, rank: int, tensor: int) -> Box:
 
 
 def refuse_other_model(
-    table: Sequence[ParameterSpec], shapes: Mapping[str, tuple[int, ...]]
+    in_table: Mapping[str, object], in_model: Mapping[str, object], model: str
 ) -> None:
-    """Raise `ValueError` with the first tensor in which a table and a model's `shapes` differ."""
-    in_table = {parameter.name: parameter.shape for parameter in table}
-    for name in sorted(in_table.keys() | shapes.keys()):
-        if in_table.get(name) != shapes.get(name):
+    """Raise `ValueError` if a parameter table (the list of a model's tensors) and a model differ,
+    naming the first tensor by name that does. `in_table`, `in_model`: {tensor name: its shape, or
+    its number of elements}. `model`: what to call the model in the message, such as "the engine's
+    model".
+    """
+    for name in sorted(in_table.keys() | in_model.keys()):
+        if in_table.get(name) != in_model.get(name):
             raise ValueError(
-                f"the model and its parameter table differ at {name}: {shapes.get(name)} in the"
+                f"{model} and its parameter table differ at {name}: {in_model.get(name)} in the"
                 f" model, {in_table.get(name)} in the table; correct the family's entry in"
                 " megarl/weight_sync/families.py"
             )

@@ -1,4 +1,4 @@
-"""The probe: a fixed random text that trainer and engines both score after a publish.
+"""The probe: a fixed random text that trainer and engines both score after each new weight version.
 
 Digests prove that the bytes arrived. The probe finds engines that compute with them differently,
 for example because a repacked layer was rebuilt wrongly.
@@ -22,75 +22,85 @@ TOLERANCE = 1e-3
 
 It is far above the usual difference, since a trained model amplifies rounding on random tokens.
 Compared with float64, float32 log-probs of transformers differ by up to 1.1e-4 on the quick start's
-models (docs/results.md).
+models (docs/results/learning.md).
 """
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is accepted in 16 bit. Single tokens say nothing there: another kernel with the same
-    weights moves one by more than 1. The mean and the ninth decile tell rounding from other
-    weights.
+    """Which log-prob differences between trainer and engine are accepted as rounding in 16 bit. A
+    difference is the absolute one of a token. Single tokens say nothing there: another kernel with
+    the same weights moves one by more than 1. The mean and the ninth decile over the text tell
+    rounding from other weights.
     """
 
     mean: float
-    """Mean difference above which there is a warning."""
+    """Mean difference above which a warning is given."""
     decile: float
-    """Ninth decile above which there is a warning."""
+    """Ninth decile of the differences above which a warning is given."""
     wrong_mean: float
     """Mean difference that rounding does not reach; the run ends."""
 
 
 ROUNDINGS = {"bfloat16": Rounding(0.15, 0.3, 0.5), "float16": Rounding(0.02, 0.04, 0.07)}
-"""By dtype. bfloat16 was measured on the quick start's models (docs/results.md), float16 has 8
-times its precision."""
+"""{dtype: accepted differences}. bfloat16 was measured on the quick start's models
+(docs/results/learning.md), float16 has 8 times its precision."""
 
 PROBE_TOKENS = 48
 """Number of tokens of the probe text."""
 
 
 BASE_GAPS = 4.0
-"""How far the effect of adapters may differ between trainer and engine, in mean gaps of the base
-model, which computes the same text with the same kernels. The expected value for equal adapters is
-at most the square root of 2: both gaps are rounding."""
+"""How far the change of log-probs by adapters may differ between trainer and engine, as a multiple
+of the mean difference of the base model's log-probs, which the same kernels compute of the same
+text. The expected value for equal adapters is at most the square root of 2: both are rounding."""
 SHARES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
-"""By dtype: by which share of the effect it may differ besides, since a model that adapters have
-changed rounds otherwise than its base."""
+"""{dtype: fraction of the adapters' mean change by which it may differ besides}, since a model that
+adapters have changed rounds otherwise than its base."""
 
 
 class Effect(NamedTuple):
-    """Log-probs of the probe text with adapters and without."""
+    """Log-probs of the probe text, a fixed text of T tokens, by one model with LoRA adapters and
+    without: T - 1 values each.
+    """
 
     adapted: Sequence[float]
     base: Sequence[float]
 
     @property
     def change(self) -> list[float]:
-        """What the adapters add to the log-prob of each token."""
+        """For each token of the probe text but the first, its log-prob with LoRA adapters less that
+        without.
+        """
         return [a - b for a, b in zip(self.adapted, self.base, strict=True)]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A text to score, and the log-prob differences that are accepted."""
+    """A fixed text that trainer and engines score, and the log-prob differences between them that
+    are accepted. Make one by `Probe.random`.
+    """
 
     samples: Samples
-    """The text as one sequence."""
+    """The text as a single sample."""
     tolerance: float
     """Largest accepted log-prob difference of a token; 0 judges by `rounding` instead."""
     rounding: Rounding | None = None
     dtypes: Sequence[str] = ("float32",)
-    """Those of trainer and engines."""
+    """Dtypes of trainer and engines, by name."""
     warned: list[int] = dataclasses.field(default_factory=list)
-    """Engines of which a warning was said."""
+    """Numbers of the engines of which a warning was given."""
 
     @staticmethod
     def random(
         *, dtypes: Sequence[str], vocab_size: int, max_tokens: int, seed: int, tolerance: float
     ) -> Probe:
-        """Uniformly random tokens, fewer than `max_tokens`.
+        """A probe of uniformly random tokens, 48 or `max_tokens` - 1 if that is less. `dtypes`: of
+        trainer and engines, such as "bfloat16".
 
-        `tolerance` 0 takes that of float32, or the widest of `ROUNDINGS` over `dtypes`.
+        `tolerance`: largest accepted log-prob difference of a token. 0: 1e-3 in float32; where a
+        dtype has 16 bit, the mean and the ninth decile of the differences are judged by what
+        rounding does in the coarsest dtype.
         """
         draw = torch.Generator().manual_seed(seed)
         length = min(PROBE_TOKENS, max_tokens - 1)
@@ -102,7 +112,7 @@ class Probe:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the text."""
+        """Token ids of the probe, the fixed text that trainer and engines score."""
         return self.samples.token_ids.tolist()
 
     def compare(
@@ -114,11 +124,14 @@ class Probe:
         layouts: str,
         numbers: Sequence[int] = (),
     ) -> float:
-        """Largest difference between the trainer's log-probs and those of any engine. `numbers`:
-        the engines' own; from 0 by default.
+        """Judge whether the engines score the probe text like the trainer; returns the largest
+        absolute difference of a token's log-prob. `trainer`: log-probs of the tokens but the first.
+        `engines`: the same by each engine. `numbers`: the engines' numbers for messages, in the
+        order of `engines`; from 0 by default. `version`, `layouts`: of the weights and of trainer
+        and engines, for messages.
 
-        Raises `RuntimeError`, naming engine, version and `layouts`, where the differences are not
-        rounding, and says a warning, once for each engine, where they are large for it.
+        Raises `RuntimeError` where log-probs are not finite or the differences are more than
+        rounding; writes a warning to the console, once for each engine, where they are large.
         """
         worst = 0.0
         if not all(map(math.isfinite, trainer)):
@@ -143,18 +156,17 @@ class Probe:
     def compare_effects(
         self, trainer: Effect, engines: Sequence[Effect], *, version: int, numbers: Sequence[int]
     ) -> float:
-        """Largest mean difference between what adapters change in the trainer's log-probs and in
-        those of any engine. New adapters change less than `compare` accepts as rounding, but
+        """Judge whether the engines compute with the trainer's LoRA adapters: compares how the
+        adapters change the probe text's log-probs. `engines`: log-probs by each engine; `numbers`:
+        the engines' numbers, and `version`, for messages. Returns the largest mean difference of
+        the changes of any engine. New adapters change less than `compare` accepts as rounding, but
         rounding is nearly the same with and without them, and is measured without them.
 
-        Raises `RuntimeError`, naming engine and version, where an engine computes without adapters,
-        or with others.
+        Raises `RuntimeError` where an engine computes without adapters, or with others.
         """
         own, worst = trainer.change, 0.0
-        size, eps = (
-            _mean_size(own),
-            max(torch.finfo(getattr(torch, one)).eps for one in self.dtypes),
-        )
+        size = _mean_size(own)
+        eps = max(torch.finfo(getattr(torch, one)).eps for one in self.dtypes)
         share = max(SHARES[name] for name in self.dtypes)
         for number, engine in zip(numbers, engines, strict=True):
             change = engine.change

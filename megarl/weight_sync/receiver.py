@@ -1,4 +1,5 @@
-"""The engine's side of weight synchronisation: a vLLM weight-transfer engine.
+"""The engine's side of weight synchronisation: receives the trainer's weights in vLLM's workers, as
+a weight-transfer engine of vLLM.
 
 Parameters that vLLM runs as they are stored in checkpoints are overwritten in place. Modules whose
 weights vLLM repacks are rebuilt one at a time. vLLM imports this file in its workers through
@@ -8,6 +9,7 @@ worker patches torch.
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -21,34 +23,33 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.activity.spans import activity
 from megarl.parallel.reshard.buckets import Bucket
-from megarl.weight_sync.bucket_receiver import (
-    BucketReceiver,
-    InitInfo,
-    Modules,
-    UpdateInfo,
-    deadline_watch,
-)
-from megarl.weight_sync.checksums import Digest, signed
+from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo, Modules, UpdateInfo
 from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.route import Route, RouteSpec
+from megarl.weight_sync.parameters import refuse_other_model, table_from_json
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
-from megarl.weight_sync.transports.transport_table import RECEIVERS
 
 NAME = "megarl"
 """Name of the vLLM weight-transfer backend that this file registers."""
 
 
 def not_loaded(problem: str) -> dict[str, Any]:
-    """Status of an engine rank without a complete weight version.
+    """Status dict of an engine rank that has no complete weight version: {"version": -1, "digests":
+    [], "seconds": {}, "problem": `problem`}.
 
-    `problem` is the reason or empty.
+    `problem`: the reason, for the trainer's error message; "" before the first version.
     """
     return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
 
 
+def _parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """{name: parameter} of a module itself, without those of its submodules."""
+    return {name: value for name, value in layer._parameters.items() if value is not None}
+
+
 class WeightSyncWorker:
-    """A mixin that vLLM adds to the worker of each engine rank (its `worker_extension_cls`). The
-    engine actor calls the methods on all ranks by vLLM's `collective_rpc`.
+    """A mixin that vLLM adds to the worker of each engine rank (its `worker_extension_cls`): it
+    reports the outcome of the rank's weight updates. The engine's own process calls its methods on
+    all ranks by vLLM's `collective_rpc`.
     """
 
     weight_transfer_engine: Any
@@ -64,7 +65,9 @@ class WeightSyncWorker:
 
 
 class ReshardEngine(WeightTransferEngine):
-    """Receives one engine rank's shard of the weights and installs it in the running model."""
+    """Receives one engine rank's shard of the weights and installs it in the running model. vLLM
+    creates it in the worker of each rank and calls its methods; their outcome is in `status`.
+    """
 
     init_info_cls = InitInfo  # pyright: ignore[reportAssignmentType]
     update_info_cls = UpdateInfo  # pyright: ignore[reportAssignmentType]
@@ -73,14 +76,14 @@ class ReshardEngine(WeightTransferEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.status = not_loaded("")
-        self._receiver: Any = None
+        self._buckets: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Prepare for weights, called by vLLM before the first version: work out which regions of
         which tensors this engine rank receives, check that they fill the running model's
         parameters, and connect to the trainer's transport.
 
-        Errors are not raised but put in `status`.
+        Errors are not raised but put in `status["problem"]`.
         """
         # After an exception vLLM's executor would read the other ranks' answers as those of the
         # next call, so errors go into `status`.
@@ -93,15 +96,13 @@ class ReshardEngine(WeightTransferEngine):
     def _connect(self, init_info: InitInfo) -> None:
         """As `init_transfer_engine`, but errors are raised."""
         self.shutdown()
-        spec, rank = RouteSpec(**init_info.spec), get_tensor_model_parallel_rank()
-        table = parameter_table(self.model_config.hf_config.to_dict())
-        route = Route.of_destination(spec, table, spec.destination(init_info.engine, rank))
-        self._compare(route.owned.sizes)
-        self._receiver = RECEIVERS[init_info.transport](
-            route, init_info.engine, rank, init_info.init_info
+        table = (
+            table_from_json(json.loads(init_info.table))
+            if init_info.table
+            else parameter_table(self.model_config.hf_config.to_dict())
         )
-        self._buckets = BucketReceiver(route, self._receiver)
-        self._route = route
+        self._buckets = BucketReceiver(init_info, table, get_tensor_model_parallel_rank())
+        self._compare(self._buckets.route.owned.sizes)
         self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
@@ -109,42 +110,29 @@ class ReshardEngine(WeightTransferEngine):
 
         `sizes`: {parameter name: number of elements} according to the parameter table.
         """
+        in_table = {name: f"{size} elements" for name, size in sizes.items()}
         in_model = {}
         for path, layer in self.model.named_modules():
             if path != "lm_head" or not self._is_tied():
                 in_model |= {
-                    f"{path}.{leaf}": value.numel() for leaf, value in self._raw(layer).items()
+                    f"{path}.{leaf}": f"{value.numel()} elements"
+                    for leaf, value in self._raw(layer).items()
                 }
-        for name in sorted(in_model.keys() | sizes.keys()):
-            if in_model.get(name) != sizes.get(name):
-                raise ValueError(
-                    f"the engine's model and its parameter table differ at {name}:"
-                    f" {in_model.get(name)} elements in the model, {sizes.get(name)} in the table;"
-                    " correct the family's entry in megarl/weight_sync/families.py"
-                )
+        refuse_other_model(in_table, in_model, "the engine's model")
 
     def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """{name: parameter} of a layer as they were before vLLM repacked the weights."""
-        now = {name: value for name, value in layer._parameters.items() if value is not None}
-        return now | {
-            name: value
-            for name, value in get_layerwise_info(layer).restore_metadata[0].items()
-            if name in now
-        }
+        now, before = _parameters(layer), get_layerwise_info(layer).restore_metadata[0]
+        return now | {name: value for name, value in before.items() if name in now}
 
     def start_weight_update(self) -> None:
-        """Called by vLLM before each update.
-
-        Raises `RuntimeError` where no transport is connected.
-        """
-        if self._receiver is None:
-            raise RuntimeError(
-                "the engine has no transport to receive weights through; call"
-                " init_weight_transfer_engine first"
-            )
+        """Called by vLLM before each update; there is nothing to prepare."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive and install one weight version. Errors are not raised but put in `status`."""
+        """Receive the weight version that `update_info` names, within the seconds it allows, and
+        install it in the running model; called by vLLM while generation is paused. Errors are not
+        raised but put in `status["problem"]`.
+        """
         self.status = not_loaded("the version was not received completely")
         try:
             with activity(f"weights {update_info.version}", kind="publish"):
@@ -156,59 +144,47 @@ class ReshardEngine(WeightTransferEngine):
 
     def _receive(self, update_info: UpdateInfo) -> None:
         """Receive and install one weight version; raises errors, which the caller reports."""
-        route = self._route
-        seconds: dict[str, float] = {"wait": 0.0, "digest": 0.0, "install": 0.0}
-        digests: list[Digest] = [0] * len(route.tensors)
-        watch = deadline_watch(update_info.timeout_s)
-        modules = Modules(self._route.owned.sizes)
-        for bucket, buffers in self._buckets.buckets(update_info.version, watch, seconds):
+        receiver, version = self._buckets, update_info.version
+        modules = Modules(receiver.route.owned.sizes)
+        for bucket, buffers in receiver.buckets(version, update_info.timeout_s):
             started_at = time.perf_counter()
-            for path, values in modules.complete(self._write(buffers, bucket), bucket):
+            rest, stored = self._write(buffers, bucket)
+            for path, values in modules.complete(rest, bucket):
                 self._install(self.model.get_submodule(path), values)
-            seconds["install"] += time.perf_counter() - started_at
-            self._buckets.digest(bucket, self._written(buffers, bucket), digests, seconds)
+            receiver.seconds["install"] += time.perf_counter() - started_at
+            receiver.digest(bucket, stored)
         started_at = time.perf_counter()
         for path in dict.fromkeys(name.rpartition(".")[0] for name in self._plain):
             self._repack(self.model.get_submodule(path))
-        seconds["install"] += time.perf_counter() - started_at
-        self.status = not_loaded("") | {
-            "version": update_info.version,
-            "digests": [signed(value) for value in digests],
-            "seconds": seconds,
-        }
+        receiver.seconds["install"] += time.perf_counter() - started_at
+        self.status = not_loaded("") | receiver.status(version)
 
-    def _write(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Copy the bucket's parameters that vLLM runs unchanged; returns the other buffers."""
-        for name, flat in buffers.items():
-            if name in self._plain:
-                running = self._plain[name][bucket.starts[name] : bucket.starts[name] + len(flat)]
-                running.copy_(flat, non_blocking=True)  # the transport waits for it
-        return {name: flat for name, flat in buffers.items() if name not in self._plain}
+    def _write(
+        self, buffers: dict[str, torch.Tensor], bucket: Bucket
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy the bucket's parameters that vLLM runs unchanged. Returns (the other buffers, all
+        buffers as they are to be digested).
 
-    def _written(self, buffers: dict[str, torch.Tensor], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The bucket's buffers as the engine stores them, to be digested.
-
-        Running parameters where possible; the received bytes where a layer is repacked or on
-        another kind of device than the transport.
+        Digested are running parameters where possible; the received bytes where a layer is repacked
+        or on another kind of device than the transport.
         """
-        found = dict(buffers)
-        for name, flat in buffers.items():
-            running = self._plain.get(name)
-            if running is not None and running.device.type == flat.device.type:
-                found[name] = running[bucket.starts[name] : bucket.starts[name] + len(flat)]
-        return found
+        rest, stored = dict(buffers), dict(buffers)
+        for name in buffers.keys() & self._plain.keys():
+            flat, start = rest.pop(name), bucket.starts[name]
+            running = self._plain[name][start : start + len(flat)]
+            running.copy_(flat, non_blocking=True)  # the transport waits for it
+            if running.device.type == flat.device.type:
+                stored[name] = running
+        return rest, stored
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
         """{name: flat parameter} of all modules that vLLM runs with the checkpoint's parameters."""
         found = {}
         for path, layer in self.model.named_modules():
-            raw, running = (
-                self._raw(layer),
-                {name: value for name, value in layer._parameters.items() if value is not None},
-            )
+            raw, running = self._raw(layer), _parameters(layer)
             alike = all(
                 value.shape == raw[name].shape
-                and value.dtype == self._route.dtype
+                and value.dtype == self._buckets.route.dtype
                 and value.is_contiguous()
                 for name, value in running.items()
             )
@@ -255,7 +231,9 @@ class ReshardEngine(WeightTransferEngine):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
-        """Called by vLLM after each update; repacks a tied output head."""
+        """Called by vLLM after each update. Where the output head is tied to the embedding, lets
+        vLLM repack the head's weight, of which it may have a copy.
+        """
         if self._is_tied():
             # On CPU a tied head multiplies with a packed copy of the embedding.
             self._repack(self.model.lm_head)  # pyright: ignore[reportArgumentType]
@@ -266,10 +244,10 @@ class ReshardEngine(WeightTransferEngine):
         return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
-        """Close the connection to the trainer."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        """Close the connection to the trainer, if there is one."""
+        if self._buckets is not None:
+            self._buckets.receiver.close()
+            self._buckets = None
 
 
 WeightTransferEngineFactory.register_engine(NAME, ReshardEngine)

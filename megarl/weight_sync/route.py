@@ -1,4 +1,5 @@
-"""The route of the weights: which copies a process takes part in, and in which buckets.
+"""The route of the weights: which copies of tensor regions from trainer to engine ranks a process
+takes part in, and in which buckets (blocks of memory that are sent at once).
 
 Only a `RouteSpec` of a few numbers is sent. From it and from its own model's parameter table each
 process computes its `Route`, its own part of one plan.
@@ -7,9 +8,8 @@ process computes its `Route`, its own part of one plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import xxhash
@@ -19,7 +19,7 @@ from megarl.parallel.reshard.boxes import ZEROS, Owned, Piece
 from megarl.parallel.reshard.buckets import Bucket, copies_of, make_buckets
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.part import PlanPart
-from megarl.parallel.reshard.plan import Copy, Plan, make_plan
+from megarl.parallel.reshard.plan import Copy
 from megarl.parallel.tensor import Shard
 from megarl.weight_sync.parameters import (
     ParameterSpec,
@@ -28,23 +28,16 @@ from megarl.weight_sync.parameters import (
     kinds_of,
 )
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
-"""{name: torch dtype} of the dtypes that engines may store."""
-
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Everything that the transfer plan depends on, besides the model's parameter table."""
+    """How trainer and engines split the model, and the size of the blocks that are sent: with the
+    model's parameter table, all from which each trainer rank and engine rank computes the same plan
+    of the transfer. The trainer sends it to the engines as a dict.
+    """
 
-    data: int
-    """Data-parallel degree of the trainer."""
-    sequence: int
-    """Context-parallel degree of the trainer."""
-    tensor: int
-    """Tensor-parallel degree of the trainer."""
+    degrees: list[int]
+    """The trainer's data-, context- and tensor-parallel degrees."""
     zero_stage: int
     """The trainer's ZeRO stage, 0 to 3."""
     shards: dict[str, list[int]]
@@ -54,48 +47,46 @@ class RouteSpec:
     """Number of inference engines."""
     engine_tensor: int
     """Tensor-parallel degree of one engine."""
-    shared: bool
-    """Whether each bucket is sent once for all engines: they read the same memory, or pass it on to
-    each other."""
     dtype: str
-    """Dtype of the engines' weights, a key of `DTYPES`."""
+    """Name of the torch dtype of the engines' weights, such as "bfloat16"."""
     bucket_bytes: int
-    """Bytes of a bucket, at most."""
+    """Bytes of a bucket, the weights that are sent at once, at most."""
     table: str
-    """Fingerprint of the trainer's parameter table; an engine with another one has another
-    model."""
+    """Fingerprint (`table_fingerprint`) of the trainer's parameter table; an engine with another
+    one has another model."""
     local: bool = False
-    """Whether engine rank n is in the memory of trainer rank n, which then sends what it can
-    itself."""
+    """True if engine rank n (counted over all engines) is in the memory of trainer rank n, which
+    then sends what it can itself. Else each bucket is sent once for all engines."""
     one_host: bool = False
-    """Whether all engines are on the host of trainer rank 0, so that loopback may suffice."""
+    """Whether all engines are on the host of trainer rank 0, so that loopback may suffice; only
+    that rank knows."""
 
     @property
     def layout(self) -> Layout:
-        """The trainer's layout."""
-        return Layout(self.data, self.sequence, self.tensor)
+        """The trainer's degrees of data, sequence and tensor parallelism, from `degrees`."""
+        return Layout(*self.degrees)
 
     @property
     def training_shards(self) -> dict[str, Shard]:
-        """`shards` as objects."""
+        """How the trainer's tensor-parallel ranks split the model, from the field `shards`: {tensor
+        name: a `Shard`: rank r has the indices [edges[r], edges[r + 1]) of dimension `dim`}.
+        """
         return {name: Shard(cut[0], tuple(cut[1:])) for name, cut in self.shards.items()}
 
     @property
     def num_destinations(self) -> int:
-        """Number of receivers in the plan: all engine ranks, or if shared the tensor ranks of one
-        engine."""
-        return self.engine_tensor if self.shared else self.engines * self.engine_tensor
+        """Number of receivers (destinations) in the plan of the transfer. It is the number of ranks
+        of all engines if engine ranks share memory with trainer ranks (`local`), else that of the
+        ranks of one engine, since all engines receive the same.
+        """
+        return self.engines * self.engine_tensor if self.local else self.engine_tensor
 
     def destination(self, engine: int, rank: int) -> int:
-        """Number of the plan's destination for rank `rank` of engine `engine`.
+        """Number of rank `rank` of engine `engine` among the plan's receivers, from 0.
 
-        Where each bucket is sent once for all engines, this is the tensor rank alone.
+        Where each bucket is sent once for all engines, this is `rank` itself.
         """
-        return rank if self.shared else engine * self.engine_tensor + rank
-
-    def plain(self) -> dict[str, Any]:
-        """The fields as a dict of numbers, strings and lists, for JSON and RPC."""
-        return asdict(self)
+        return engine * self.engine_tensor + rank if self.local else rank
 
     def __str__(self) -> str:
         return (
@@ -105,13 +96,17 @@ class RouteSpec:
 
 
 def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
-    """XXH3 digest of a parameter table, 16 hexadecimal digits."""
+    """XXH3 digest of a parameter table (for each tensor of a model its name, shape and split) as 16
+    hexadecimal digits, the same in every process.
+    """
     return xxhash.xxh3_64_hexdigest("\n".join(map(str, table)).encode())
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which regions one process sends or receives, in which bucket.
+    """One process's part in the transfer of weights: which regions of tensors it sends or receives,
+    and in which bucket (block of memory that is sent at once). Made by `of_source` and
+    `of_destination`.
 
     A trainer rank's route has the copies that it sends, an engine rank's those that it receives.
     """
@@ -119,23 +114,26 @@ class Route:
     spec: RouteSpec
     """The numbers from which the route was computed."""
     buckets: list[Bucket]
-    """The units of transfer, in the order in which they are sent."""
+    """The blocks of memory that are sent at once, in the order in which they are sent."""
     copies: list[list[Copy]]
-    """By bucket, this process's copies from trainer ranks to engine ranks."""
+    """For each bucket, the copies from trainer ranks to engine ranks in which this process takes
+    part."""
     owned: Owned
-    """The parts of tensors that an engine rank needs: this one's, at a trainer rank those of the
-    first."""
+    """The parts of tensors that an engine rank stores: this engine rank's own; at a trainer rank
+    those of the first engine rank."""
     tensors: list[str]
-    """Tensor names in the table's order, in which digests are listed."""
+    """Tensor names in the parameter table's order, the order in which digests are listed."""
     written: int
-    """Bytes that all trainer ranks write into other processes' memory for one version."""
+    """Bytes that all trainer ranks together write into other processes' memory for one version."""
 
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
-        """What trainer rank `source` sends of the model of `table`.
+        """The `Route` of trainer rank `source`: which regions of tensors it sends, and in which
+        bucket (block of memory that is sent at once). `spec`: the degrees, ZeRO stage and engines
+        between which weights travel. `table` lists the model's tensors.
 
-        Raises `ValueError` where `table` belongs to another model than `spec`, or a layout cannot
-        split it.
+        Raises `ValueError` where `table` belongs to another model than `spec`, or where the
+        trainer's or the engines' tensor-parallel degree cannot split a tensor.
         """
         part = _plan(spec, table)
         first = engine_rank_owned(table, 0, spec.engine_tensor)
@@ -143,8 +141,10 @@ class Route:
 
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:
-        """What the engine rank with number `destination` in the plan receives; raises as
-        `of_source`.
+        """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket
+        (block of memory that is sent at once). `table` lists the model's tensors. `destination`:
+        the rank's number by `spec.destination`. Raises `ValueError` where `table` belongs to
+        another model than `spec`, or a layout cannot split it.
         """
         part = _plan(spec, table)
         owned = engine_rank_owned(table, destination % spec.engine_tensor, spec.engine_tensor)
@@ -152,40 +152,42 @@ class Route:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the engines' weights."""
-        return DTYPES[self.spec.dtype]
+        """torch dtype of the engines' weights."""
+        return getattr(torch, self.spec.dtype)
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether `bucket` is the last one of a version."""
+        """Whether `bucket`, a block of weights that is sent at once, is the last one of a weight
+        version.
+        """
         return bucket.number == self.buckets[-1].number
 
     @cached_property
     def largest_bytes(self) -> int:
-        """Bytes of the largest bucket of the route."""
+        """Bytes of the largest bucket, a block of weights that is sent at once; receive buffers
+        have this size.
+        """
         return max(bucket.num_bytes for bucket in self.buckets)
 
-    def padding(self, bucket: Bucket) -> list[Piece]:
-        """The parts of a bucket that no tensor fills: zero rows that pad a vocabulary."""
-        return [part for piece in self._zeros if (part := _part(bucket, piece)) is not None]
-
-    @cached_property
-    def _zeros(self) -> list[Piece]:
-        return [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
+    def padding(self) -> list[list[Piece]]:
+        """For each bucket (block of weights that is sent at once), the parts of its flat buffers
+        that no tensor fills, such as rows that pad a vocabulary: the receiver sets them to zero.
+        `Piece.view(buffer)` gives such a part as a tensor.
+        """
+        zeros = [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
+        return [
+            [part for piece in zeros if (part := _part(bucket, piece)) is not None]
+            for bucket in self.buckets
+        ]
 
     def first_tensor(self, number: int) -> str:
-        """Name of the first tensor in bucket `number`, for error messages."""
+        """Name of the first tensor in bucket (block of weights that is sent at once) `number`, from
+        0, or of one after it, for error messages.
+        """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:
                 if piece.tensor != ZEROS and _part(bucket, piece) is not None:
                     return piece.tensor
         return self.tensors[-1]
-
-
-def whole_plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> Plan:
-    """The copies of all ranks, in one plan; a route has one rank's part of it."""
-    engine = engine_owned(table, spec.engine_tensor)
-    destinations = engine if spec.shared else engine * spec.engines
-    return make_plan(_sources(spec, table), destinations, _local(spec))
 
 
 def _plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> PlanPart:
@@ -199,15 +201,15 @@ def _plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> PlanPart:
     chosen = set(kinds.like.values())
     few = [parameter for parameter in table if parameter.name in chosen]
     engine = engine_owned(few, spec.engine_tensor)
-    assert all(owned.sizes == engine[0].sizes for owned in engine), (
-        "buffers of one engine's ranks differ in size"
-    )
-    destinations = engine if spec.shared else engine * spec.engines
-    return PlanPart(_sources(spec, few), destinations, kinds, _local(spec))
+    destinations = engine * spec.engines if spec.local else engine
+    return PlanPart(training_parts(spec, few), destinations, kinds, own_ranks(spec))
 
 
-def _sources(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owned]:
-    """What each trainer rank owns."""
+def training_parts(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owned]:
+    """What each trainer rank has of the tensors of `table`, under the trainer's parallelism and
+    ZeRO stage. Returns for each rank an `Owned`: `pieces`, rectangles of tensors with their places
+    in flat buffers, in elements, and `sizes`, the elements of each buffer.
+    """
     return training_owned(
         {parameter.name: parameter.shape for parameter in table},
         spec.training_shards,
@@ -216,8 +218,10 @@ def _sources(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owned]:
     )
 
 
-def _local(spec: RouteSpec) -> dict[int, int]:
-    """{destination: trainer rank in the same memory}."""
+def own_ranks(spec: RouteSpec) -> dict[int, int]:
+    """{engine rank: trainer rank in the same memory}, counted over all engines; the numbers are
+    equal. Empty unless engine ranks share memory with trainer ranks (`spec.local`).
+    """
     shared = min(spec.num_destinations, spec.layout.size) if spec.local else 0
     return {number: number for number in range(shared)}
 
@@ -232,7 +236,7 @@ def _route(
     """The route of one rank's `copies`, divided into buckets. `moved`: elements that all trainer
     ranks write.
     """
-    itemsize = DTYPES[spec.dtype].itemsize
+    itemsize = getattr(torch, spec.dtype).itemsize
     first = engine_rank_owned(table, 0, spec.engine_tensor)  # all ranks have the same buckets
     buckets = make_buckets(first, itemsize, spec.bucket_bytes)
     names = [parameter.name for parameter in table]

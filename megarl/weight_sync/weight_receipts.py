@@ -18,15 +18,18 @@ import xxhash
 
 
 class VersionSpan(NamedTuple):
-    """Consecutive tokens of one weight version."""
+    """The weights that generated consecutive tokens of a response: their version, and the receipt
+    (digest as hex text, or "" if the engine says none) that the engine gave.
+    """
 
     version: int
     receipt: str
 
 
 def receipt_of_weights(digests: Sequence[Sequence[int]]) -> str:
-    """Receipt of whole weights. `digests`: for each tensor-parallel rank of an engine, the digests
-    of its tensors, as signed 64-bit integers.
+    """Receipt of whole weights: an XXH3 digest as 16 hexadecimal digits. `digests`: for each
+    tensor-parallel rank of an engine, the digests of the rank's tensors, as signed 64-bit integers
+    in the order of the model's list of tensors, the parameter table.
     """
     hasher = xxhash.xxh3_64()
     for of_rank in digests:
@@ -35,7 +38,9 @@ def receipt_of_weights(digests: Sequence[Sequence[int]]) -> str:
 
 
 def receipt_of_adapter(files: Mapping[str, bytes]) -> str:
-    """Receipt of LoRA adapters, given their files {name: content}."""
+    """Receipt of LoRA adapters: an XXH3 digest, as 16 hexadecimal digits, of their files {name:
+    content}, in whatever order.
+    """
     hasher = xxhash.xxh3_64()
     for name, content in sorted(files.items()):
         hasher.update(struct.pack("<qq", len(name), len(content)) + name.encode() + content)
@@ -50,9 +55,11 @@ def refuse_unknown_weights(
     later: bool = False,
 ) -> None:
     """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
-    published as their version. `known`: {version: receipts that engines may have of it}; empty
-    where nothing is known. `where`: whose tokens, for the message. With `later`, versions that are
-    newer than all known ones pass: the trainer may not have said yet what they are.
+    sent as their version. `spans`: versions and receipts (digests of the weights) that the engine
+    gave. `known`: {version: receipts that engines may have of it}; empty where nothing is known,
+    and nothing is raised. Versions older than all known ones pass. `where`: whose tokens, for the
+    message. With `later`, versions newer than all known ones pass too: the trainer may not have
+    told them yet.
     """
     for version, receipt in spans:
         if not known or version < min(known) or (later and version > max(known)):

@@ -21,7 +21,10 @@ ZEROS = ""
 
 
 class Box(NamedTuple):
-    """Rows [top, bottom) and columns [left, right) of a tensor's matrix."""
+    """A rectangle of a tensor, as indices of elements: rows [top, bottom) and columns [left, right)
+    of the tensor as a matrix. Rows are dimension 0, columns all other dimensions flattened; a
+    vector of n is a matrix n x 1.
+    """
 
     top: int
     bottom: int
@@ -30,46 +33,50 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the rectangle."""
         return self.bottom - self.top
 
     @property
     def columns(self) -> int:
-        """Number of columns."""
+        """Number of columns of the rectangle."""
         return self.right - self.left
 
     @property
     def area(self) -> int:
-        """Number of elements."""
+        """Number of elements of the rectangle, rows x columns."""
         return self.rows * self.columns
 
     def meet(self, other: Box) -> Box | None:
-        """The box of elements that are also in `other`, or None."""
+        """The rectangle of the elements that are in this box and in `other`, or None if there are
+        none.
+        """
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
 
     def bands(self, rows: int) -> list[Box]:
-        """The box split into boxes of at most `rows` rows."""
+        """The box split from top to bottom into boxes of at most `rows` rows."""
         tops = range(self.top, self.bottom, rows)
         return [Box(top, min(top + rows, self.bottom), self.left, self.right) for top in tops]
 
 
 def matrix(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor with this shape."""
+    """The box of a whole tensor with this shape: rows are dimension 0, columns all other dimensions
+    flattened; a vector of n is n x 1.
+    """
     rows = shape[0] if shape else 1
     return Box(0, rows, 0, math.prod(shape[1:]))
 
 
 class Piece(NamedTuple):
-    """A box of a tensor and its place in a buffer.
+    """A rectangle (box) of a tensor, and where it lies in a rank's flat buffer, row by row.
 
-    Element (i, j) of the tensor's matrix is `buffer[offset + (i - box.top) * stride + (j -
+    Element (i, j) of the tensor as a matrix is `buffer[offset + (i - box.top) * stride + (j -
     box.left)]`; offset and stride are in elements.
     """
 
     tensor: str
-    """Name of the tensor, or `ZEROS`."""
+    """Name of the tensor, or `ZEROS` for padding rows."""
     box: Box
     buffer: str
     """Name of the flat buffer in which the piece lies."""
@@ -78,16 +85,22 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Number of buffer elements up to and including the piece's last one."""
+        """Index in the flat buffer, in elements, after the last element of this piece (a rectangle
+        of a tensor): the buffer has at least so many elements.
+        """
         return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
 
     def part(self, box: Box) -> Piece:
-        """The smaller piece that covers `box`, which lies within this piece's box."""
+        """The smaller piece of the rectangle `box`, which must lie within this piece's box: same
+        tensor and buffer, with its own offset.
+        """
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
         return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A view [rows, columns] of the piece in its flat `buffer`."""
+        """This piece, a rectangle of a tensor, as a view [rows, columns] of the rank's flat,
+        contiguous `buffer` in which it lies; writing to the view writes to the buffer.
+        """
         assert buffer.dim() == 1 and buffer.is_contiguous() and self.end <= len(buffer), (
             f"{self} in a buffer {tuple(buffer.shape)}"
         )
@@ -100,22 +113,27 @@ class Piece(NamedTuple):
 
 @dataclass
 class Owned:
-    """The parts of tensors that one rank owns, as pieces of its flat buffers."""
+    """Which rectangles of a model's tensors one rank has, and where they lie in the rank's flat
+    buffers: `pieces` lists rectangle, buffer and offset, `sizes` is {buffer: number of its
+    elements}. Both sides of a reshard plan are lists of these objects, one for each rank.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    """{buffer: number of elements}, in the rank's own order."""
+    """{buffer: number of its elements}, in the order in which the rank has its buffers."""
 
     def add(self, tensor: str, box: Box, buffer: str) -> None:
-        """Append a box to the end of `buffer`."""
+        """Append `box` of the tensor named `tensor` to the end of the buffer named `buffer`, which
+        is made if it does not exist yet and grows by the box.
+        """
         offset = self.sizes.setdefault(buffer, 0)
         if box.area:
             self.pieces.append(Piece(tensor, box, buffer, offset, box.columns))
         self.sizes[buffer] = offset + box.area
 
     def slice(self, part: int, parts: int) -> Owned:
-        """The slice of every buffer that rank `part` of `parts` keeps under ZeRO 3: ceil(size /
-        parts) elements, fewer in the last slices.
+        """What rank number `part` of `parts` keeps under ZeRO 3, as a new `Owned`: of every buffer
+        one slice of ceil(size / parts) elements, fewer in the last slices.
 
         DeepSpeed's padding at the end of the last slice is not included.
         """
@@ -126,7 +144,8 @@ class Owned:
         for piece in self.pieces:
             length = -(-self.sizes[piece.buffer] // parts)
             first = part * length
-            for box, start in _flat(piece.box, first - piece.offset, first + length - piece.offset):
+            begin = first - piece.offset
+            for box, start in flat_boxes(piece.box, begin, begin + length):
                 cut.pieces.append(
                     Piece(
                         piece.tensor, box, piece.buffer, start + piece.offset - first, piece.stride
@@ -135,8 +154,10 @@ class Owned:
         return cut
 
 
-def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements [start, stop) of a box in row order, as at most three (box, first index)."""
+def flat_boxes(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
+    """The elements [start, stop) of a box, counted row by row, as at most three rectangles:
+    [(rectangle, index of its first element in that count)].
+    """
     start, stop, width = max(start, 0), min(stop, box.area), box.columns
     made = []
     while start < stop:
@@ -150,7 +171,9 @@ def _flat(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
 
 
 def tiles(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether `boxes` cover every element of `whole` exactly once, and nothing else."""
+    """Whether the rectangles `boxes` cover every element of the rectangle `whole` exactly once, and
+    nothing else.
+    """
     found = np.array(list(boxes), dtype=np.int64).reshape(-1, 4)
     if len(found) == 0:
         return whole.area == 0
@@ -175,7 +198,10 @@ def tiles(boxes: Iterable[Box], whole: Box) -> bool:
 
 
 def fills(owned: Owned) -> str:
-    """Name of a buffer that the pieces do not fill exactly once, or an empty string."""
+    """Check that the rectangles in each buffer of a rank lie one after the other, row by row, and
+    fill the buffer exactly. Returns the name of a buffer where they do not; "" if there is none.
+    `owned`: the rank's rectangles and sizes of its buffers.
+    """
     reached = dict.fromkeys(owned.sizes, 0)
     for piece in sorted(owned.pieces, key=lambda piece: piece.offset):
         if piece.box.rows > 1 and piece.stride != piece.box.columns:
@@ -187,13 +213,16 @@ def fills(owned: Owned) -> str:
 
 
 def empty_buffers(owned: Owned, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """{buffer: zeros [size]} of a rank."""
+    """A rank's flat buffers, {name: zeros [size]} of `dtype` on the CPU, with the names and sizes
+    in `owned`.
+    """
     return {name: torch.zeros(size, dtype=dtype) for name, size in owned.sizes.items()}
 
 
 def scatter(owned: Owned, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cut one rank's pieces, which `owned` lists, out of whole tensors {name: tensor}: the rank's
-    buffers {buffer: flat tensor}, which are 0 where no piece lies.
+    """Cut one rank's rectangles, which `owned` lists, out of whole tensors {name: tensor} of one
+    dtype. Returns the rank's buffers {name: flat tensor} on the CPU, which are 0 where no piece
+    lies.
     """
     dtype = next(iter(whole.values())).dtype
     buffers = empty_buffers(owned, dtype)

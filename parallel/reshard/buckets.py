@@ -1,4 +1,5 @@
-"""Buckets: groups of a rank's buffers that are received together, in one block of memory.
+"""Buckets of weight transfer: groups of a destination rank's flat buffers that are received
+together, in one block of memory, so that few large messages are sent.
 
 Small buffers share a bucket; a buffer larger than a bucket is split between rows into buckets of
 its own.
@@ -22,7 +23,11 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Buffers of a receiving rank, or parts of them, and their places in one memory block."""
+    """Flat buffers of a receiving rank, or parts of them, that are received together in one block
+    of memory: for each buffer its first byte in the block (`offsets`), its number of elements here
+    (`sizes`) and the index in the whole buffer of the first of them (`starts`). `number` is the
+    bucket's place in the order of transfer, from 0. Made by `make_buckets`.
+    """
 
     number: int
     """Position of the bucket in the order of transfer, from 0."""
@@ -37,7 +42,7 @@ class Bucket:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the bucket's memory block."""
+        """Bytes of the bucket's memory block, with the alignment of each buffer."""
         return max(
             (
                 self.offsets[name] + _aligned(size * self.itemsize)
@@ -47,14 +52,19 @@ class Bucket:
         )
 
     def buffers(self, block: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """{buffer: flat view} of the bucket's memory `block`, uint8 [num_bytes or more]."""
+        """{buffer: flat view of `dtype`} of the bucket's memory `block`, a uint8 tensor
+        [num_bytes or more]; writing to a view writes to the block.
+        """
         return {
             name: block[start : start + self.sizes[name] * self.itemsize].view(dtype)
             for name, start in self.offsets.items()
         }
 
     def part(self, piece: Piece) -> Piece | None:
-        """The part of `piece` that lies in this bucket, placed relative to it, or None."""
+        """Cut `piece`, a rectangle of a tensor that lies in one of the rank's whole buffers, to the
+        rows that lie in this bucket. The offset of the result counts elements from the beginning of
+        the bucket's part of the buffer. None if no row of it lies here.
+        """
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the whole piece is in this bucket
@@ -68,11 +78,13 @@ class Bucket:
 
 
 def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
-    """Group a destination's buffers, in order, into buckets of at most `limit_bytes` bytes.
+    """Group a destination rank's buffers, in order, into buckets of at most `limit_bytes` bytes.
+    `owned`: what lies in the buffers; `itemsize`: bytes of an element.
 
     Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit, because
     engines rebuild whole modules. A larger buffer is split between rows, into parts of at least one
-    row.
+    row; one that holds no whole rows of equal length (a ZeRO slice) is not split and exceeds the
+    limit.
     """
     widths = _widths(owned)
     modules: dict[str, list[str]] = {}
@@ -99,9 +111,12 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
 
 
 def copies_of(copies: Sequence[Copy], buckets: list[Bucket]) -> list[list[Copy]]:
-    """Assign copies to buckets; a copy into a buffer that spans buckets is split.
+    """Assign the copies to one destination rank to the rank's buckets, which are parts of its
+    buffers that are received together; a copy into a buffer that spans buckets is split. `copies`:
+    rectangles of tensors with their places in the source's and the destination's buffer.
 
-    Returns by bucket the copies, whose targets are relative to the bucket's part of the buffer.
+    Returns for each bucket the list of its copies. Their destination offsets count elements from
+    the beginning of the bucket's part of the buffer.
     """
     where: dict[str, list[Bucket]] = defaultdict(list)
     for bucket in buckets:

@@ -18,10 +18,13 @@ def training_owned(
     layout: Layout,
     zero_stage: int,
 ) -> list[Owned]:
-    """What each rank of a training layout owns, one buffer for each tensor.
+    """What each rank of a training layout has of a model: by rank, the rectangles of whole tensors
+    in its flat buffers, one buffer for each tensor and of the same name.
 
-    Under ZeRO 3 buffers are sliced over data x sequence. Raises `ValueError` for a tensor that is
-    split along another dimension than the first, or the last of two.
+    `shapes`: {tensor: whole shape}. `shards`: {tensor: `Shard`, the dimension and indices at which
+    tensor-parallel ranks split it}; others are whole on every rank. Under `zero_stage` 3 buffers
+    are sliced over data x sequence; below that each of these ranks has all. Raises `ValueError` for
+    a tensor that is split along another dimension than the first, or the last of two.
     """
     whole_ranks = []
     for rank in range(layout.tensor):
@@ -41,8 +44,10 @@ def training_owned(
 
 
 def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:
-    """The box of tensor `name` (whole shape `shape`) that tensor rank `rank` owns; all of it where
-    the tensor is not sharded. Raises `ValueError` for a shard that is not a box of the matrix.
+    """The rectangle of tensor `name` (whole shape `shape`) that tensor-parallel rank `rank` has.
+    `shard`: the dimension and indices at which the ranks split the tensor; None where each has all
+    of it. Raises `ValueError` where such a part is no rectangle of the tensor as a matrix (rows:
+    dimension 0; columns: all others flattened).
     """
     box = matrix(shape)
     if shard is None:
@@ -58,7 +63,9 @@ def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int)
 
 
 def whole_owned(shapes: Mapping[str, tuple[int, ...]]) -> list[Owned]:
-    """One rank that owns every tensor whole: a Hugging Face checkpoint."""
+    """A list of one rank that has every tensor whole, as a Hugging Face checkpoint: one buffer for
+    each tensor and of the same name. `shapes`: {tensor: shape}.
+    """
     owned = Owned()
     for name, shape in shapes.items():
         owned.add(name, matrix(shape), name)

@@ -26,12 +26,17 @@ from megarl.parallel.reshard.plan import (
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which tensors of a model lie alike on all ranks of both sides."""
+    """Which tensors of a model lie alike on all ranks of both sides of a resharding, as the same
+    weight of each layer does, so that the plan for one of them stands for all: `like` is {tensor:
+    the tensor that stands for it}, `buffers` {tensor: its buffer on the destination ranks}.
+    """
 
     like: Mapping[str, str]
-    """{tensor: the tensor that stands for it}, all tensors of the model in their order."""
+    """{tensor: the tensor that stands for it; itself for one that stands for others}, all tensors
+    of the model in their order."""
     buffers: Mapping[str, str]
-    """{tensor: its buffer on the destinations}; on the sources a tensor's buffer has its name."""
+    """{tensor: name of the buffer on the destinations in which it lies}; on the sources a tensor's
+    buffer has the tensor's name."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class _Template:
 
     @cached_property
     def open(self) -> list[tuple[int, int, list[int]]]:
-        """[(region, elements, source ranks)] of the regions with a choice."""
+        """The rectangles of one tensor for one destination rank that more than one source rank
+        could send: [(number of the rectangle in this object's list, its elements, source ranks that
+        have it)].
+        """
         return [
             (number, box.area, [source for source, _ in candidates])
             for number, (_, box, candidates) in enumerate(self.regions)
@@ -56,7 +64,10 @@ class _Template:
 
     @cached_property
     def by_source(self) -> dict[int, list[tuple[int, int]]]:
-        """{source rank: [(region, index of the source)]} of the regions without a choice."""
+        """The rectangles of one tensor for one destination rank that only one source rank can send,
+        or that lie in the destination's own memory: {source rank: [(number of the rectangle in this
+        object's list, index of the source among those that have it)]}.
+        """
         found: dict[int, list[tuple[int, int]]] = {}
         for number, index in enumerate(self.fixed):
             if index is not None:
@@ -66,7 +77,9 @@ class _Template:
 
     @cached_property
     def load(self) -> dict[int, int]:
-        """{source rank: elements} that are sent from other memory without a choice."""
+        """{source rank: number of elements} of one tensor for one destination rank that only this
+        source can send and that do not lie in the destination's own memory.
+        """
         return {
             source: sum(self.regions[number][1].area for number, _ in found)
             for source, found in self.by_source.items()
@@ -75,7 +88,11 @@ class _Template:
 
 
 class PlanPart:
-    """The copies of one rank, out of the plan for a whole model."""
+    """The copies that one rank sends (`of_source`) or receives (`of_destination`) in a resharding,
+    computed without making those of the other ranks. They equal that rank's copies of `make_plan`
+    for the whole model. Made from the rectangles that source ranks have and destination ranks need
+    of some tensors, and from `Kinds`, which says for which others each of them stands.
+    """
 
     def __init__(
         self,
@@ -84,16 +101,17 @@ class PlanPart:
         kinds: Kinds,
         local: Mapping[int, int] | None = None,
     ) -> None:
-        """Compute who sends what, without copies.
+        """Compute who sends what, without making copies.
 
         Args:
-            sources: what each source rank owns of the tensors that stand for a kind.
-            destinations: what each destination rank needs of them.
-            kinds: which tensors they stand for.
+            sources: by source rank, which rectangles it has of the tensors that stand for others.
+            destinations: by destination rank, which rectangles of these tensors it needs.
+            kinds: which tensors of the model they stand for.
             local: {destination rank: source rank in the same memory}.
 
         Raises:
-            ValueError: as `make_plan`.
+            ValueError: no source has what a destination needs, sources own overlapping rectangles
+                of a tensor, or a destination's pieces do not fill its buffers exactly.
         """
         self._kinds, self._destinations, local = kinds, len(destinations), local or {}
         count: dict[str, int] = dict.fromkeys(kinds.like.values(), 0)
@@ -117,13 +135,18 @@ class PlanPart:
         self._dealt = deal(choices, load)
 
     def of_source(self, source: int) -> list[Copy]:
-        """The copies that source rank `source` sends, in the order of the destinations."""
+        """The copies that source rank `source` sends, ascending by destination rank: each a
+        rectangle of a tensor with its places in the source's and the destination's flat buffer.
+        """
         return [
             copy for rank in range(self._destinations) for copy in self._copies(rank, source=source)
         ]
 
     def of_destination(self, rank: int) -> list[Copy]:
-        """The copies that destination rank `rank` receives."""
+        """The copies that destination rank `rank` receives, in the order of the model's tensors:
+        each a rectangle of a tensor with its places in the source's and the destination's flat
+        buffer.
+        """
         return list(self._copies(rank))
 
     def _copies(self, rank: int, source: int | None = None) -> Iterator[Copy]:

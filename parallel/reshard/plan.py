@@ -1,10 +1,12 @@
-"""The reshard plan: which copies bring the tensors that sources own to the destinations.
+"""The reshard plan: which copies bring weights from the ranks that have them (sources, such as
+trainer ranks) to the ranks that need them in another layout (destinations, such as the ranks of
+inference engines).
 
     [Owned of each source rank], [Owned of each destination rank] -> [Copy, ...]
 
 A pure function: each element of each destination is written once, and both sides compute the same
-plan from the same arguments. Where several sources own the same box, the work is shared evenly; a
-source in the destination's own memory is preferred.
+plan from the same arguments. Where several sources have the same part of a tensor, the work is
+shared evenly; a source in the destination's own memory is preferred.
 """
 
 from __future__ import annotations
@@ -19,48 +21,59 @@ import torch
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills, tiles
 
 GRAIN = 2**20
-"""Regions below this number of elements are not split between several sources."""
+"""Rectangles of fewer elements than this are not split between several sources."""
 
 
 class Copy(NamedTuple):
-    """A region of a tensor to be copied from a source rank's buffer to a destination rank's."""
+    """A rectangle of a tensor that is copied from the flat buffer of rank number `source` to that
+    of rank number `destination`. `taken` is where it lies in the source's buffer, `put` where it
+    goes in the destination's: tensor, rectangle, name of the buffer, offset and stride in elements.
+    """
 
     source: int
-    """Source rank, which sends the region."""
+    """Number of the source rank, which sends."""
     taken: Piece
-    """Where the region lies in the source rank's buffer."""
+    """Where the rectangle lies in the source rank's buffer."""
     destination: int
-    """Destination rank, which receives the region."""
+    """Number of the destination rank, which receives."""
     put: Piece
-    """Where the region goes in the destination rank's buffer."""
+    """Where the rectangle goes in the destination rank's buffer."""
 
     @property
     def tensor(self) -> str:
-        """Name of the tensor."""
+        """Name of the tensor, as the source rank calls it."""
         return self.taken.tensor
 
     @property
     def area(self) -> int:
-        """Number of elements."""
+        """Number of elements that are copied."""
         return self.taken.box.area
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a resharding, in the order of the destinations."""
+    """All copies of a resharding (`copies`, by destination rank), and methods for what they cost in
+    bytes and seconds. `sources` and `destinations` say which rectangles of which tensors each rank
+    has or needs. Made by `make_plan`; `apply_plan` carries it out within one process.
+    """
 
     copies: list[Copy]
     sources: Sequence[Owned]
     destinations: Sequence[Owned]
     local: Mapping[int, int]
-    """{destination rank: source rank in the same memory}, where there is one."""
+    """{destination rank: source rank in the same memory}, where there is one, as on a GPU that
+    trainer and engine share."""
 
     def is_local(self, copy: Copy) -> bool:
-        """Whether source and destination are in the same memory."""
+        """Whether source and destination rank of `copy` are in the same memory, as on a GPU that
+        trainer and engine share; such a copy crosses no network.
+        """
         return self.local.get(copy.destination) == copy.source
 
     def links(self, itemsize: int) -> Counter[tuple[int, int]]:
-        """{(source rank, destination rank): bytes}, without local copies."""
+        """{(source rank, destination rank): bytes that are copied}, without copies within one
+        memory. `itemsize`: bytes of an element.
+        """
         found: Counter[tuple[int, int]] = Counter()
         for copy in self.copies:
             if not self.is_local(copy):
@@ -68,12 +81,14 @@ class Plan:
         return found
 
     def moved(self, itemsize: int) -> int:
-        """Bytes copied between different memories."""
+        """Bytes that are copied between different memories, of all ranks together. `itemsize`:
+        bytes of an element.
+        """
         return self.links(itemsize).total()
 
     def minimum(self, itemsize: int) -> int:
-        """Lower bound on the bytes that any plan must move: what destinations need and do not have
-        in their own memory.
+        """Lower bound on the bytes that any plan must copy between different memories: what
+        destinations need and do not have in their own memory. `itemsize`: bytes of an element.
         """
         wanted = 0
         for rank, owned in enumerate(self.destinations):
@@ -89,8 +104,10 @@ class Plan:
         return wanted * itemsize
 
     def seconds(self, itemsize: int, *, bytes_per_s: float) -> float:
-        """Predicted seconds of the busiest rank, which sends and receives at `bytes_per_s` at
-        once."""
+        """Predicted seconds of the whole resharding: those of the busiest rank, where each rank
+        sends at `bytes_per_s` and receives at `bytes_per_s` at the same time. `itemsize`: bytes of
+        an element.
+        """
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
         for (source, destination), count in self.links(itemsize).items():
@@ -102,10 +119,14 @@ class Plan:
 def make_plan(
     sources: Sequence[Owned], destinations: Sequence[Owned], local: Mapping[int, int] | None = None
 ) -> Plan:
-    """The copies that fill every destination from the sources, each element once.
+    """The copies that fill every destination rank's buffers from those of the source ranks, each
+    element once.
 
-    `local` is `Plan.local`. Raises `ValueError` with the tensor's name where no source owns what a
-    destination needs, or where sources own overlapping boxes of a tensor.
+    `sources` and `destinations`: by rank, which rectangles of which tensors lie where in the rank's
+    buffers. `local`: {destination rank: source rank in the same memory}. Raises `ValueError`, with
+    the name of the tensor or buffer, where no source has what a destination needs, where sources
+    own overlapping rectangles of a tensor, or where a destination's pieces do not fill its buffers
+    exactly.
     """
     local = local or {}
     elements = sum(sum(owned.sizes.values()) for owned in destinations)
@@ -132,7 +153,7 @@ def make_plan(
 
 
 Region = tuple[Box, list[tuple[int, Piece]]]
-"""(region of a tensor, [(source rank, its piece)] that could send it)"""
+"""(rectangle of a tensor, [(source rank, its piece)] that contain it)"""
 
 
 class _Need(NamedTuple):
@@ -145,9 +166,11 @@ class _Need(NamedTuple):
 
 
 def holders_of(sources: Sequence[Owned]) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
-    """{tensor: {box: [(rank, piece)] that own exactly this box}}.
+    """Which source ranks have which rectangles of each tensor: {tensor: {rectangle: [(source rank,
+    where it lies in the rank's buffer)]}}, rectangles ascending. `sources`: by rank, its rectangles
+    and their places in its flat buffers.
 
-    Raises `ValueError` where different boxes of a tensor overlap or leave gaps.
+    Raises `ValueError` where different rectangles of a tensor overlap or leave gaps.
     """
     found: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
     for rank, owned in enumerate(sources):
@@ -175,9 +198,13 @@ def regions_of(
     here: int | None,
     grain: int,
 ) -> list[Region]:
-    """Split a piece that a rank needs into regions, each with the sources that have it.
+    """Split `piece`, a rectangle of a tensor that destination rank `rank` needs, into rectangles
+    that a single source can send. Returns [(rectangle, [(source rank, the source's larger rectangle
+    that contains it, with its place in the buffer)])].
 
-    `here` is the source rank in the same memory. Raises `ValueError` where sources do not cover the
+    `boxes`: what sources own of this tensor, one entry of `holders_of`. `here`: the source rank in
+    the destination's memory, or None. `grain`: elements above which a rectangle that several
+    sources have is split into bands of rows. Raises `ValueError` where sources do not cover the
     piece.
     """
     made: list[Region] = []
@@ -198,16 +225,17 @@ def regions_of(
 
 
 def grain_of(elements: int) -> int:
-    """Size, in elements, of the regions into which shared tensors are split, where all destinations
-    together need `elements`. It is small compared with the total, so that the load of the sources
-    is even.
+    """Number of elements above which a rectangle that several sources have is split between them,
+    where all destinations together need `elements` elements. It is small compared with the total,
+    so that the load of the sources is even.
     """
     return max(GRAIN, elements // 1024)
 
 
 def fixed_choice(candidates: Sequence[tuple[int, Piece]], here: int | None) -> int | None:
-    """Index of the only possible source of a region: the one in the same memory, `here`, or the
-    only one that there is. None where there is a choice.
+    """Which source must send a rectangle, as an index into `candidates` [(source rank, its piece)]:
+    the one in the destination's memory (`here`, a source rank or None), or the only one there is.
+    None where there is a choice.
     """
     for index, (source, _) in enumerate(candidates):
         if source == here:
@@ -216,11 +244,12 @@ def fixed_choice(candidates: Sequence[tuple[int, Piece]], here: int | None) -> i
 
 
 def deal(choices: Sequence[tuple[int, int, Sequence[int]]], load: list[int]) -> dict[int, int]:
-    """Choose the least loaded source for each region, large regions first.
+    """Choose for each rectangle the source rank that sends the least so far, large rectangles
+    first.
 
-    `choices`: [(number of the region, its elements, source ranks that have it)]. `load`: elements
-    that each source sends so far, to which the regions are added. Returns {number: index among the
-    region's ranks}.
+    `choices`: [(number of the rectangle, its elements, source ranks that have it)]. `load`:
+    elements that each source sends so far, to which the rectangles are added in place. Returns
+    {number: index among the rectangle's source ranks}.
     """
     found = {}
     for number, area, ranks in sorted(choices, key=lambda choice: (-choice[1], choice[0])):
@@ -251,12 +280,15 @@ def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) ->
     return made
 
 
-def apply(
+def apply_plan(
     plan: Plan,
     sources: Sequence[Mapping[str, torch.Tensor]],
     destinations: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Carry out a plan between flat buffers {name: tensor} of sources and destinations."""
+    """Carry out a plan within one process. `sources` and `destinations`: by rank, {buffer name:
+    flat tensor}; the destinations' tensors are written in place, and elements are converted to
+    their dtype.
+    """
     for copy in plan.copies:
         taken = copy.taken.view(sources[copy.source][copy.taken.buffer])
         copy.put.view(destinations[copy.destination][copy.put.buffer]).copy_(taken)

@@ -107,7 +107,7 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
         shapes = whole_shapes(network.model, network.shards)
         start = {name: weight.clone() for name, weight in engine.weights()}
         files = RankFiles(Path(folder))
-        engine.save(folder, files)
+        engine.save(Path(folder), files)
         files.finish()
         engine.destroy()
         other = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
@@ -115,11 +115,18 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
             for parameter in other.parameters():
                 parameter.zero_()
         engine = TrainEngine(other, training, mesh, device, total_steps=9)
-        engine.load(folder)
+        engine.load(Path(folder))
         loaded = {name: weight.clone() for name, weight in engine.weights()}
         engine.destroy()
+    training = TrainingConfig(zero_stage=stage)
+    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh:
+        network = RoleModel(load_model(config, dtype=torch.float32, seed=1), mesh, training)
+        engine = TrainEngine(network, training, mesh, device, total_steps=9)
+        engine.load(Path(folder))
+        elsewhere = {name: weight.clone() for name, weight in engine.weights()}
+        engine.destroy()
     mesh_module.finalise()
-    return {"kinds": kinds, "shapes": shapes, "start": start, "loaded": loaded}
+    return dict(kinds=kinds, shapes=shapes, start=start, loaded=loaded, elsewhere=elsewhere)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -144,6 +151,6 @@ def test_whole_weights_and_checkpoints(tmp_path: Path, wide: str, stage: int) ->
         assert found["shapes"] == {
             name: tuple(parameter.shape) for name, parameter in whole.items()
         }
-        for weights in (found["start"], found["loaded"]):
+        for weights in (found["start"], found["loaded"], found["elsewhere"]):
             assert weights.keys() == whole.keys()
             assert all(torch.equal(weights[name], whole[name]) for name in whole)

@@ -23,7 +23,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-from support.engine_ranks import DEADLINE_S, Case, Engines, regions, spec_of, table, weights
+from support.engine_ranks import (
+    DEADLINE_S,
+    Case,
+    Engines,
+    regions,
+    spec_of,
+    table,
+    weights,
+    whole_plan,
+)
 from support.ranks import run_ranks
 
 NEVER_S = 1.0
@@ -45,21 +54,27 @@ def attempt(
     axis: Any,
     transport: str,
     version: int,
+    number: int,
     *,
     timeout_s: float = DEADLINE_S,
     stop_at: int = -1,
     die_at: int = -1,
     without: int = -1,
 ) -> dict[str, Any]:
-    """One try at a version, as a publisher does it, the same on all ranks: what went wrong on each,
+    """Try number `number` at a version, as a publisher does it, the same on all ranks: what went
+    wrong on each,
     and what was found.
     """
     import torch
 
-    from megarl.parallel.collectives import all_reduce, broadcast_object, gather_objects
+    from megarl.parallel.collectives import (
+        all_reduce,
+        barrier,
+        broadcast_object,
+        gather_objects,
+    )
     from megarl.parallel.reshard.boxes import scatter
     from megarl.weight_sync.checksums import carried, signed
-    from megarl.weight_sync.route import whole_plan
 
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
     sources = scatter(whole_plan(route.spec, table()).sources[axis.rank], weights(version))
@@ -74,7 +89,19 @@ def attempt(
         if engines is not None and transport != "point_to_point":  # which notices by itself
             engines.poll()
 
-    sender.begin(version)
+    sent: Counter[tuple[int, int]] = Counter()
+    if transport == "point_to_point":
+        send = type(sender._group).send
+
+        def counted(messages: dict[int, Any], *rest: Any) -> Any:
+            sent.update({(axis.rank, to - axis.size): one.nbytes for to, one in messages.items()})
+            return send(sender._group, messages, *rest)
+
+        sender._group.send = counted
+    for first in (True, False):  # rank 0 before the others
+        if first == (axis.rank == 0):
+            sender.begin(version, number)
+        barrier(axis)
     try:
         if engines is not None:
             engines.connect(
@@ -104,7 +131,6 @@ def attempt(
     else:
         found = {"seconds": time.monotonic() - started_at, "progress": len(route.buckets)}
     problems = gather_objects(problem, axis)
-    sent = Counter(getattr(sender, "sent", {}))
     found |= {
         "lost": sender.lost(),
         "sent": sum(gather_objects(sent, axis), Counter()),
@@ -119,15 +145,16 @@ def through(
 ) -> dict[str, Any]:
     """What one transport did: the attempts by name, and what was planned."""
     from megarl.parallel.collectives import barrier
-    from megarl.weight_sync.route import Route, whole_plan
-    from megarl.weight_sync.transports.transport_table import SENDERS
+    from megarl.weight_sync.route import Route
+    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     route = Route.of_source(spec_of(case, transport), table(), axis.rank)
-    sender = SENDERS[transport](route, axis, folder)
+    sender = TRANSPORTS[transport].Sender(route, axis, folder)
     found: dict[str, Any] = {}
 
     def bring(what: str, version: int, **options: Any) -> None:
-        found[what] = attempt(sender, engines, axis, transport, version, **options)
+        number = len(found) + 1
+        found[what] = attempt(sender, engines, axis, transport, version, number, **options)
 
     for version in range(3):
         bring(f"version {version}", version)
@@ -312,9 +339,9 @@ def alone(transport: str, folder: str) -> Any:
     """The only trainer rank's sender."""
     from megarl.parallel.mesh import Axis
     from megarl.weight_sync.route import Route
-    from megarl.weight_sync.transports.transport_table import SENDERS
+    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
-    return SENDERS[transport](
+    return TRANSPORTS[transport].Sender(
         Route.of_source(spec_of(ALONE, transport), table(), 0),
         Axis("world", 1, 0, (0,), None),
         folder,
@@ -334,9 +361,9 @@ def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         RuntimeError, match=rf"no disk space for version 0 in {tmp_path}.* 0\.0 MiB are free"
     ):
-        sender.begin(0)
+        sender.begin(0, 1)
     monkeypatch.undo()
-    sender.begin(1)
+    sender.begin(1, 2)
     bucket = sender._route.buckets[0]
     sender.reserve(bucket, lambda: None)
     full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -351,7 +378,7 @@ def test_disk_wants_a_folder_and_room(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
     sender = alone("disk", str(tmp_path))
     for version in (7, 8):
-        sender.begin(version)
+        sender.begin(version, version - 6)
         for bucket in sender._route.buckets:
             sender.reserve(bucket, lambda: None)
             sender.commit(bucket, lambda: None)
@@ -363,24 +390,24 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
 
 
 def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
-    from megarl.weight_sync.transports.transport_table import RECEIVERS
+    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     sender = alone("disk", str(tmp_path))
     sender.close()
     with pytest.raises(ValueError, match=r"is not there on .*weight_sync\.folder"):
-        RECEIVERS["disk"](sender._route, 0, 0, sender.init_info())
+        TRANSPORTS["disk"].Receiver(sender._route, 0, 0, sender.init_info())
 
 
 def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from megarl.weight_sync.transports.transport_table import RECEIVERS
+    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs GPUs"):
         alone("cuda_ipc", "")
     with pytest.raises(ValueError, match="needs GPUs"):
-        RECEIVERS["cuda_ipc"](None, 0, 0, {})
+        TRANSPORTS["cuda_ipc"].Receiver(None, 0, 0, {})
 
 
 def test_cuda_ipc_opens_only_what_it_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,8 @@ def learn(folder: str, place: Any, device: Any) -> Learnt:
                 for n, name in enumerate(samples.ids.tolist()):
                     part = column[samples.offsets[n] : samples.offsets[n + 1]]
                     predicted[-1][name] = part.tolist()
-        critic.start(step, returns)
+        critic.start(returns)
+        critic.learn(step)
         metrics.append(critic.finish(step))
     if role is not None:
         role.destroy()

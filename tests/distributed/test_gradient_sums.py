@@ -90,7 +90,7 @@ def trained(
             optimizer_steps=STEPS,
         )
     if load:
-        role.engine.load(load)
+        role.engine.load(Path(load))
     counts, norms = [], []
     for step in range(1 if load else 0, STEPS):
         with host.counted(role.engine._engine.optimizer):
@@ -104,7 +104,7 @@ def trained(
         norms.append(role.engine.step()[0])
         if save and step == 0:
             files = RankFiles(Path(save))
-            role.engine.save(save, files)
+            role.engine.save(Path(save), files)
             files.finish()
     weights = {name: one.float().cpu().numpy().copy() for name, one in role.engine.weights()}
     sums = [(one.device.type, one.nbytes) for one in sums_of(role.engine._engine.optimizer)]

@@ -95,7 +95,7 @@ def trained(
     if scale := role.engine.loss_scale:
         scale.value = 1.0  # a sum overflows at a larger one
     if load:
-        role.engine.load(load)
+        role.engine.load(Path(load))
     for step in range(STEPS - 1 if load else 0, STEPS):
         if hands_over:
             role.engine.offload()
@@ -113,7 +113,7 @@ def trained(
             found["sums"] = sum(one.untyped_storage().nbytes() for one in sums)
             if save and step == STEPS - 1:
                 files = RankFiles(Path(save))
-                role.engine.save(save, files)
+                role.engine.save(Path(save), files)
                 files.finish()
             role.engine.reload()
         for last in (False, True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import training_cases
 from support.ranks import run_ranks
-from support.tiny import VOCABULARY
+from support.tiny import VOCABULARY, write_adapter
 from support.training_cases import Case, assert_equal, write
 
 from megarl.schema import replace
@@ -75,12 +75,29 @@ def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list
         with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
             target = Path(folder) / f"{mesh.world.size}_{number}"
             used.append(use_one(model, mesh, device, stage, target))
+    layout, stage = places[-1]
+    with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:  # the state of the first place
+        source = Path(folder) / f"{mesh.world.size}_0" / "state"
+        used[0]["moved"] = read_state(model, mesh, device, stage, source)
     mesh_module.finalise()
     return trained, used
 
 
+def read_state(model: str, mesh: Any, device: Any, stage: int, state: Path) -> torch.Tensor:
+    """Log-probs of a policy that has read `state`."""
+    from megarl.trainer.role import Role
+
+    training = TrainingConfig(zero_stage=stage, lora=LORA)
+    common: dict[str, Any] = dict(mesh=mesh, device=device, seed=9, optimizer_steps=4)
+    role = Role("policy", model=ModelConfig(path=model), training=training, **common)
+    role.engine.load(state)
+    found = role.logprobs(documents())
+    role.destroy()
+    return found
+
+
 def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
-    from megarl.checkpoints.adapter_files import SCORE, write_adapter
+    from megarl.checkpoints.adapter_files import SCORE
     from megarl.checkpoints.export import WeightExport
     from megarl.checkpoints.rank_files import RankFiles
     from megarl.parallel.collectives import barrier
@@ -134,7 +151,7 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         write_adapter(folder / "adapter", adapters, LORA, base=model, base_digest="")
         write_adapter(folder / "judge", adapters | {SCORE: score}, LORA, base=model, base_digest="")
         module.model.config.save_pretrained(folder / "model")
-    role.engine.save(str(folder / "state"), files)
+    role.engine.save(folder / "state", files)
     files.finish()
     learn(role)
     third = role.logprobs(samples)
@@ -145,7 +162,7 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
     frozen.destroy()
     again = Role("policy", optimizer_steps=4, **starts)
     at_first = again.keep_adapters()
-    again.engine.load(str(folder / "state"))
+    again.engine.load(folder / "state")
     with at_first():
         reference = again.logprobs(samples)
     resumed = again.logprobs(samples)
@@ -219,6 +236,7 @@ def test_every_layout_trains_adapters_as_one_rank(
             check_use(model, place, result)
             expected = alone[1][0]["trained"]
             torch.testing.assert_close(result["trained"], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(results[1][0]["moved"], expected, rtol=0, atol=2e-5)
 
 
 def merged(result: Any, case: Case) -> Any:

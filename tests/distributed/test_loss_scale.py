@@ -102,12 +102,12 @@ def run(
     if window:
         found._optimizer.loss_scaler.scale_window = window
     if load:
-        policy.engine.load(load)
+        policy.engine.load(Path(load))
     reports = []
     for step in range(1 if load else 0, STEPS):
         if save and step == 1:
             files = RankFiles(Path(save))
-            policy.engine.save(save, files)
+            policy.engine.save(Path(save), files)
             files.finish()
         made = groups(3, 3, seed=step)
         dealt = shares(

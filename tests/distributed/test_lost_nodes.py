@@ -224,7 +224,7 @@ def test_a_wrong_time_of_silence_is_one_line(
     said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(LOST_AFTER, said)
-    assert torchrun.run(["--nproc-per-node", "1", "absent.py"]) == 2
+    assert torchrun.run_agent(["--nproc-per-node", "1", "absent.py"]) == 2
     assert capsys.readouterr().err == (
         f"megarl: error: {LOST_AFTER} is {said!r}; set it to 2 seconds or more, or to 0 for never\n"
     )

@@ -30,45 +30,25 @@ class Engine:
         self.dies_at, self.hangs = -1, False
 
     def connect(self, info: dict[str, Any]) -> None:
-        from megarl.weight_sync.bucket_receiver import BucketReceiver
-        from megarl.weight_sync.route import Route, RouteSpec
-        from megarl.weight_sync.transports.transport_table import RECEIVERS
+        from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
 
-        spec = RouteSpec(**info["spec"])
-        self.route = Route.of_destination(spec, table(), spec.destination(info["engine"], 0))
-        self.receiver = RECEIVERS[info["transport"]](
-            self.route, info["engine"], 0, info["init_info"]
-        )
-        self.intake = BucketReceiver(self.route, self.receiver)
+        self.intake = BucketReceiver(InitInfo(**info), table(), 0)
+        self.receiver: Any = self.intake.receiver
 
     def take(self, version: int) -> list[dict[str, Any]]:
-        from megarl.weight_sync.bucket_receiver import deadline_watch
-        from megarl.weight_sync.checksums import signed
-
-        digests, seconds = (
-            [0] * len(self.route.tensors),
-            dict.fromkeys(("wait", "digest", "install"), 0.0),
-        )
-        watch = deadline_watch(DEADLINE_S)
         if self.hangs and self.dies_at >= 0:  # those below it receive nothing either
             meeting = self.receiver._meeting
-            meeting.attempt = meeting.get("attempt")
+            meeting.attempt = meeting.number("attempt")
             while not meeting.is_aborted():
                 time.sleep(0.05)
             self.receiver.close()
             raise OSError("the engine hung")
-        for bucket, stored in self.intake.buckets(version, watch, seconds):
+        for bucket, stored in self.intake.buckets(version, DEADLINE_S):
             if bucket.number == self.dies_at:
                 self.receiver.close()
                 raise OSError("the engine is gone")
-            self.intake.digest(bucket, stored, digests, seconds)
-        return [
-            {
-                "version": version,
-                "digests": [signed(value) for value in digests],
-                "seconds": seconds,
-            }
-        ]
+            self.intake.digest(bucket, stored)
+        return [self.intake.status(version)]
 
 
 class Answer:
@@ -190,12 +170,14 @@ def publishes(case: str) -> list[str]:
     """What each of three publishes came to on this rank; the second is the one in which something
     goes wrong. With a relay there are five engines: 0 sends to 1 and 2, and 1 to 3 and 4.
     """
+    from megarl.parallel import collectives
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.weight_sync import checksums
     from megarl.weight_sync import publisher as wire
     from megarl.weight_sync.config import WeightSyncConfig
+    from megarl.weight_sync.probe import Probe
 
     bucket_bytes = 2**20 if "one bucket" in case else 2**10
     transport = "point_to_point" if "relay" in case else "shared_memory"
@@ -219,10 +201,9 @@ def publishes(case: str) -> list[str]:
             engine_tensor=1,
             mesh=mesh,
             dtype="float32",
-            precision="float32",
-            vocabulary=100,
-            max_tokens=16,
-            seed=0,
+            probe=Probe.random(
+                dtypes=("float32",), vocab_size=100, max_tokens=16, seed=0, tolerance=0.0
+            ),
         )
         plain = checksums.carry
         for version in range(3):
@@ -242,7 +223,9 @@ def publishes(case: str) -> list[str]:
                 if "both" in case:
                     engines.engines[1].dies_at = 3 if wrong else -1
             try:
-                metrics = publisher.publish(version)
+                with patch.object(collectives, "waits", wraps=collectives.waits) as told:
+                    metrics = publisher.publish(version)
+                assert version > 0 or told.call_count == 4, told.call_args_list
                 found.append(f"replaced {metrics['publish/replaced']:.0f}")
                 if metrics["engines/missing"]:
                     found[-1] += f", missing {metrics['engines/missing']:.0f}"

@@ -263,7 +263,8 @@ def learn_values(
     critic = Critic(transfer, value_clip=VALUE_CLIP)
     critic.values(batch, packed)
     critic.scorer.column[0].copy_(before)
-    critic.start(0, returns)
+    critic.start(returns)
+    critic.learn(0)
     found = critic.finish(0)
     return found["critic/loss"], found["critic/grad_norm"]
 

@@ -267,7 +267,7 @@ def train_beside(folder: str, state: str) -> list[float]:
                 assert taken is not None
                 norms.append(taken[0])
                 files = RankFiles(Path(state))
-                role.engine.save(state, files)
+                role.engine.save(Path(state), files)
                 files.finish()
         role.destroy()
     mesh_module.finalise()

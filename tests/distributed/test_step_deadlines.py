@@ -48,7 +48,7 @@ def waits(tree: dict[str, Any]) -> list[float]:
         assert made.serving is not None
         return [
             context.mesh.timeout_s,
-            made.checkpoints.everyone.timeout_s,
+            made.checkpoints.world.timeout_s,
             made.serving.silence_s,
             made.serving.longest_s,
         ]

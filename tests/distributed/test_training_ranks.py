@@ -250,8 +250,16 @@ def test_deepspeeds_cpu_optimizer_takes_the_same_steps(
         assert max(found.values()) < 1e-5, (stage, found)
 
 
+def change(engine: Any, method: str, *arguments: float) -> None:
+    """Call an in-place method of torch on all weights of an engine under ZeRO 1."""
+    optimizer = engine._engine.optimizer
+    for part in optimizer.single_partition_of_fp32_groups:
+        getattr(part.data, method)(*arguments)
+    optimizer.update_lp_params()
+
+
 def save_with_a_full_disk(model: str, folder: str) -> str:
-    """Rank 1 cannot write: DeepSpeed's part, its random state, its file of the exported model, its
+    """Rank 1 cannot write: the trained state, its random state, its file of the exported model, its
     files to the disk. Returns what each rank was told.
     """
     from pathlib import Path
@@ -264,6 +272,7 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.parallel.reshard.owned import training_owned
     from megarl.parallel.tensor import whole_shapes
+    from megarl.trainer import zero_state
     from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.loading import load_model
     from megarl.trainer.model import RoleModel
@@ -272,13 +281,10 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    class FullDisk:
-        """A file on it: it can be opened, and not written."""
+    put = rank_files.RankFile._put
 
-        write, close = staticmethod(full), staticmethod(lambda: None)
-
-    def open_on_a_full_disk(file: export._File, header: bytes) -> None:
-        file._file = FullDisk()  # pyright: ignore[reportAttributeAccessIssue]
+    def put_no_model(file: rank_files.RankFile, *content: Any) -> None:
+        (full if file.path.parent.name == "model" else put)(file, *content)
 
     import torch
 
@@ -310,10 +316,10 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         )
         told: list[str] = []
         places: list[tuple[int, Any, str, Any]] = [
-            (2, torch, "save", full),
+            (2, zero_state.TrainState, "write", full),
             (3, checkpoint, "random_states", full),
-            (4, export._File, "open", open_on_a_full_disk),
-            (5, rank_files, "digest_files", full),
+            (4, rank_files.RankFile, "_put", put_no_model),
+            (5, rank_files.DirectFile, "sync", full),
         ]
         for step, where, attribute, fails in places:
             whole = getattr(where, attribute)
@@ -324,12 +330,10 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
             except OSError as error:
                 told.append(str(error))
             setattr(where, attribute, whole)
-        for weight in critic.owned().values():
-            weight.add_(1)
+        change(critic, "add_", 1)
         saved = {name: weight.clone() for name, weight in critic.owned().items()}
         path = made.save(step=6, next_ordinal=8)
-        for weight in critic.owned().values():
-            weight.zero_()
+        change(critic, "zero_")
         made.load(path)
         assert all(torch.equal(weight, saved[name]) for name, weight in critic.owned().items())
         told += save_in_background(made, critic, rank_files)
@@ -354,11 +358,9 @@ def save_in_background(made: Any, critic: Any, rank_files: Any) -> list[str]:
         return whole(file)
 
     rank_files.RankFile.finish = finish_slowly
-    for weight in critic.owned().values():
-        weight.fill_(7)
+    change(critic, "fill_", 7)
     path = made.save(step=7, next_ordinal=8)
-    for weight in critic.owned().values():
-        weight.zero_()
+    change(critic, "zero_")
     assert not path.exists()
     may_write.set()
     made.finish()

@@ -86,7 +86,7 @@ def train_with_a_kernel(model: str, settings: dict[str, Any]) -> list[float]:
     from megarl.parallel.mesh import ProcessMesh
 
     def kernel(q: Any, k: Any, v: Any, starts: Any, longest: int, scale: float) -> Any:
-        return packed_attention.reference_attention(q, k, v, starts, scale)
+        return packed_attention.packed_reference(q, k, v, starts, scale)
 
     packed_attention.varlen_function = lambda capability: kernel
     device = mesh_module.initialise(timeout_s=120)

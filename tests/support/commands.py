@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,26 @@ def write_rows(path: Path, rows: Iterable[Any]) -> str:
 def records(path: Path) -> list[dict[str, Any]]:
     """Rows of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def started(code: str, *words: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A new Python that runs `code` with these words, and the first line it prints; it is killed at
+    the end. `settings` are those of `subprocess.Popen`.
+    """
+    usual: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    command = [sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, **usual | settings) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait for what other processes or threads bring about."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)

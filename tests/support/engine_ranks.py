@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -79,25 +79,34 @@ def weights(version: int) -> dict[str, Any]:
 def spec_of(case: Case, transport: str) -> Any:
     from megarl.weight_sync.parameters import training_shards
     from megarl.weight_sync.route import RouteSpec, table_fingerprint
-    from megarl.weight_sync.transports.transport_table import SENDERS
+    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     shards = {
         name: [shard.dim, *shard.edges]
         for name, shard in training_shards(table(), case.tensor).items()
     }
     return RouteSpec(
-        data=case.data,
-        sequence=1,
-        tensor=case.tensor,
+        degrees=[case.data, 1, case.tensor],
         zero_stage=case.zero_stage,
         shards=shards,
         engines=case.engines,
         engine_tensor=case.engine_tensor,
-        shared=SENDERS[transport].SHARED,
         dtype="bfloat16",
         bucket_bytes=1024,
         table=table_fingerprint(table()),
+        local=TRANSPORTS[transport].Sender.LOCAL,
     )
+
+
+def whole_plan(spec: Any, table: list[Any]) -> Any:
+    """The copies of all ranks, in one plan; a route has one rank's part of it."""
+    from megarl.parallel.reshard.plan import make_plan
+    from megarl.weight_sync.parameters import engine_owned
+    from megarl.weight_sync.route import own_ranks, training_parts
+
+    engine = engine_owned(table, spec.engine_tensor)
+    destinations = engine * spec.engines if spec.local else engine
+    return make_plan(training_parts(spec, table), destinations, own_ranks(spec))
 
 
 def regions(sources: dict[str, Any], placed: list[Any]) -> list[Any]:
@@ -114,9 +123,7 @@ def engine(pipe: Connection) -> None:
     """Connect and take in versions as told, until told to stop."""
     import torch
 
-    from megarl.weight_sync.bucket_receiver import BucketReceiver
-    from megarl.weight_sync.route import Route, RouteSpec
-    from megarl.weight_sync.transports.transport_table import RECEIVERS
+    from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
 
     intake: BucketReceiver | None = None
     if torch.cuda.is_available():
@@ -126,13 +133,8 @@ def engine(pipe: Connection) -> None:
         if "transport" in told:
             if intake is not None:
                 intake.receiver.close()
-            spec = RouteSpec(**told["spec"])
-            place = spec.destination(told["engine"], told["rank"])
-            route = Route.of_destination(spec, table(), place)
-            receiver = RECEIVERS[told["transport"]](
-                route, told["engine"], told["rank"], told["init_info"]
-            )
-            intake = BucketReceiver(route, receiver)
+            rank = told.pop("rank")
+            intake = BucketReceiver(InitInfo(**told), table(), rank)
             pipe.send("connected")
             continue
         assert intake is not None
@@ -149,17 +151,13 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     import torch
 
     from megarl.parallel.reshard.boxes import scatter
-    from megarl.weight_sync.bucket_receiver import deadline_watch
-    from megarl.weight_sync.checksums import signed
 
-    digests, seconds = [0] * len(intake.route.tensors), {"wait": 0.0, "digest": 0.0}
     wrong, arrived = list[str](), list[Any]()
-    watch = deadline_watch(DEADLINE_S)
     expected = scatter(
         intake.route.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
     )
-    for bucket, found in intake.buckets(version, watch, seconds):
-        intake.digest(bucket, found, digests, seconds)
+    for bucket, found in intake.buckets(version, DEADLINE_S):
+        intake.digest(bucket, found)
         if bucket.number == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         for name, flat in found.items():
@@ -173,7 +171,7 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
             if start + len(flat) == len(expected[name]):
                 del expected[name]
     wrong += [name for name, flat, wanted in arrived if not torch.equal(flat.cpu(), wanted)]
-    return {"wrong": wrong + sorted(expected), "digests": [signed(value) for value in digests]}
+    return {"wrong": wrong + sorted(expected), **intake.status(version)}
 
 
 class Engines:
@@ -208,7 +206,7 @@ class Engines:
                 zip(("engine", "rank"), divmod(number, self.case.engine_tensor), strict=True)
             )
             pipe.send(
-                {"transport": transport, "spec": spec.plain(), "init_info": init_info, **place}
+                {"transport": transport, "spec": asdict(spec), "init_info": init_info, **place}
             )
         for number, (_, pipe) in enumerate(self.ranks):
             assert pipe.poll(DEADLINE_S) and pipe.recv() == "connected", number

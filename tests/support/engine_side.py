@@ -23,6 +23,7 @@ from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.types import Samples
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.families import parameter_table
+from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publisher import Publisher
 from support.tiny import VOCABULARY
 
@@ -91,10 +92,13 @@ class Side:
             engine_tensor=1,
             mesh=self._mesh,
             dtype=self.dtype,
-            precision="float32",
-            vocabulary=VOCABULARY,
-            max_tokens=96,
-            seed=0,
+            probe=Probe.random(
+                dtypes=(self.dtype, "float32"),
+                vocab_size=VOCABULARY,
+                max_tokens=96,
+                seed=0,
+                tolerance=self.probe_tolerance,
+            ),
         )
         return publisher
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megarl.environments.codec import Codec
@@ -16,6 +17,19 @@ T = TypeVar("T")
 PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
 
 
+@asynccontextmanager
+async def opened(
+    config: EnvironmentConfig, codec: Codec | None = None
+) -> AsyncIterator[Environment]:
+    """An environment, which is closed at the end."""
+    environment = Environment(config, codec)
+    try:
+        yield environment
+    finally:
+        await environment.close()
+        await environment.close()  # nothing is left to do
+
+
 def run(
     config: EnvironmentConfig,
     use: Callable[[Environment], Awaitable[T]],
@@ -25,12 +39,8 @@ def run(
     """Use an environment and close it, all within `within_s` seconds."""
 
     async def whole() -> T:
-        environment = Environment(config, codec)
-        try:
+        async with opened(config, codec) as environment:
             return await use(environment)
-        finally:
-            await environment.close()
-            await environment.close()  # nothing is left to do
 
     return asyncio.run(asyncio.wait_for(whole(), within_s))
 
@@ -45,6 +55,16 @@ def ask(
         return await verify(Prompt(4, text, [], answer, fields), response)
 
     return asyncio.run(whole())
+
+
+def together(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:
+    """The verdict on each response, all asked for at once."""
+
+    async def use(environment: Environment) -> list[Verdict]:
+        asked = [environment.score(prompt, text, 5, False) for text in texts]
+        return await asyncio.gather(*asked)
+
+    return run(config, use)
 
 
 def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:

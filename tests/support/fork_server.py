@@ -46,7 +46,7 @@ PYTHON = sys.executable
 """The real one."""
 MODULES = ("megarl.trainer.context", "megarl.cluster.ray_cluster", "megarl.rollout.core_imports")
 MODULES += ("megarl.loops.rl", "vllm.v1.engine.async_llm", "ray._private.workers.default_worker")
-MODULES += ("megarl.parallel.torchrun",)
+MODULES += ("megarl.parallel.torchrun", "deepspeed.runtime.zero.muon.muon_optimizer")
 PROXY = """#!/bin/sh
 case "$1" in -[BEIPS]*) exec {python} "$@";; esac
 [ -z "${plain}" ] && [ -n "${address}" ] || exec {python} "$@"

@@ -5,6 +5,7 @@ that ends them all.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -26,9 +27,9 @@ PATHS = [ROOT, *(ROOT / name for name in ("tests", "tools"))]
 """Where test files find what they import; the same as `pythonpath` in pyproject.toml."""
 IMPORTS = [
     "deepspeed", "transformers.models.qwen2.modeling_qwen2", "megarl.trainer.policy",
-    "megarl.trainer.role",
+    "megarl.trainer.role", "deepspeed.runtime.zero.muon.muon_optimizer",
 ]  # fmt: skip
-"""What most ranks import."""
+"""What most ranks import; the last one in `deepspeed.initialize`, with all of torch's compiler."""
 
 
 def run_ranks(
@@ -122,6 +123,7 @@ def _rank(
     starts is started by `python`.
     """
     sys.executable = python
+    gc.freeze()  # else every collection, of which DeepSpeed makes many, goes through all imports
     output = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import uvicorn
 
-from megarl.apps.serve.reward_server import RewardServer
-
 WITHIN_S = 20.0
 
 
@@ -77,26 +75,17 @@ class Scripted:
 def serving(
     app: Any, port: int = 0, path: str = "/v1/score", *, lifespan: Literal["on", "off"] = "off"
 ) -> Iterator[str]:
-    """Serve an ASGI application, or a `RewardServer`; yields the address of `path`."""
+    """Serve an ASGI application; yields the address of `path`."""
     listener = socket.create_server(("127.0.0.1", port))
-    is_ours = isinstance(app, RewardServer)
     web = uvicorn.Server(
         uvicorn.Config(
-            app.app if is_ours else app,
+            app,
             lifespan=lifespan,
             log_level="critical",
             timeout_graceful_shutdown=1,
         )
     )
-
-    async def run() -> None:
-        if is_ours:
-            app.start()
-        await web.serve(sockets=[listener])
-        if is_ours:
-            await app.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread = threading.Thread(target=lambda: web.run(sockets=[listener]))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}{path}"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config import SftConfig
 from megarl.data.config import DemonstrationsConfig
 from megarl.schema import replace
-from megarl.supervised_config import SftConfig
 from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
@@ -81,13 +81,21 @@ def adapter_shapes(model: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def write_adapter(folder: Path, *args: Any, **more: Any) -> None:
+    """Write an adapter into `folder`, which is made; see `adapter_bytes` for the other arguments."""
+    from megarl.checkpoints.adapter_files import adapter_bytes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in adapter_bytes(*args, **more).items():
+        (folder / name).write_bytes(content)
+
+
 def random_adapter(folder: Path, model: str, lora: LoraConfig, size: float = 0.2) -> LoraConfig:
     """Write an adapter that changes the model in a folder; returns `lora` with it to start from.
     `size`: standard deviation of all numbers in it.
     """
     import torch
 
-    from megarl.checkpoints.adapter_files import write_adapter
     from megarl.trainer.weights import base_digest
 
     draw = torch.Generator().manual_seed(1)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,12 +18,12 @@ from support.fork_server import PLAIN, UNFORKED
 
 from megarl.apps.doctor import communication, doctor, machine, software
 from megarl.apps.doctor.doctor import CHECKS
-from megarl.apps.doctor.findings import Finding, ProgramOutcome, ask_python
+from megarl.apps.doctor.findings import Finding, ProgramOutcome, run_program
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megarl.apps.doctor.doctor", *arguments],
+        [sys.executable, "-m", "megarl", "doctor", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -54,7 +53,6 @@ def test_this_machine_will_do() -> None:
         "Ray starts and stops",
         "vLLM imports",
         "C++ compiler",
-        "Hugging Face hub",
     } <= names
 
 
@@ -93,15 +91,15 @@ def test_an_unknown_argument_is_refused() -> None:
 
 
 def test_a_check_that_hangs_or_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs() -> list[Finding]:
+    def hangs() -> Iterator[Finding]:
         time.sleep(5)
-        return []
+        yield from ()
 
-    def raises() -> list[Finding]:
+    def raises() -> Iterator[Finding]:
         raise KeyError("broken")
 
-    def fine() -> list[Finding]:
-        return [Finding("fine", "ok", "yes")]
+    def fine() -> Iterator[Finding]:
+        yield Finding("ok", "yes")
 
     monkeypatch.setattr(doctor, "core_share", lambda: 1.0)
     findings = doctor.run_checks({"slow": hangs, "broken": raises, "fine": fine}, within_s=0.5)
@@ -127,7 +125,7 @@ def test_a_slow_start_fails_on_an_idle_machine_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
-        return ask_python(SLOW_STARTS[name], within_s=1.0)
+        return run_program([sys.executable, "-c", SLOW_STARTS[name]], within_s=1.0)
 
     for one in (communication, machine, software):
         monkeypatch.setattr(one, "ask_python", slow)
@@ -153,7 +151,7 @@ def test_exit_code_and_table_of_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        doctor, "CHECKS", {"bad": lambda: [Finding("bad", "FAIL", "no luck", "get some")]}
+        doctor, "CHECKS", {"bad": lambda: iter([Finding("FAIL", "no luck", "get some")])}
     )
     monkeypatch.setattr(doctor, "prepare_environment", lambda num_threads: None)
     assert doctor.main() == 1
@@ -172,7 +170,7 @@ def test_a_process_out_of_time_ends_with_all_it_started(monkeypatch: pytest.Monk
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]])
         time.sleep(300)"""
     started_at = time.monotonic()
-    answer = ask_python(program, mark, within_s=2.0)
+    answer = run_program([sys.executable, "-c", program, mark], within_s=2.0)
     assert answer.code is None
     assert "2 s" in answer.last_error
     assert time.monotonic() - started_at < 60
@@ -195,7 +193,7 @@ def test_versions_are_read_from_the_pinned_lists(
         )
         (tmp_path / f"requirements-{device}.txt").write_text(lines)
     monkeypatch.setattr(software, "PINS", tmp_path)
-    findings = software.check_packages()
+    findings = list(software.check_packages())
     found = {(finding.check, finding.status) for finding in findings}
     assert {
         ("torch", "warn"),
@@ -208,7 +206,7 @@ def test_versions_are_read_from_the_pinned_lists(
     )
     assert any("no-such-package" in finding.found for finding in findings)
     monkeypatch.setattr(software, "PINS", tmp_path / "nowhere")
-    assert [finding.status for finding in software.check_packages()] == ["warn"]
+    assert [finding.status for finding in software.check_packages()] == ["ok", "warn"]
 
 
 def test_no_compiler_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,48 +218,19 @@ def test_no_compiler_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -
 def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 2**20, "total": 2**30, "used": 0, "available": 2**30})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: usage)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: usage)
     assert [finding.status for finding in machine.check_disk()] == ["FAIL", "FAIL"]
-    assert machine.check_shared_memory()[0].status == "warn"
-    assert machine.check_memory()[0].status == "FAIL"
+    assert next(machine.check_shared_memory()).status == "warn"
+    assert next(machine.check_memory()).status == "FAIL"
     monkeypatch.setattr(machine, "free_memory", lambda: (2**30, 2**35))
-    assert machine.check_memory()[0].status == "warn", "others use it"
+    assert next(machine.check_memory()).status == "warn", "others use it"
 
 
-def test_no_loopback_and_no_memfd_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memfd_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError("not permitted")
 
-    monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(os, "memfd_create", refuse)
-    for check in ("ports", "memfd_create"):
-        (finding,) = CHECKS[check]()
-        assert finding.status == "FAIL"
-        assert finding.fix
-
-
-def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(communication, "hub_state", lambda: answers.wait(120))
-    started_at = time.monotonic()
-    (finding,) = communication.check_hub()
-    assert time.monotonic() - started_at < 60
-    answers.set()
-    assert finding.status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [
-        (["/x/gcs_server", "--log_dir=/tmp"], "gcs_server"),
-        (["ray::Engine.generate"], "Ray worker"),
-        (["VLLM::EngineCore"], "vLLM engine"),
-        (["/v/bin/python", "-m", "megarl", "train", "a.yaml"], "megarl"),
-        (["/v/bin/python", "/v/bin/megarl", "sft", "a.yaml"], "megarl"),
-        (["/v/bin/python", "-m", "megarl", "doctor"], ""),
-        (["vim", "megarl"], ""),
-        (["bash"], ""),
-    ],
-)
-def test_parts_of_a_run_are_known_by_their_command(command: list[str], kind: str) -> None:
-    assert machine._kind_of(command) == kind
+    (finding,) = CHECKS["memfd_create"]()
+    assert finding.status == "FAIL"
+    assert finding.fix

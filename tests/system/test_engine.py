@@ -201,7 +201,8 @@ def test_tokens_of_weights_that_vllm_does_not_name_are_of_no_version(side: Side)
     (handle,) = side.engines.handles
     side.publish()
 
-    def rename(engine: Any) -> None:
+    def rename(actor: Any) -> None:
+        engine = actor.engine
         loop = engine._llm.output_handler.get_loop()
         asyncio.run_coroutine_threadsafe(engine._llm.update_weight_version("default"), loop)
 

@@ -105,6 +105,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 """Name -> (model type, changes of SMALL, tensor) that neither vLLM nor we accept."""
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "exaone4": {},
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64},
+    "gpt_neox": {},
+    "nemotron": {},
+    "olmo2": {},
+    "seed_oss": {"head_dim": 8},
+    "stablelm": {},
+    "starcoder2": {},
+}
+"""Model types without a table -> changes of SMALL."""
+COMPUTED = {"bloom": {"n_layer": 2, "n_head": 8}, "phi": {}}
+"""The same, whose loaders compute."""
+
 TENSORS = (1, 2, 4, 8)
 DROPPED = {"qwen3": {}, "qwen3_moe": EXPERTS}
 """Model types whose bias on the attention's output vLLM drops."""
@@ -157,6 +173,16 @@ class Engine:
         return built
 
 
+def recorded(model: Any, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]] | str:
+    """The table of one rank that is recorded from vLLM's loader, or why there is none."""
+    from megarl.cluster.recorded_table import rank_table
+
+    try:
+        return rank_table(model, {name: tuple(one.shape) for name, one in tensors.items()})
+    except ValueError as error:
+        return str(error)
+
+
 def write_what_engines_hold(folder: Path) -> None:
     """Beside every config.json with a checkpoint, what each rank holds of it; beside one without,
     what vLLM says to it.
@@ -173,7 +199,10 @@ def write_what_engines_hold(folder: Path) -> None:
                 continue
             for rank in range(tensor):
                 model: Any = engine.build(case, tensor, rank)
-                model.load_weights(torch.load(checkpoint).items())
+                tensors = torch.load(checkpoint)
+                rows = recorded(model, tensors)
+                (case / f"{tensor}-{rank}.json").write_text(json.dumps(rows))
+                model.load_weights(tensors.items())
                 owned = {name: parameter.data for name, parameter in model.named_parameters()}
                 torch.save(owned, case / f"{tensor}-{rank}.pt")
 
@@ -207,6 +236,13 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             numbered({row.name: row.shape for row in parameter_table(config)}),
             folder / case / "checkpoint.pt",
         )
+    for kind, changes in {**OTHERS, **COMPUTED}.items():
+        ask(kind, kind, changes, (1, 2))
+        with torch.device("meta"):
+            config = transformers.AutoConfig.from_pretrained(folder / kind)
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        torch.save(numbered(shapes), folder / kind / "checkpoint.pt")
     for case, (kind, changes, tensor) in REFUSED.items():
         ask(f"refused {case}", kind, changes, (tensor,))
     for kind, changes in DROPPED.items():
@@ -234,7 +270,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_puts_every_element_where_vllm_does(asked: Path, case: str, tensor: int) -> None:
-    from megarl.parallel.reshard.boxes import fills, scatter
+    from megarl.parallel.reshard.boxes import fills
     from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
     from megarl.weight_sync.parameters import engine_owned
 
@@ -244,17 +280,47 @@ def test_the_table_puts_every_element_where_vllm_does(asked: Path, case: str, te
     for rank, owned in enumerate(engine_owned(parameter_table(config), tensor)):
         vllm = torch.load(asked / case / f"{tensor}-{rank}.pt")
         assert fills(owned) == ""
-        assert list(owned.sizes.items()) == [
-            (name, parameter.numel()) for name, parameter in vllm.items()
-        ]
-        for name, buffer in scatter(owned, checkpoint).items():
-            # Padding rows are zero in both; vLLM's loader writes them so, or they would still be
-            # -1.
-            differ = (vllm[name].flatten() != buffer).nonzero().flatten().tolist()
-            assert not differ, (
-                f"{name} on rank {rank} of {tensor}: {len(differ)} of {len(buffer)}, the first at"
-                f" {differ[0]}"
-            )
+        assert_same(owned, checkpoint, vllm)
+        if not case.startswith("qwen3_moe"):  # whose experts vLLM changes after loading
+            assert_same(recorded_owned(asked / case / f"{tensor}-{rank}.json"), checkpoint, vllm)
+
+
+def recorded_owned(path: Path) -> Any:
+    """What a rank stores, as recorded."""
+    from megarl.parallel.reshard.boxes import ZEROS, Box, Owned
+
+    owned = Owned()
+    for row in json.loads(path.read_text()):
+        for box in row["boxes"]:
+            owned.add(row["name"], Box(*box), row["engine"])
+        owned.add(ZEROS, Box(0, row["zeros"], 0, 1), row["engine"])
+    return owned
+
+
+def assert_same(owned: Any, checkpoint: dict[str, Any], vllm: dict[str, Any]) -> None:
+    """What a rank stores of `checkpoint` is what vLLM stored, {parameter: tensor}."""
+    from megarl.parallel.reshard.boxes import scatter
+
+    assert list(owned.sizes.items()) == [
+        (name, parameter.numel()) for name, parameter in vllm.items()
+    ]
+    for name, buffer in scatter(owned, checkpoint).items():
+        # Padding rows are zero in both; vLLM's loader writes them so, or they would still be -1.
+        differ = (vllm[name].flatten() != buffer).nonzero().flatten().tolist()
+        assert not differ, f"{name}: {len(differ)} of {len(buffer)}, the first at {differ[0]}"
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_type_without_a_table_is_recorded(asked: Path, kind: str) -> None:
+    checkpoint = torch.load(asked / kind / "checkpoint.pt")
+    for tensor, rank in ((1, 0), (2, 0), (2, 1)):
+        vllm = torch.load(asked / kind / f"{tensor}-{rank}.pt")
+        assert_same(recorded_owned(asked / kind / f"{tensor}-{rank}.json"), checkpoint, vllm)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_loader_that_computes_is_refused(asked: Path, kind: str) -> None:
+    assert "vLLM's loader computes" in json.loads((asked / kind / "1-0.json").read_text())
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -279,6 +345,8 @@ def test_vllm_drops_a_bias_without_a_word(asked: Path, kind: str) -> None:
         and "model.layers.0.self_attn.o_proj.bias" not in owned
     )
     assert all((parameter != -1).all() for parameter in owned.values())
+    said = json.loads((asked / f"dropped {kind}" / "1-0.json").read_text())
+    assert ("o_proj.bias out" if kind == "qwen3" else "after loading") in said
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
+from support.commands import PROBE_BOUND, ROOT, megarl, records, tiny_run, write_recipe
+from support.documented import undocumented
 from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, TENSORS
@@ -59,13 +60,16 @@ def run(
     ranks: int,
     *arguments: str,
     roles: dict[str, Any] | None = None,
+    tree: dict[str, Any] | None = None,
     launched: bool = False,
     **training: Any,
 ) -> list[dict[str, Any]]:
     """Metrics of three steps of PPO with a KL penalty and a reward model, the first of which trains
-    the critic alone; the recipe is the same but for the places of `roles` and `training`. The
-    ranks are started by torchrun, or if `launched` by `megarl launch`.
+    the critic alone; the recipe is the same but for the places of `roles`, the sections of `tree`,
+    which then has its own critics, and `training`. The ranks are started by torchrun, or if
+    `launched` by `megarl launch`.
     """
+    own = tree
     tree = tiny_run(place, place / "model", 3) | {"folder": str(place / name), "evaluation": {}}
     tree |= PPO
     judge: dict[str, Any] = {"model": {"path": str(place / "judge")}, "weight": 0.5}
@@ -74,6 +78,9 @@ def run(
         named[role] |= settings
     tree |= {name: named[name] for name in ("reference", "critic")}
     tree |= {"reward_models": {"judge": named["judge"]}}
+    if own is not None:
+        del tree["critic"]
+        tree |= own
     # At a rate of 1e-2 four steps amplify rounding to 5e-5 of a KL of 11 nats.
     steps = {"epochs_per_step": 2, "optimizer": {"learning_rate": 1e-3}}
     tree["training"] = tree["training"] | steps | training
@@ -94,6 +101,7 @@ def alone(place: Path) -> list[dict[str, Any]]:
     """All roles on one rank."""
     found = run(place, "alone", 1)
     assert all(row["reward_model/judge/std"] > 0.01 for row in found)
+    assert not undocumented([name for row in found for name in row])
     return found
 
 
@@ -122,7 +130,8 @@ def assert_resumes(
     newest.write_text(newest.read_text() + " ")
     again = run(place, name, ranks, "--resume", "True", **settings)
     assert [row["step"] for row in again] == [1, 2, 3]
-    assert {key: again[2][key] for key in CLOSE} == {key: before[2][key] for key in CLOSE}
+    compared = [key for key in before[2] if key in CLOSE or key.startswith("critics.")]
+    assert {key: again[2][key] for key in compared} == {key: before[2][key] for key in compared}
     assert again[2]["kl_coefficient"] == pytest.approx(coefficient)
 
 
@@ -143,6 +152,32 @@ def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
     layout = {"layout": {"data": 1}}
     assert_alike(alone, run(place, "beside", 4, roles=BESIDE, launched=True, **layout))
     assert_resumes(place, "beside", 4, roles=BESIDE, **layout)
+
+
+def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
+    alone: list[dict[str, Any]], place: Path
+) -> None:
+    """The advantage of docs/extending.md, with two equal critics, one of them on a rank of its own:
+    the smaller value is the only one. The checkpoint holds both.
+    """
+    page = (ROOT / "docs" / "extending.md").read_text()
+    found = re.search(r"```python second_critic\n(.*?)```", page, re.S)
+    assert found
+    (place / "twins.py").write_text(found[1])
+    algorithm = PPO["algorithm"] | {"advantage": "twins.py:smaller", "loss": "ppo_clip"}
+    algorithm |= {"aggregation": "token", "clip_low": 0.2, "clip_high": 0.2}
+    tree = {
+        "algorithm": {key: value for key, value in algorithm.items() if key != "preset"},
+        "critics": {"first": PPO["critic"], "second": PPO["critic"] | {"ranks": [1]}},
+    }
+    rows = run(place, "twins", 2, tree=tree)
+    for name in ("first", "second"):
+        renamed = [
+            {key.replace(f"critics.{name}/", "critic/"): value for key, value in row.items()}
+            for row in rows
+        ]
+        assert_alike(alone, renamed)
+    assert_resumes(place, "twins", 2, tree=tree)
 
 
 def test_one_role_apart_and_one_shared(alone: list[dict[str, Any]], place: Path) -> None:
@@ -226,7 +261,7 @@ def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -
         assert {path.name for path in (saved / "adapter").iterdir()} == {CONFIG, TENSORS}
         # The frozen weights are not written a second time.
         frozen = (saved / "model" / "model.safetensors").stat().st_size
-        state = sum(path.stat().st_size for path in (saved / "state").rglob("*.pt"))
+        state = sum(path.stat().st_size for path in (saved / "state").iterdir())
         assert state < frozen
     lora |= {"publish": "adapter"}
     # A KL of 0 is below the target, and the coefficient shrinks once.

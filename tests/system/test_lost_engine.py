@@ -125,7 +125,7 @@ from megarl.cluster.ray_cluster import started_processes
 from megarl.cluster.remote import own_process
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.rollout.engine import Pulse
+from megarl.rollout.inference_engine import Pulse
 
 class Service:
     def progress(self, steps): return steps

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+from support.engine_ranks import whole_plan
 from support.ranks import run_ranks
 from support.tiny import VOCABULARY, groups, write_model
 
@@ -51,8 +52,8 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.weight_sync.config import WeightSyncConfig
     from megarl.weight_sync.families import parameter_table
+    from megarl.weight_sync.probe import Probe
     from megarl.weight_sync.publisher import Publisher
-    from megarl.weight_sync.route import whole_plan
 
     prepare_environment(1)
     torch.set_num_threads(1)
@@ -110,10 +111,13 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
                 engine_tensor=tensor,
                 mesh=mesh,
                 dtype="float32",
-                precision="float32",
-                vocabulary=VOCABULARY,
-                max_tokens=64,
-                seed=0,
+                probe=Probe.random(
+                    dtypes=("float32",),
+                    vocab_size=VOCABULARY,
+                    max_tokens=64,
+                    seed=0,
+                    tolerance=BOUND,
+                ),
             )
             stack.callback(publisher.close)
             publishers.append(publisher)

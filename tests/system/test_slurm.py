@@ -198,12 +198,14 @@ def engine_hosts(place: Path) -> list[str]:
     return [one.host for one in lives if re.fullmatch(r"engine\d", one.process)]
 
 
-def test_the_nodes_are_read_as_slurm_writes_them(cluster: Cluster) -> None:
-    from megarl.apps.launch.slurm import expanded_hosts
+def test_the_nodes_are_those_that_slurm_tells(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.apps.launch import slurm
 
-    for nodes in ("node0", "gpu[008-010,12],login", "a[1-2]b[3,5]", "rack1-gpu[7]"):
-        shown = cluster.run("scontrol", "show", "hostnames", nodes)
-        assert shown.split() == expanded_hosts(nodes)
+    monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu[08-10],login"}
+    assert slurm.allocated_hosts(job, "own") == ["gpu08", "gpu09", "gpu10", "login"]
 
 
 def test_slurm_that_kills_before_the_checkpoint_is_told(

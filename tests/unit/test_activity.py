@@ -8,30 +8,27 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.commands import started, until
 
 import megarl.activity.report as reporting
 from megarl.activity import recording as recordings
 from megarl.activity.busy import Busy
 from megarl.activity.files import Life, chain, read_lives
 from megarl.activity.process import below, condition, machine, start_of
-from megarl.activity.recording import POLL_S, Recording
-from megarl.activity.spans import KINDS, Event, activity, step_begins
+from megarl.activity.recording import Recording
+from megarl.activity.spans import KINDS, POLL_S, Event, activity, step_begins
 from megarl.apps.runs import report
 from megarl.apps.runs.lanes import COLOURS, idle, last_steps
 from megarl.apps.runs.lanes import cells as cells_of
 from megarl.apps.runs.status import main as status
 from megarl.apps.runs.timeline import main as timeline
 from megarl.errors import UserError
-from megarl.ledger.recorder import Recorder
-from megarl.types import START, Cursor
 
 BEGIN = """
 import ctypes, os, signal, sys, time
@@ -62,20 +59,15 @@ def opened(recording: Recording) -> Iterator[Path]:
 @pytest.fixture
 def other(recording: Recording) -> Iterator[Start]:
     """Starts another process of the run, which prints a line once it does what it does."""
-    started = []
+    with ExitStack() as stack:
 
-    def start(name: str, body: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", BEGIN + body, recording.folder, name]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, **pipes, text=True)
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        return process
+        def start(name: str, body: str) -> subprocess.Popen[str]:
+            program = started(BEGIN + body, recording.folder, name, stderr=subprocess.DEVNULL)
+            process, said = stack.enter_context(program)
+            assert said == "ready"
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+        yield start
 
 
 def during(call: str, then: str = "time.sleep(600)") -> str:
@@ -93,19 +85,14 @@ def mine(folder: Path) -> Life:
     return next(life for life in read_lives(folder, only_last=True) if life.process == "rank0")
 
 
-def is_stopped(process: int) -> bool:
-    return condition(process, start_of(process)) == "stopped by a signal"
+def stop(process: int) -> None:
+    """Stop a process by a signal, and wait until it is."""
+    os.kill(process, signal.SIGSTOP)
+    until(lambda: condition(process, start_of(process)) == "stopped by a signal")
 
 
 def names(spans: Iterable[Event]) -> list[str]:
     return [one["name"] for one in spans]
-
-
-def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.02)
 
 
 # -------------------------------------------------------------------------------- what is recorded
@@ -189,11 +176,11 @@ while True:
         with activity("inner", kind="wait", of="service"):
             pass
 """
-    process = other("rank0", body)
-    time.sleep(0.3)
+    process, path = other("rank0", body), Path(recording.folder) / "rank0.json"
+    until(lambda: path.read_bytes().count(b"\n") > 300)
     process.kill()
     process.wait()
-    lines = (Path(recording.folder) / "rank0.json").read_bytes().split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     assert lines[0] == b"[" and len(lines) > 100
     assert all(json.loads(line.removesuffix(b",")) for line in lines[1:-1])
     (life,) = read_lives(Path(recording.folder))
@@ -206,14 +193,9 @@ def test_a_new_process_of_the_name_has_a_life_of_its_own(opened: Path) -> None:
     args = {"name": "rank0", "host": own.host, "started": "9", "machine": "", "run": "b"}
     begin = {"name": "model", "cat": "load", "ph": "B", "span": 1, "in": 0, "tid": 0, "args": {}}
     with (opened / "rank0.json").open("a") as file:
+        named = {"name": "process_name", "ph": "M", "args": args | {"signal": 0}}
         for event in (
-            {
-                "name": "process_name",
-                "ph": "M",
-                "ts": 100e6,
-                "args": args | {"signal": 0},
-                "pid": 1,
-            },
+            {**named, "ts": 100e6, "pid": 1},
             {**begin, "ts": 105e6, "pid": 1},
             {**begin, "ts": 106e6, "span": 2, "name": "late", "pid": own.pid},
         ):
@@ -263,17 +245,14 @@ def test_a_quiet_span_is_written_only_if_it_lasts(
     assert mine(opened).open == []
 
 
-def test_many_requests_are_one_span_with_counts(opened: Path) -> None:
+async def test_many_requests_are_one_span_with_counts(opened: Path) -> None:
     busy = Busy("responses", kind="generate")
 
     async def one() -> None:
         with busy.request():
             await asyncio.sleep(0.01)
 
-    async def many() -> None:
-        await asyncio.gather(*(one() for _ in range(500)))
-
-    asyncio.run(many())
+    await asyncio.gather(*(one() for _ in range(500)))
     until(lambda: any("end" in span for span in mine(opened).spans.values()))
     (span,) = mine(opened).spans.values()
     assert span["args"] == {"done": 500, "most": 500} and span["name"] == "responses"
@@ -290,18 +269,15 @@ def test_requests_so_far_are_told(opened: Path, monkeypatch: pytest.MonkeyPatch)
         assert "(1 open, 1 answered)" in life.doing(life.open[0], time.time())
 
 
-def test_tasks_of_an_event_loop_have_spans_of_their_own(opened: Path) -> None:
+async def test_tasks_of_an_event_loop_have_spans_of_their_own(opened: Path) -> None:
     async def one(name: str) -> None:
         with activity(name, kind="score"):
             await asyncio.sleep(0.01)
             with activity(f"in {name}", kind="wait"):
                 await asyncio.sleep(0.01)
 
-    async def both() -> None:
-        with activity("outer", kind="train"):
-            await asyncio.gather(one("a"), one("b"))
-
-    asyncio.run(both())
+    with activity("outer", kind="train"):
+        await asyncio.gather(one("a"), one("b"))
     found = {span["name"]: span for span in mine(opened).spans.values()}
     assert found["in a"]["in"] == found["a"]["span"] and found["in b"]["in"] == found["b"]["span"]
     assert found["a"]["in"] == found["b"]["in"] == found["outer"]["span"]
@@ -357,24 +333,12 @@ def test_no_report_before_the_deadline_and_none_without(opened: Path) -> None:
     assert reports(opened) == []
 
 
-@pytest.mark.parametrize("limit", ["deadline_s", "quiet_s"])
-def test_an_unanswered_request_is_named(opened: Path, limit: str) -> None:
-    busy = Busy("verdicts", kind="wait", of="environment", **{limit: 0.2})
+async def test_an_unanswered_request_is_named(opened: Path) -> None:
+    busy = Busy("verdicts", kind="wait", of="environment", deadline_s=0.2)
 
-    async def ask() -> None:
-        with busy.request():
-            await asyncio.to_thread(until, lambda: reports(opened))
-
-    asyncio.run(ask())
+    with busy.request():
+        await asyncio.to_thread(until, lambda: reports(opened))
     assert "for verdicts (deadline" in reports(opened)[0].read_text()
-
-
-def test_a_request_that_fails_at_its_deadline_is_named(opened: Path) -> None:
-    busy = Busy("responses", kind="wait", of="engine0", deadline_s=0.01)
-    with pytest.raises(RuntimeError, match="late"):
-        fail_in(busy.request(), 0.02)
-    until(lambda: reports(opened))
-    assert "for responses (deadline" in reports(opened)[0].read_text()
 
 
 def test_a_request_that_nobody_judges_is_named_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,10 +363,18 @@ def test_a_request_that_nobody_judges_is_named_later(monkeypatch: pytest.MonkeyP
 
 def test_several_processes_write_one_report(opened: Path, other: Start) -> None:
     """Three ranks and this one wait for the same service, and pass their deadline together."""
-    at = time.monotonic() + 4.0
-    wait = f'"rollouts", kind="wait", of="service", deadline_s={at!r} - time.monotonic()'
+    told = opened.parent / "deadline"
+    wait = f"""
+print("ready", flush=True)
+while not os.path.exists({str(told)!r}): time.sleep(0.01)
+rest_s = float(open({str(told)!r}).read()) - time.monotonic()
+with activity("rollouts", kind="wait", of="service", deadline_s=rest_s): time.sleep(600)
+"""
     for rank in (1, 2, 3):
-        other(f"rank{rank}", during(wait))
+        other(f"rank{rank}", wait)
+    at = time.monotonic() + 2.0
+    (opened.parent / "new").write_text(str(at))
+    (opened.parent / "new").rename(told)
     with activity("rollouts", kind="wait", of="service", deadline_s=at - time.monotonic()):
         until(lambda: reports(opened))
         time.sleep(2 * POLL_S)  # every watcher looks once more
@@ -434,8 +406,7 @@ def test_a_chain_of_waits_ends_at_who_is_stopped(opened: Path, other: Start) -> 
     other("service", during('"responses of engine1", kind="wait", of="engine1"'))
     other("engine0", during('"responses", kind="generate"'))
     stopped = other("engine1", during('"responses", kind="generate"'))
-    os.kill(stopped.pid, signal.SIGSTOP)
-    until(lambda: is_stopped(stopped.pid))
+    stop(stopped.pid)
     with activity("rollouts", kind="wait", of="service"):
         found = chain_of_rank0(opened)
     assert len(found) == 2
@@ -446,8 +417,7 @@ def test_a_chain_of_waits_ends_at_who_is_stopped(opened: Path, other: Start) -> 
 def test_a_stopped_part_of_a_process_is_named(opened: Path, other: Start) -> None:
     other("engine0", during('"responses", kind="generate"'))
     core = other("engine0-core", 'print("ready", flush=True)\ntime.sleep(600)\n')
-    os.kill(core.pid, signal.SIGSTOP)
-    until(lambda: is_stopped(core.pid))
+    stop(core.pid)
     with activity("responses of engine0", kind="wait", of="engine0"):
         found = chain_of_rank0(opened)
     assert found[0].startswith("engine0: responses, for")
@@ -483,7 +453,7 @@ def test_stacks_of_a_process_that_waits_is_stuck_or_stopped(
     waits = during('"step", kind="train"', "here_it_waits()")
     process = other("rank0", f"def here_it_waits():\n    {body}\n{waits}")
     if "SIGSTOP" in body:
-        until(lambda: is_stopped(process.pid))
+        stop(process.pid)
     assert status([str(Path(recording.folder).parent), "--stacks"]) == 0
     shown = capsys.readouterr().out
     assert expected in shown
@@ -493,32 +463,22 @@ def test_stacks_of_a_process_that_waits_is_stuck_or_stopped(
 
 def test_a_signal_goes_only_to_the_process_that_recorded_it(recording: Recording) -> None:
     """Process ids are used again, and an unhandled signal would end another program."""
-    sleeper = subprocess.Popen(["sleep", "600"])
-    try:
+    with started("import time; print(flush=True); time.sleep(600)") as (sleeper, _):
         now = time.time()
         place = (machine(), "run", reporting.SIGNAL, now, now)
         life = Life("rank0", "here", sleeper.pid, "1", *place)
         found = reporting.stacks_of(Path(recording.folder), [life])
         assert found == {"rank0": "none: the process is gone"}
         assert sleeper.poll() is None
-    finally:
-        sleeper.kill()
-        sleeper.wait()
 
 
 def test_descendants_without_other_processes_of_the_run() -> None:
-    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid); p.wait()"
-    command = [sys.executable, "-u", "-c", code]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    inner, own = int(child.stdout.readline()), os.getpid()
-    try:
-        assert {inner, child.pid} <= {one.pid for one in below(own, frozenset())}
-        assert not {inner, child.pid} & {one.pid for one in below(own, frozenset({child.pid}))}
-    finally:
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    with started(code) as (child, said):
+        inner, own = int(said), os.getpid()
+        found = [{one.pid for one in below(own, frozenset(others))} for others in ([], [child.pid])]
         os.kill(inner, signal.SIGKILL)
-        child.kill()
-        child.wait()
+    assert {inner, child.pid} <= found[0] and not {inner, child.pid} & found[1]
 
 
 # ------------------------------------------------------------------------------- status and timeline
@@ -532,8 +492,7 @@ def test_status_of_a_living_and_a_dead_process(
     dead = other("engine0", during('"model", kind="load"'))
     dead.kill()
     dead.wait()
-    ledger = opened.parent / "ledger.jsonl"
-    ledger.write_text('{"n":5,"event":"trained","step":4,"version":4,"crc":"0"}\n{"n":6,"ev')
+    (opened.parent / "metrics.jsonl").write_text('{"step": 4, "loss": 1}\n{"step": 5, "lo')
     step_begins(5, 4)
     with activity("rollouts of step 5", kind="wait", of="service", deadline_s=90):
         assert status([str(opened.parent), "--json"]) == 0
@@ -550,33 +509,14 @@ def test_status_of_a_living_and_a_dead_process(
     assert "of 1 min 30 s, waits on service" in shown and "engine0      gone" in shown
 
 
-def test_status_of_a_resumed_run_forgets_what_counts_no_longer(
+def test_status_tells_whether_a_run_is_finished(
     opened: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed after step 7, and resumed from the checkpoint of step 5."""
-    ledger = opened.parent / "ledger.jsonl"
-    for step, cursor, trained in ((0, START, 7), (5, Cursor(5), 5)):
-        recorder = Recorder(ledger)
-        recorder.start(step=step, cursor=cursor, max_staleness=0, groups_per_step=1, max_draws=1)
-        recorder.release(trained)
-        asyncio.run(recorder.durable())
-        assert status([str(opened.parent), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["version"], found["trained"]) == (trained, trained)
-        assert status([str(opened.parent)]) == 0
-        assert f"no step has begun; {trained} steps trained" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
-def test_status_tells_whether_a_run_is_finished(
-    opened: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the steps of the recipe; a run without a ledger is one of fine-tuning."""
+    """By the steps of the recipe."""
     run = opened.parent
-    line = {"ledger.jsonl": '{"n":5,"event":"trained","step":%d}', "metrics.jsonl": '{"step": %d}'}
     (run / "recipe.yaml").write_text("steps: 4\n")
     for step, finished in ((3, False), (4, True)):
-        (run / name).write_text(line[name] % step + "\n")
+        (run / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
         assert status([str(run), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["trained"], found["steps"], found["finished"]) == (step, 4, finished)
@@ -652,14 +592,15 @@ def test_the_innermost_span_is_drawn() -> None:
 
 
 def test_the_report_has_a_row_for_each_process(opened: Path) -> None:
-    assert last_steps(opened.parent) == ""  # before the first step
+    assert last_steps(opened.parent) is None  # before the first step
     step_begins(1, 0)
     with activity("rollouts <of step 1>", kind="wait", of="service"):
         time.sleep(0.02)
-    made = last_steps(opened.parent)
-    assert ">rank0</div>" in made and "step 1</span>" in made
-    assert f"var(--c{COLOURS['wait']})" in made and "rollouts &lt;of step 1&gt;" in made
-    assert last_steps(opened / "absent") == ""
+    assert last_steps(opened / "absent") is None
+    (opened.parent / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    page = report.write_report(opened.parent, title="a run").read_text()
+    assert ">rank0</div>" in page and "step 1</span>" in page
+    assert f"var(--c{COLOURS['wait']})" in page and "rollouts &lt;of step 1&gt;" in page
 
 
 def test_every_kind_has_a_colour() -> None:

@@ -98,10 +98,9 @@ ADVANTAGE_FORMS: dict[str, Callable[..., np.ndarray]] = {
     "reinforce_plus_plus": lambda r, g, t: normalised(r, t),
     "reinforce_plus_plus_baseline": lambda r, g, t: normalised(list(minus_mean(r, g, t)), t),
 }
-GROUP_BASELINES = ["grpo", "dr_grpo", "gpg", "rloo"]
+
 SAMPLED = [name for name in ADVANTAGES if name != "remax"]
 """Advantages of sampled responses alone; `remax` needs a greedy one in each group."""
-OVER_TOKENS = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 reward = st.sampled_from([-1.0, 0.0, 0.1, 1 / 3, 1.0]) | st.floats(-10, 10, allow_subnormal=False)
 steps = st.lists(
@@ -149,25 +148,6 @@ def test_remax_needs_one_greedy_response_in_each_group(tokens: list[int]) -> Non
         advantages("remax", [1.0, 0.0, 1.0], [7, 7, 7], tokens)
 
 
-def test_gpg_keeps_its_scale_when_groups_teach_nothing() -> None:
-    """arXiv:2504.02546: 2 of 6 samples are in a group whose rewards differ, so alpha is 3."""
-    got = advantages("gpg", [1.0, 0.0, 1.0, 1.0, 0.5, 0.5], [0, 0, 1, 1, 2, 2], [1] * 6)
-    assert got.tolist() == [1.5, -1.5, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-@FEW
-@given(step=steps, seed=st.integers(0, 99))
-def test_advantage_ignores_order_labels_and_offset(
-    name: str, step: list[tuple[float, int, int]], seed: int
-) -> None:
-    rewards, groups, tokens = (np.asarray(column) for column in zip(*step, strict=True))
-    order = np.random.default_rng(seed).permutation(len(step))
-    plain = advantages(name, rewards, groups, tokens)
-    moved = advantages(name, rewards[order] + 0.75, 1000 - 13 * groups[order], tokens[order])
-    torch.testing.assert_close(moved, plain[order.copy()], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("value", [1e150, -1e19, math.inf, math.nan])
 def test_rewards_without_finite_squares_are_refused(name: str, value: float) -> None:
@@ -178,42 +158,8 @@ def test_rewards_without_finite_squares_are_refused(name: str, value: float) -> 
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e6 + 0.1])
 def test_equal_rewards_give_exactly_nothing(name: str, value: float) -> None:
-    got = advantages(name, [value] * 7, [0, 0, 0, 1, 1, 2, 2], [5, 0, 3, 9, 9, 1, 0])
+    got = advantages(name, [value] * 7, [0, 0, 0, 1, 1, 2, 3], [5, 0, 3, 9, 9, 1, 0])
     assert torch.equal(got, torch.zeros(7, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("name", GROUP_BASELINES)
-def test_group_of_one_and_group_of_equals_give_exactly_nothing(name: str) -> None:
-    got = advantages(name, [0.1, 0.1, 0.1, 5.0, 1.0, 0.0], [4, 4, 4, 2, 9, 9], [1, 2, 3, 4, 5, 6])
-    assert torch.equal(got[:4], torch.zeros(4, dtype=torch.float64))
-    assert (got[4:].abs() > 0.4).all()
-
-
-def test_advantages_by_hand() -> None:
-    rewards, groups = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1]
-    tokens = [10, 10, 10, 10, 5, 15]
-    root = math.sqrt(3)
-    expected = {
-        "grpo": [root, -1 / root, -1 / root, -1 / root, 1, -1],
-        "dr_grpo": [0.75, -0.25, -0.25, -0.25, 0.5, -0.5],
-        "rloo": [1, -1 / 3, -1 / 3, -1 / 3, 1, -1],
-        # 15 of 60 tokens have reward 1: mean 1/4, std sqrt(3)/4.
-        "reinforce_plus_plus": [root, -1 / root, -1 / root, -1 / root, root, -1 / root],
-    }
-    for name, values in expected.items():
-        torch.testing.assert_close(
-            advantages(name, rewards, groups, tokens), f64(values), rtol=1e-5, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize("name", OVER_TOKENS)
-def test_normalised_advantages_have_mean_0_and_variance_1_over_tokens(name: str) -> None:
-    tokens = torch.tensor([3, 50, 1, 0, 20, 8])
-    got = advantages(name, [1.0, 0.0, 0.5, 9.0, 1.0, 0.2], [0, 0, 0, 1, 1, 1], tokens)
-    share = tokens.double() / tokens.sum()
-    assert float((share * got).sum()) == pytest.approx(0, abs=1e-9)
-    assert float((share * got**2).sum()) == pytest.approx(1, abs=1e-4)
-    assert got[3] == 0
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -221,8 +167,6 @@ def test_advantages_of_nothing_and_of_nonsense(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert advantages(name, [], empty, empty).shape == (0,)
     assert torch.isfinite(advantages(name, [1.0, 0.0, 3.0], [0, 0, 1], [0, 0, 0])).all()
-    with pytest.raises(ValueError, match="sample 1 is nan"):
-        advantages(name, [1.0, math.nan], [0, 0], [1, 1])
     with pytest.raises(ValueError, match=r"\[N\]"):
         advantages(name, [1.0, 0.0], [0, 0, 0], [1, 1])
     with pytest.raises(ValueError, match="negative"):
@@ -271,36 +215,9 @@ def test_kl_is_finite_and_pulls_back_in_float32(name: str, d: float) -> None:
         assert gradient.sign() == np.sign(d)
 
 
-def test_k3_slope_at_its_limit_is_counted_once() -> None:
-    logp = f64([-10.0]).requires_grad_()
-    (gradient,) = torch.autograd.grad(KL_ESTIMATORS["k3"](logp, f64([0.0])).sum(), logp)
-    assert float(gradient) == pytest.approx(1 - math.exp(10))
-
-
 def test_k3_keeps_small_differences_in_float32() -> None:
     got = KL_ESTIMATORS["k3"](torch.tensor([1e-4]), torch.zeros(1))
     assert float(got) == pytest.approx(0.5e-8, rel=0.01)
-
-
-def test_what_the_kl_estimators_estimate() -> None:
-    """Exact expectations over a vocabulary of 5: the table in the module's docstring."""
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, dtype=torch.float64, generator=rng).requires_grad_()
-    logp, ref = (
-        logits.log_softmax(0),
-        torch.randn(5, dtype=torch.float64, generator=rng).log_softmax(0),
-    )
-    forward, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
-
-    def slope(value: Tensor) -> Tensor:
-        return torch.autograd.grad(value, logits, retain_graph=True)[0]
-
-    mean = {name: (logp.exp().detach() * k(logp, ref)).sum() for name, k in KL_ESTIMATORS.items()}
-    torch.testing.assert_close(mean["k1"], forward)
-    torch.testing.assert_close(mean["k3"], forward)
-    torch.testing.assert_close(slope(mean["k1"]), torch.zeros(5, dtype=torch.float64))
-    torch.testing.assert_close(slope(mean["k2"]), slope(forward))
-    torch.testing.assert_close(slope(mean["k3"]), slope(reverse))
 
 
 # ------------------------------------------------------------------------------------------- losses
@@ -431,49 +348,6 @@ def test_loss_is_its_closed_form(name: str, seed: int) -> None:
     assert kinds == ({False} if name in ("sapo", "reinforce") else {True, False})
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip"])
-def test_smooth_losses_pass_gradcheck(name: str) -> None:
-    row = make_row([4, 7], seed=5)
-    weights = AGGREGATIONS["token"](row.tokens_N, CONFIG)
-
-    def loss(logp_T: Tensor) -> Tensor:
-        return step_loss(
-            Row(row.rows_T, row.mask_T, logp_T, row.old_T, row.advantages_N, row.tokens_N),
-            name,
-            weights,
-            [0, 1],
-        )
-
-    assert torch.autograd.gradcheck(loss, (row.logp_T,))
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_gspo_has_the_gradient_of_its_sequence_form(aggregation: str) -> None:
-    """Finite differences of sum_n W_n T_n x -min(s A, clip(s) A), where s moves with every token of
-    the sample.
-    """
-    row = make_row([3, 1, 6, 4], seed=1, spread=0.3)
-    weights = AGGREGATIONS[aggregation](row.tokens_N, CONFIG)
-
-    def sequence_form(logp: np.ndarray) -> float:
-        total = 0.0
-        for n in range(4):
-            mine = (row.mask_T & (row.rows_T == n)).numpy()
-            s, a = math.exp((logp - row.old_T.numpy())[mine].mean()), float(row.advantages_N[n])
-            total += float(weights[n]) * int(row.tokens_N[n]) * -min(s * a, clip(s) * a)
-        return total
-
-    loss = step_loss(row, "gspo", weights, [0, 1, 2, 3])
-    (gradient,) = torch.autograd.grad(loss, row.logp_T)
-    start = row.logp_T.detach().numpy()
-    assert float(loss.detach()) == pytest.approx(sequence_form(start))
-    for t in range(len(start)):
-        step = 1e-6 * np.eye(len(start))[t]
-        numeric = (sequence_form(start + step) - sequence_form(start - step)) / 2e-6
-        assert float(gradient[t]) == pytest.approx(numeric, abs=1e-8)
-    assert gradient.any()
-
-
 def test_gspo_is_bounded_after_its_mean() -> None:
     """Log-ratios -40 and 25: s = exp(-7.5), which is below the clip range. Bounded one by one they
     would give exp(0).
@@ -482,19 +356,6 @@ def test_gspo_is_bounded_after_its_mean() -> None:
     terms = LOSSES["gspo"](logp, f64([0.0, -25.0]), f64([-1.0, -1.0]), torch.Tensor.mean, CONFIG)
     assert terms.clipped.all() and terms.per_token.detach().tolist() == [0.8, 0.8]
     assert float(terms.ratio.unique()) == pytest.approx(math.exp(-7.5), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_first_update_is_the_policy_gradient(name: str) -> None:
-    row = make_row([3, 5], seed=2, spread=0.0)
-    advantages_T = row.advantages_N[row.rows_T]
-    sequence_mean = mean_over(row.rows_T, row.mask_T, 2)
-    terms = LOSSES[name](row.logp_T, row.old_T.detach(), advantages_T, sequence_mean, CONFIG)
-    (gradient,) = torch.autograd.grad(terms.per_token.sum(), row.logp_T)
-    # 4 / tau x tau / 4 is not exactly 1.
-    torch.testing.assert_close(gradient, -advantages_T, rtol=4e-16 * (name == "sapo"), atol=0)
-    assert torch.equal(terms.ratio, torch.ones_like(terms.ratio))
-    assert not terms.clipped.any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -603,7 +464,7 @@ AGGREGATION_FORMS: dict[str, Callable[[list[np.ndarray]], float]] = {
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @FEW
-@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), seed=st.integers(0, 99))
+@given(lengths=st.lists(st.integers(0, 30), max_size=8), seed=st.integers(0, 99))
 def test_aggregation_is_its_closed_form(name: str, lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = [rng.normal(size=length) for length in lengths]
@@ -616,13 +477,6 @@ def test_aggregation_is_its_closed_form(name: str, lengths: list[int], seed: int
     )
     for weight, length in zip(weights.tolist(), lengths, strict=True):
         assert 0 < weight <= 1 if length else weight == 0
-
-
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_samples_without_tokens_are_not_sequences(name: str) -> None:
-    with_empty = AGGREGATIONS[name](torch.tensor([4, 0, 2, 0]), CONFIG)
-    torch.testing.assert_close(with_empty[[0, 2]], AGGREGATIONS[name](torch.tensor([4, 2]), CONFIG))
-    assert AGGREGATIONS[name](torch.zeros(0, dtype=torch.int64), CONFIG).shape == (0,)
 
 
 # -------------------------------------------------------------------------------------- corrections
@@ -724,18 +578,6 @@ def test_only_tis_truncates(name: str) -> None:
     engine = torch.tensor([-9.0, -1.0])
     got = truncated(torch.tensor([-1.0, -1.0]), engine, config)
     assert got.tolist() == [name == "tis", False]
-
-
-def test_masks_of_whole_samples_by_hand() -> None:
-    """Sample 0: w = 1.2 and 1.5, product 1.8, mean 1.34. Sample 1: w = 1.004 three times. Sample 2:
-    w = 3.
-    """
-    log_w = f64([math.log(w) for w in (1.2, 1.5, 1.004, 1.004, 1.004, 3.0)])
-    rows = torch.tensor([0, 0, 1, 1, 1, 2])
-    got = correct("sequence_mask", log_w, torch.zeros_like(log_w), rows)
-    assert got.tolist() == pytest.approx([1.8, 1.8, *[1.004**3] * 3, 0.0])
-    got = correct("geometric_mask", log_w, torch.zeros_like(log_w), rows)
-    assert got.tolist() == [0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -882,7 +724,12 @@ def test_the_gradient_of_k3_is_exact_to_float32() -> None:
     within a few roundings.
     """
     d = torch.cat(
-        [torch.linspace(-14, 4, 400), torch.logspace(-6, -1, 50), -torch.logspace(-6, -1, 50)]
+        [
+            torch.linspace(-14, 4, 400),
+            torch.logspace(-6, -1, 50),
+            -torch.logspace(-6, -1, 50),
+            torch.tensor([-10.0]),  # the limit itself
+        ]
     ).requires_grad_()
     KL_ESTIMATORS["k3"](d, torch.zeros_like(d)).sum().backward()
     expected = -torch.expm1(-d.detach().double().clamp(min=-10.0))

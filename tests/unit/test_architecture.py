@@ -34,7 +34,7 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {"config", "config_checks", "presets", "serve_config", "supervised_config"}
+ANYWHERE = {"config", "config_checks", "presets", "serve_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("serve", "tune")}
@@ -43,9 +43,13 @@ scores texts with a reward model. All other apps are independent of each other."
 MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 TRANSPORTS = "megarl.weight_sync.transports."
-MAY_REPEAT = {"main": "megarl.", "Sender": TRANSPORTS, "Receiver": TRANSPORTS}
+MAY_REPEAT = {
+    **{"main": "megarl.", "Sender": TRANSPORTS, "Receiver": TRANSPORTS},
+    **dict.fromkeys(("statistics", "gradient_"), "megarl.kernels.logprobs_"),
+}
 """{public name that several files may define: how their modules begin}. Entry points are `main` by
-convention; transports are implementations of one base class, and are found by their module."""
+convention; transports are implementations of one base class, log-probs have two, and both are found
+by their module."""
 
 
 def modules() -> dict[str, Path]:
@@ -129,12 +133,11 @@ def test_imports_go_down() -> None:
 
 
 def test_public_names_occur_once() -> None:
-    """Who looks for a function or class of `megarl/` by its name finds one."""
+    """Who looks for a function or class by its name finds one."""
     seen: dict[str, set[str]] = {}
     for module, path in modules().items():
         for node in ast.parse(path.read_text()).body:
-            defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            if defines and package(module) not in ("kernels", "parallel"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 place = MAY_REPEAT.get(node.name, module)
                 seen.setdefault(node.name, set()).add(place if module.startswith(place) else module)
     repeated = {name: at for name, at in seen.items() if len(at) > 1 and name[0] != "_"}

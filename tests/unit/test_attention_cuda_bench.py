@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.kernels.packed_attention import reference_attention
+from megarl.kernels.packed_attention import packed_reference
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 SIZES = {"tokens": 96, "packed": 4, "heads": 4, "kv_heads": 2, "width": 16, "rounds": 2}
@@ -45,7 +45,7 @@ def reference(
 ) -> torch.Tensor:
     """In the place of a kernel of variable length."""
     assert longest == int((starts[1:] - starts[:-1]).max()) and starts.dtype == torch.int32
-    return reference_attention(q, k, v, starts, scale)
+    return packed_reference(q, k, v, starts, scale)
 
 
 def test_the_kernels_that_training_takes_are_among_the_contenders(

@@ -48,6 +48,7 @@ algorithm.kl.coefficient: 0.1, reference.ranks: [2, 1], ranks: 3
 algorithm.kl.coefficient: 0.1, reference.ranks: [0], ranks: 2
     -> reference.ranks is [0] | rank 0 is the policy's
 critic.warmup_steps: 1 -> critic has settings | algorithm.advantage is 'grpo' | 'gae'
+critics: {second: {}} -> critics has settings | algorithm.advantage is 'grpo'
 algorithm.gae.gamma: 0.9 -> algorithm.gae has settings | algorithm.advantage is 'grpo'
 algorithm.preset: ppo, critic.ranks: [0], ranks: 2 -> critic.ranks is [0] | rank 0 is the policy's
 algorithm: {preset: ppo, kl: {coefficient: 0.1}}, reference.ranks: [1], critic.ranks: [1], ranks: 2
@@ -97,7 +98,7 @@ training.layout.tensor: 2, ranks: 2,
     -> opt has no tp_plan | training.layout.tensor to 1
 training: {share_prefix: 'on', micro_batch_tokens: 64}, prompts.max_prompt_tokens: 64,
     /data.jsonl: '{"prompt": "<1+ * 31>1=", "answer": "32"}'
-    -> share_prefix is 'on' | 64 tokens | sequence has 64 | raise training.micro_batch
+    -> share_prefix is 'on' | 64 tokens | sequence of 64 | raise training.micro_batch
 training.logprobs: liger -> 'liger' | needs a GPU | set it to 'chunked'
 training.elementwise: triton
     -> training.elementwise is 'triton' | needs a GPU | set it to 'model'
@@ -114,8 +115,9 @@ training: {offload_gradients: micro_batch, zero_stage: 1}
 rollout.engine.tensor: 4
     -> rollout.engine.tensor is 4 | num_attention_heads = 2 | set it to a divisor
 /model/config.json: {model_type: gemma, architectures: [GemmaForCausalLM], head_dim: 32}
-    -> model type gemma has no parameter table | qwen2
-    | add an entry to FAMILIES in megarl/weight_sync/families.py
+    -> k_proj.bias | is not in a model of its config.json | fetch both again
+/model/config.json: {model_type: cohere2, architectures: [Cohere2ForCausalLM], head_dim: 32}
+    -> cohere2 has no parameter table | sliding window | FAMILIES in megarl/weight_sync/families.py
 /model/config.json: {model_type: qwen3, architectures: [Qwen3ForCausalLM], head_dim: 32,
     attention_bias: true} -> attention_bias is true | no bias on o_proj | model.path
 rollout: {placement: colocated, num_engines: 2}

@@ -176,11 +176,11 @@ def test_a_run_that_lost_its_folder_changes_no_batch(tmp_path: Path) -> None:
 def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
     folder.mkdir()
-    mine = folder / "step_000001.rank_000.0123abcd.writing"
-    other = folder / "step_000001.rank_001.0123abcd.writing"
+    mine = folder / "step_000001.rank_000.safetensors.0123abcd.writing"
+    other = folder / "step_000001.rank_001.safetensors.0123abcd.writing"
     mine.touch()
     other.touch()
-    BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(0)
+    BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(5)
     assert list(folder.iterdir()) == [other]
 
 
@@ -199,7 +199,8 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_batch(
     began = time.monotonic()
     assert "was not on the disk" in (said := writer.flush()) and "within 0.2 s" in said
     assert time.monotonic() - began < 60
-    assert writer._thread is not None and writer._thread.daemon
+    assert all(one.daemon for one in threading.enumerate() if one.name == "batch writer")
     answers.set()
-    writer._thread.join()
+    assert writer._writing is not None
+    writer._writing.result(60)
     assert writer.flush() == ""

@@ -1,16 +1,25 @@
-"""A run that goes on says which settings are not those it began with."""
+"""A run that goes on says which settings are not those it began with; and when 16-bit weights change
+that come from a file of their dtype: by torch's own rounding.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from support.ranks import run_ranks
 from support.tiny import sft_config
 
 from megarl.config import SftConfig, dump
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-from megarl.trainer.context import changed_settings, unknown_settings
+from megarl.trainer.context import (
+    changed_settings,
+    rounding_line,
+    steps_until_half_change,
+    unknown_settings,
+)
 
 
 def learning(rate: float) -> TrainingConfig:
@@ -67,3 +76,28 @@ def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
     assert unknown_settings(file, config) == []
     file.write_text(dump(config).replace("training:\n", "training:\n  colour: {kind: red}\n"))
     assert unknown_settings(file, config) == ["training.colour.kind"]
+
+
+def changed(weights: torch.Tensor, moved: float) -> float:
+    """Share of 16-bit weights that differ once their float32 copies have moved away from 0."""
+    master = weights.float()
+    return float(((master + moved * master.sign()).to(weights.dtype) != weights).float().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2e-5, 0.02, 1.0, 37.0])
+def test_half_of_the_weights_change_at_that_step_and_not_before(
+    scale: float, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = (scale * torch.randn(300, 101)).to(dtype)
+    steps = steps_until_half_change([weights[:200], weights[200:]], 1e-6)
+    assert changed(weights, 0.99e-6 * steps) < 0.5 <= changed(weights, 1.01e-6 * steps)
+
+
+def test_zeros_and_ranks_without_weights_count_for_nothing() -> None:
+    assert steps_until_half_change([], 1e-6) == 0.0
+    assert steps_until_half_change([torch.zeros(4).bfloat16()], 1e-6) == 0.0
+    weights = torch.tensor([0.0, 0.0, 0.0, 0.05]).bfloat16()
+    assert steps_until_half_change([weights], 1e-6) == pytest.approx(122.07, rel=1e-3)
+    assert "before optimizer step 122;" in rounding_line("policy", [weights], 1e-6)

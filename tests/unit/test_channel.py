@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 import zmq
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
+from support.rollouts import segment
 
 from megarl.activity.busy import Busy
-from megarl.activity.recording import POLL_S, Recording
+from megarl.activity.recording import Recording
+from megarl.activity.spans import POLL_S
 from megarl.cluster import channel as channel_module
 from megarl.cluster.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
@@ -32,7 +34,7 @@ from megarl.rollout.config import RolloutConfig
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.schema import replace
-from megarl.types import Prompt, Segment, TokenArrays
+from megarl.types import Prompt, Segment
 
 
 class Echo(ChannelActor):
@@ -59,8 +61,7 @@ class Echo(ChannelActor):
             raise KeyError("three")
         if request == -4:
             return lambda: "cannot be pickled"
-        made = TokenArrays(np.full(request, request, np.int32), np.zeros(request, np.float32))
-        return Segment("model", request, made)
+        return segment([request] * request)
 
 
 class Method:
@@ -117,60 +118,41 @@ def echo(made: Channel, handle: Any) -> Remote:
     return Remote(made, handle, Busy("answers", kind="wait"))
 
 
-def run(scene: Any) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-def run_with_channel(scene: Any) -> None:
-    async def with_channel() -> None:
-        with channel() as made:
-            await scene(made)
-
-    run(with_channel)
-
-
 async def until(true: Any) -> None:
     while not true():
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
-def test_every_request_gets_its_own_answer(host: str) -> None:
+async def test_every_request_gets_its_own_answer(host: str) -> None:
     """Through the socket of a folder, and through a port. One Ray call serves for all."""
-
-    async def scene() -> None:
-        with channel(host) as made:
-            handle = Handle()
-            remote = echo(made, handle)
-            found = await asyncio.gather(*(remote.ask(n) for n in range(1, 301)))
-            for number, segment in enumerate(found, start=1):
-                assert segment.num_tokens == number
-                assert segment.arrays.token_ids.tolist() == [number] * number
-                assert segment.arrays.logprobs.tolist() == [0.0] * number
-            large = np.arange(2**22, dtype=np.int32)
-            total, same = await remote.ask(large)
-            assert total == large.sum(dtype=np.int64).astype(int) and np.array_equal(same, large)
-            other = Handle()
-            both = await asyncio.gather(remote.ask(5), echo(made, other).ask(6))
-            assert [one.num_tokens for one in both] == [5, 6]
-            assert handle.calls == other.calls == 1
-
-    run(scene)
+    with channel(host) as made:
+        handle = Handle()
+        remote = echo(made, handle)
+        found = await asyncio.gather(*(remote.ask(n) for n in range(1, 301)))
+        for number, segment in enumerate(found, start=1):
+            assert segment.num_tokens == number
+            assert segment.arrays.token_ids.tolist() == [number] * number
+            assert segment.arrays.logprobs.tolist() == [0.0] * number
+        large = np.arange(2**22, dtype=np.int32)
+        total, same = await remote.ask(large)
+        assert total == large.sum(dtype=np.int64).astype(int) and np.array_equal(same, large)
+        other = Handle()
+        both = await asyncio.gather(remote.ask(5), echo(made, other).ask(6))
+        assert [one.num_tokens for one in both] == [5, 6]
+        assert handle.calls == other.calls == 1
 
 
-def test_the_end_of_a_channel_leaves_the_next_alone() -> None:
+async def test_the_end_of_a_channel_leaves_the_next_alone() -> None:
     """All sockets of a process share a thread of ZeroMQ, which no end of a connection may block."""
-
-    async def scene(made: Channel) -> None:
-        remotes = [echo(made, Handle()) for _ in range(4)]
-        await asyncio.wait_for(asyncio.gather(*(remote.ask(2) for remote in remotes)), 20)
-
     for _ in range(8):
-        run_with_channel(scene)
+        with channel() as made:
+            remotes = [echo(made, Handle()) for _ in range(4)]
+            await asyncio.wait_for(asyncio.gather(*(remote.ask(2) for remote in remotes)), 20)
 
 
-def test_failures_are_told_apart() -> None:
-    async def scene(made: Channel) -> None:
+async def test_failures_are_told_apart() -> None:
+    with channel() as made:
         remote = echo(made, Handle())
         asked = (remote.ask(-n) for n in (1, 2, 3, 4))
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -180,13 +162,10 @@ def test_failures_are_told_apart() -> None:
         assert "KeyError: 'three'" in str(found[2]) and "pickle" in str(found[3])
         assert (await remote.ask(3)).num_tokens == 3
 
-    run_with_channel(scene)
 
-
-def test_cancelled_requests_end_in_the_actor() -> None:
+async def test_cancelled_requests_end_in_the_actor() -> None:
     """Also one whose caller is cancelled before the actor is connected; others go on."""
-
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         handle = Handle()
         actor, remote = handle.actor, echo(made, handle)
         waiting = [asyncio.create_task(remote.ask(0)) for _ in range(5)]
@@ -200,16 +179,13 @@ def test_cancelled_requests_end_in_the_actor() -> None:
         assert (await remote.ask(7)).num_tokens == 7
         assert actor.began - actor.ended == 3 == len(waiting)
 
-    run_with_channel(scene)
-
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) -> None:
+async def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) -> None:
     """A dead one stays dead. One that was away for a moment is connected anew, and stops to serve
     what nobody waits for.
     """
-
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         handle = Handle()
         actor, remote = handle.actor, echo(made, handle)
         waiting = [asyncio.create_task(remote.ask(0)) for _ in range(3)]
@@ -226,13 +202,10 @@ def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) -> None:
             assert (await remote.ask(1)).num_tokens == 1 and handle.calls == 2
         await until(lambda: actor.ended == 3)
 
-    run_with_channel(scene)
 
-
-def test_a_connection_that_is_asked_for_again_replaces_the_one_before() -> None:
+async def test_a_connection_that_is_asked_for_again_replaces_the_one_before() -> None:
     """Ray may say that an actor is away which still serves its former connection."""
-
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         actor, calls = Echo(), list[asyncio.Future[None]]()
 
         def attach(place: ChannelPlace, route: bytes) -> Any:
@@ -251,86 +224,73 @@ def test_a_connection_that_is_asked_for_again_replaces_the_one_before() -> None:
         await calls[0]
         assert actor.ended == 1 and not calls[1].done()
 
-    run_with_channel(scene)
 
-
-def test_a_connection_that_breaks_is_made_again() -> None:
+async def test_a_connection_that_breaks_is_made_again() -> None:
     """A router between two machines drops it; both processes live."""
+    with channel("127.0.0.1") as made:
+        port, open_ = int(made.place.address.rpartition(":")[2]), list[Any]()
 
-    async def scene() -> None:
-        with channel("127.0.0.1") as made:
-            port, open_ = int(made.place.address.rpartition(":")[2]), list[Any]()
+        async def pump(reader: Any, writer: Any) -> None:
+            while data := await reader.read(2**16):
+                writer.write(data)
 
-            async def pump(reader: Any, writer: Any) -> None:
-                while data := await reader.read(2**16):
-                    writer.write(data)
+        async def forward(reader: Any, writer: Any) -> None:
+            far = await asyncio.open_connection("127.0.0.1", port)
+            open_.extend((writer, far[1]))
+            with contextlib.suppress(OSError):
+                await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
 
-            async def forward(reader: Any, writer: Any) -> None:
-                far = await asyncio.open_connection("127.0.0.1", port)
-                open_.extend((writer, far[1]))
-                with contextlib.suppress(OSError):
-                    await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
-
-            between = await asyncio.start_server(forward, "127.0.0.1", 0)
-            address = f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}"
-            made.place = replace(made.place, address=address)
-            handle = Handle()
-            remote = echo(made, handle)
-            assert (await remote.ask(4)).num_tokens == 4
-            waiting = asyncio.create_task(remote.ask(0))
-            await until(lambda: handle.actor.began)
-            for writer in open_:
-                writer.close()
-            with pytest.raises(EngineUnreachable, match="its connection broke"):
-                await waiting
-            assert handle.actor.ended == 1
-            assert (await remote.ask(5)).num_tokens == 5 and handle.calls == 2
-            between.close()
-
-    run(scene)
+        between = await asyncio.start_server(forward, "127.0.0.1", 0)
+        address = f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}"
+        made.place = replace(made.place, address=address)
+        handle = Handle()
+        remote = echo(made, handle)
+        assert (await remote.ask(4)).num_tokens == 4
+        waiting = asyncio.create_task(remote.ask(0))
+        await until(lambda: handle.actor.began)
+        for writer in open_:
+            writer.close()
+        with pytest.raises(EngineUnreachable, match="its connection broke"):
+            await waiting
+        assert handle.actor.ended == 1
+        assert (await remote.ask(5)).num_tokens == 5 and handle.calls == 2
+        between.close()
 
 
-def test_an_address_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "CONNECT_S", 0.6)
-
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         made.place = replace(made.place, path="", address="tcp://127.0.0.1:1")
         with pytest.raises(RuntimeError, match=r"rollout service at tcp://127.0.0.1:1 within"):
             await echo(made, Handle()).ask(1)
 
-    run_with_channel(scene)
-
 
 @pytest.mark.parametrize("knows", ["nothing", "another key", "the key"])
-def test_strangers_are_not_heard(knows: str) -> None:
+async def test_strangers_are_not_heard(knows: str) -> None:
     """Somebody who reaches the port, and even has the route of a connection, is not heard without
     the key; with the key, an answer counts.
     """
-
-    async def scene() -> None:
-        with (
-            channel("127.0.0.1") as made,
-            zmq.Context() as context,
-            contextlib.ExitStack() as stack,
-        ):
-            heard = list[bytes]()
-            made.hearers[b"a route"] = heard.extend
-            stranger = stack.enter_context(context.socket(zmq.DEALER))
-            stranger.linger, stranger.routing_id = 0, b"a route"
-            if knows != "nothing":
-                other = zmq.curve_keypair()[0]
-                stranger.curve_serverkey = made.place.key if knows == "the key" else other
-                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-            stranger.connect(made.place.address)
-            stranger.send_multipart([b"1", *packed("an answer")])
-            if knows == "the key":
-                await until(lambda: heard)
-            else:
-                await asyncio.sleep(0.5)
-                assert not heard
-            assert (await echo(made, Handle()).ask(1)).num_tokens == 1
-
-    run(scene)
+    with (
+        channel("127.0.0.1") as made,
+        zmq.Context() as context,
+        contextlib.ExitStack() as stack,
+    ):
+        heard = list[bytes]()
+        made.hearers[b"a route"] = heard.extend
+        stranger = stack.enter_context(context.socket(zmq.DEALER))
+        stranger.linger, stranger.routing_id = 0, b"a route"
+        if knows != "nothing":
+            other = zmq.curve_keypair()[0]
+            stranger.curve_serverkey = made.place.key if knows == "the key" else other
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(made.place.address)
+        stranger.send_multipart([b"1", *packed("an answer")])
+        if knows == "the key":
+            await until(lambda: heard)
+        else:
+            await asyncio.sleep(0.5)
+            assert not heard
+        assert (await echo(made, Handle()).ask(1)).num_tokens == 1
 
 
 ACTOR = """
@@ -348,7 +308,7 @@ asyncio.run(Doubles().attach(ChannelPlace(path, "", b""), route.encode()))
 """
 
 
-def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
+async def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
     root, processes = str(Path(__file__).parents[2]), list[subprocess.Popen[bytes]]()
 
     def attach(place: ChannelPlace, route: bytes) -> Any:
@@ -356,7 +316,7 @@ def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
         processes.append(subprocess.Popen(command))
         return asyncio.ensure_future(asyncio.to_thread(processes[0].wait))
 
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         remote = echo(made, SimpleNamespace(attach=Method(attach)))
         try:
             assert await remote.ask(1) == 2
@@ -372,8 +332,6 @@ def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
         finally:
             processes[0].kill()
 
-    run_with_channel(scene)
-
 
 def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(refs: Any, timeout: float) -> Any:
@@ -386,10 +344,9 @@ def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> N
         fetch(arrays, 1.0, "segments of step 7")
 
 
-def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
+async def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
     """Rank 0 asks again where it does not know whether the first call was heard."""
-
-    async def scene(made: Channel) -> None:
+    with channel() as made:
         handles, used = [Handle(), Handle()], list[Any]()
         engines = [RemoteEngine(handles[0], made, deadline_s=7.0)]
 
@@ -404,8 +361,6 @@ def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
             await actor.use_engine(0, handles[1])
         assert len(used) == 1 and used[0].handle is handles[1] and used[0].deadline_s == 7.0
 
-    run_with_channel(scene)
-
 
 class Paused(ChannelActor):
     """An engine that is paused for the first second of a request. It answers `answers_s` later."""
@@ -418,7 +373,7 @@ class Paused(ChannelActor):
         await asyncio.sleep(1.0)
         self.pauses.end()
         await asyncio.sleep(self.answers_s)
-        return Segment("model", 1, TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32)))
+        return segment([1])
 
     async def paused_s(self, last_s: float) -> float:
         return self.pauses.within(last_s)
@@ -437,47 +392,47 @@ async def one_token(pool: EnginePool) -> Segment:
     )
 
 
+@contextlib.contextmanager
+def recorded(folder: Path) -> Iterator[None]:
+    """This process records into `folder` as the service of a run."""
+    recording = Recording.of(folder, "run", enabled=True)
+    assert recording is not None
+    recording.make(keep=False)
+    close = recording.open("service")
+    try:
+        yield
+    finally:
+        close()
+
+
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
+async def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
     is_late: bool, tmp_path: Path
 ) -> None:
     """A request has 0.6 s without the engine's pause of 1 s. One that is not late is not reported,
     as it would be if the pause counted; a late one is, with the deadline that it had.
     """
-    recording = Recording.of(tmp_path, "run", enabled=True)
-    assert recording is not None
-    recording.make(keep=False)
-
-    def reports() -> list[str]:
-        return [path.read_text() for path in tmp_path.glob("waits-*.txt")]
-
-    async def go() -> None:
-        handle = Handle(actor := Paused(60.0 if is_late else 0.1))
-        handle.paused_s = Method(actor.paused_s)
-        config = replace(RolloutConfig(), request_timeout_s=0.6)
-        with channel() as made:
-            engine = RemoteEngine(handle, made, deadline_s=config.request_timeout_s)
-            asked = one_token(EnginePool([engine], config))
-            if not is_late:
-                assert (await asked).num_tokens == 1
-            else:
-                with pytest.raises(RuntimeError, match=r"did not answer prompt 3 within 0\.6 s"):
-                    await asked
-            await asyncio.sleep(3 * POLL_S)
-
-    close = recording.open("service")
-    try:
-        asyncio.run(asyncio.wait_for(go(), 30))
-    finally:
-        close()
+    handle = Handle(actor := Paused(60.0 if is_late else 0.1))
+    handle.paused_s = Method(actor.paused_s)
+    config = replace(RolloutConfig(), request_timeout_s=0.6)
+    with recorded(tmp_path), channel() as made:
+        engine = RemoteEngine(handle, made, deadline_s=config.request_timeout_s)
+        asked = one_token(EnginePool([engine], config))
+        if not is_late:
+            assert (await asked).num_tokens == 1
+        else:
+            with pytest.raises(RuntimeError, match=r"did not answer prompt 3 within 0\.6 s"):
+                await asked
+        await asyncio.sleep(3 * POLL_S)
+    reports = [path.read_text() for path in tmp_path.glob("waits-*.txt")]
     if is_late:
-        (text,) = reports()
+        (text,) = reports
         waited_s, deadline_s = re.findall(
             r"waited ([\d.]+) s for responses.*deadline ([\d.]+) s", text
         )[0]
         assert float(waited_s) >= float(deadline_s) >= 1.5
     else:
-        assert reports() == []
+        assert reports == []
 
 
 class Stopped(ChannelActor):
@@ -492,34 +447,24 @@ class Stopped(ChannelActor):
         return 0.0
 
 
-def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(tmp_path: Path) -> None:
+async def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(
+    tmp_path: Path,
+) -> None:
     """Although it may take longer to say whether it was paused before it is given up, and once."""
-    recording = Recording.of(tmp_path, "run", enabled=True)
-    assert recording is not None
-    recording.make(keep=False)
-
-    async def go() -> float:
-        handle, deadline_s = Handle(actor := Stopped()), 0.5
-        handle.paused_s = Method(actor.paused_s)
-        with channel() as made:
-            engine = RemoteEngine(handle, made, number=3, deadline_s=deadline_s)
-            pool = EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s))
-            asked = asyncio.ensure_future(one_token(pool))
-            began = time.monotonic()
-            while not list(tmp_path.glob("waits-*.txt")):
-                assert not asked.done()
-                await asyncio.sleep(0.02)
-            named_s = time.monotonic() - began
-            with pytest.raises(RuntimeError, match="did not answer prompt 3 within"):
-                await asked
-            await asyncio.sleep(3 * POLL_S)
-        return named_s - deadline_s
-
-    close = recording.open("service")
-    try:
-        late_s = asyncio.run(asyncio.wait_for(go(), 120))
-    finally:
-        close()
+    handle, deadline_s = Handle(actor := Stopped()), 0.5
+    handle.paused_s = Method(actor.paused_s)
+    with recorded(tmp_path), channel() as made:
+        engine = RemoteEngine(handle, made, number=3, deadline_s=deadline_s)
+        pool = EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s))
+        asked = asyncio.ensure_future(one_token(pool))
+        began = time.monotonic()
+        while not list(tmp_path.glob("waits-*.txt")):
+            assert not asked.done()
+            await asyncio.sleep(0.02)
+        late_s = time.monotonic() - began - deadline_s
+        with pytest.raises(RuntimeError, match="did not answer prompt 3 within"):
+            await asked
+        await asyncio.sleep(3 * POLL_S)
     (report,) = tmp_path.glob("waits-*.txt")
     assert " s for responses of engine3 (deadline 0.5 s)" in report.read_text()
     assert late_s < 60

@@ -20,7 +20,7 @@ from support.tiny import write_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from megarl.apps.serve.judge_prompt import JudgePrompt
+from megarl.apps.serve.judge import JudgePrompt
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.chat_template import end_of_turn
 from megarl.checks.model_checks import stop_tokens

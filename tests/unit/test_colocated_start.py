@@ -55,12 +55,12 @@ def test_what_has_happened_when_the_engines_start(
         folder=Path(),
     )
     learner = SimpleNamespace(empty_steps=SimpleNamespace())
-    critic = SimpleNamespace(role=role("critic"))
+    critics = [SimpleNamespace(role=role("critic")), SimpleNamespace(role=None)]  # one elsewhere
     replaced: dict[str, Any] = {
         "broadcast_object": lambda value, axis: value,
         "all_ranks": lambda **named: SimpleNamespace(size=1),
         "make_learner": lambda *given: learner,
-        "make_roles": lambda *given: (None, critic, None),
+        "make_roles": lambda *given: (None, critics, None),
         "make_checkpoints": lambda *given: None,
         "make_teacher": lambda *given: None,
         "start_generation": start,

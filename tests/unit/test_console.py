@@ -415,7 +415,7 @@ def test_operators_are_built_and_found_with_the_same_programs(
 
 
 def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
-    from megarl.checks.preflight import check_folder
+    from megarl.checks.folder_checks import check_folder
 
     for name in ("recipe.yaml", "run.log", "evaluations.jsonl"):
         (tmp_path / name).write_text("{}\n")

@@ -5,7 +5,6 @@ engine and resuming; and what the rollout service makes of them.
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.rollouts import Prompts, rollout_service, segment
 
 from megarl.apps.runs.audit import audit
 from megarl.checkpoints.group_files import read_groups, segments_of, with_arrays, write_groups
@@ -27,7 +27,7 @@ from megarl.rollout.config import DispatchName, DynamicSamplingConfig, RolloutCo
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of, refusal
 from megarl.rollout.service import RolloutService, by_version
-from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, TokenArrays, Verdict
+from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, Verdict
 
 
 def test_the_names_in_recipes_are_the_policies() -> None:
@@ -323,26 +323,10 @@ class Engine:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled += 1
-        arrays = TokenArrays(np.ones(1, np.int32), np.zeros(1, np.float32))
-        return Segment("model", 1, arrays, [(version, 1)], finish="stop")
+        return segment([1], version)
 
 
-class Prompts:
-    def __len__(self) -> int:
-        return 1000
-
-    def at(self, ordinal: int) -> Prompt:
-        return Prompt(ordinal, "", [ordinal], "")
-
-
-class Verifier:
-    has_start = False
-
-    async def step(self, *args: Any, **settings: Any) -> Verdict:
-        return Verdict(1.0, True)
-
-    async def texts(self, segments: Any) -> list[str]:
-        return ["" for _ in segments]
+PROMPTS = Prompts(lambda ordinal: Prompt(ordinal, "", [ordinal], ""))
 
 
 def service(path: Path, dispatch: Any, engine: Any, **more: Any) -> RolloutService:
@@ -353,24 +337,11 @@ def service(path: Path, dispatch: Any, engine: Any, **more: Any) -> RolloutServi
         dispatch=dispatch,
         dynamic_sampling=DynamicSamplingConfig(enabled=False),
     )
-    engine.service = RolloutService(
-        config=config,
-        seed=3,
-        prompts=Prompts(),  # type: ignore[arg-type]
-        engines=[engine],
-        environment=Verifier(),  # type: ignore[arg-type]
-        num_data_ranks=1,
-        num_mini_batches=1,
-        micro_batch_tokens=40,
-        last_step=5,
-        transcripts_per_step=0,
-        ledger=Recorder(path),
-        **more,
-    )
+    engine.service = rollout_service([engine], config, PROMPTS, ledger=Recorder(path), **more)
     return engine.service
 
 
-def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) -> None:
     """Its requests are cancelled, the ledger says why it is not trained, and the run resumes at a
     gap that it left.
     """
@@ -392,10 +363,10 @@ def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) ->
         assert not made._tasks and (until < 6 or not made._finished.open)
         return cursors
 
-    cursors = asyncio.run(run(0, START, 1))
+    cursors = await run(0, START, 1)
     assert cursors == {1: Cursor(1, (2, 3))}
     assert engine.cancelled == 2
-    cursors = asyncio.run(run(1, cursors[1], 6))
+    cursors = await run(1, cursors[1], 6)
     assert cursors[6].beyond == () and engine.cancelled == 4
     told = [from_record(record) for record in Reader(path)]
     found = audit(told)
@@ -407,42 +378,35 @@ def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Path) ->
     assert max(found.ages) <= 1
 
 
-def test_the_ordered_policy_waits_for_the_group(tmp_path: Path) -> None:
-    async def go() -> None:
-        made = service(tmp_path / FILE, "ordered", Engine(stuck=1))
-        await made.start()
-        waiting = asyncio.create_task(made.take(0, 0))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert not waiting.done() and len(made._tasks) == 1
-        waiting.cancel()
-        await made.stop()
-
-    asyncio.run(go())
+async def test_the_ordered_policy_waits_for_the_group(tmp_path: Path) -> None:
+    made = service(tmp_path / FILE, "ordered", Engine(stuck=1))
+    await made.start()
+    waiting = asyncio.create_task(made.take(0, 0))
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert not waiting.done() and len(made._tasks) == 1
+    waiting.cancel()
+    await made.stop()
 
 
 @pytest.mark.parametrize("dispatch", ["ordered", "windowed"])
-def test_a_resumed_run_trains_on_the_finished_groups(dispatch: str, tmp_path: Path) -> None:
+async def test_a_resumed_run_trains_on_the_finished_groups(dispatch: str, tmp_path: Path) -> None:
     """Six groups are started and one of them does not end; the other five come with the checkpoint,
     and are not generated again.
     """
     path = tmp_path / FILE
 
-    async def first() -> list[Group]:
-        made = service(path, dispatch, Engine(stuck=1))
-        await made.start()
-        async with asyncio.timeout(20):
-            while len(made._tasks) > 1 or made.window.may_start():
-                await asyncio.sleep(0.01)
-        groups = await made.unused(0, 0)
-        await made.stop()
-        return groups
-
-    written = asyncio.run(first())
+    made = service(path, dispatch, Engine(stuck=1))
+    await made.start()
+    async with asyncio.timeout(20):
+        while len(made._tasks) > 1 or made.window.may_start():
+            await asyncio.sleep(0.01)
+    written = await made.unused(0, 0)
+    await made.stop()
     assert [group.ordinal for group in written] == [0, 2, 3, 4, 5]
     write_groups(tmp_path / "groups" / "rank_00000.safetensors", written, "settings")
-    assert read_groups(tmp_path, "other settings", Prompts().at) == ([], 5)
-    groups, left_out = read_groups(tmp_path, "settings", Prompts().at)
+    assert read_groups(tmp_path, "other settings", PROMPTS.at) == ([], 5)
+    groups, left_out = read_groups(tmp_path, "settings", PROMPTS.at)
     assert left_out == 0 and [group.ordinal for group in groups] == [0, 2, 3, 4, 5]
     for one, other in zip(segments_of(written), segments_of(groups), strict=True):
         assert replace(one, arrays=None) == replace(other, arrays=None)
@@ -450,27 +414,24 @@ def test_a_resumed_run_trains_on_the_finished_groups(dispatch: str, tmp_path: Pa
     for part in segments_of(written):
         part.receipts.append("9f31c0")
     write_groups(tmp_path / "groups" / "rank_00000.safetensors", written, "settings")
-    marked, _ = read_groups(tmp_path, "settings", Prompts().at)
+    marked, _ = read_groups(tmp_path, "settings", PROMPTS.at)
     assert [part.receipts for part in segments_of(marked)] == [["9f31c0"]] * 10
     assert with_arrays(groups, [0] * 10)[4].rollouts[1].segments[0].arrays == 0
 
-    async def again() -> set[int]:
-        engine = Engine(stuck=-1)
-        made = service(path, dispatch, engine, carried=groups)
-        await made.start()
-        generated_now = 0.0
-        for step in range(6):
-            plan = await asyncio.wait_for(made.take(step, 0), 20)
-            assert isinstance(plan, SharePlan)
-            found = plan.batch.metrics
-            assert found["tokens/generated"] == 6
-            generated_now += found["tokens/generated_per_s"] * found["time/rollout_s"]
-            await made.release(step + 1)
-        await made.stop()
-        assert round(generated_now) == 26, "those of the checkpoint do not count for the rate"
-        return engine.asked
-
-    assert asyncio.run(again()) == {1, *range(6, 18)}
+    engine = Engine(stuck=-1)
+    made = service(path, dispatch, engine, carried=groups)
+    await made.start()
+    generated_now = 0.0
+    for step in range(6):
+        plan = await asyncio.wait_for(made.take(step, 0), 20)
+        assert isinstance(plan, SharePlan)
+        metrics = plan.batch.metrics
+        assert metrics["tokens/generated"] == 6
+        generated_now += metrics["tokens/generated_per_s"] * metrics["time/rollout_s"]
+        await made.release(step + 1)
+    await made.stop()
+    assert round(generated_now) == 26, "those of the checkpoint do not count for the rate"
+    assert engine.asked == {1, *range(6, 18)}
     told = [from_record(record) for record in Reader(path)]
     found = audit(told)
     assert found.contradictions == [] and (found.trained, found.cursor) == (18, Cursor(18))
@@ -484,7 +445,7 @@ def test_groups_are_adopted_in_the_order_in_which_they_are_due() -> None:
     """After a second resume the lower ordinals may be the newer groups."""
     limits = Limits(per_step=2, max_draws=2, staleness=1, last_step=30, max_open=8)
     groups = [
-        Group(o, Prompts().at(o), [Rollout(0, 0, [], Verdict(0.0, False), dispatched_at=version)])
+        Group(o, PROMPTS.at(o), [Rollout(0, 0, [], Verdict(0.0, False), dispatched_at=version)])
         for o, version in ((20, 11), (21, 11), (24, 10), (25, 10))
     ]
     policy = POLICIES["windowed"].restore(limits, Cursor(20, (22, 23)), 11)
@@ -519,11 +480,7 @@ def test_a_checkpoint_keeps_the_groups_beyond_the_first_gap(tmp_path: Path) -> N
     write_progress(tmp_path, progress)
     assert read_progress(tmp_path) == progress
     assert progress.cursor == Cursor(5, (7, 9))
-    written = json.loads((tmp_path / "run.json").read_text())
-    assert written["format"] == 2, "an earlier version would generate groups 7 and 9 again"
     write_progress(tmp_path, replace(progress, used=[]))
-    written = json.loads((tmp_path / "run.json").read_text())
-    assert written["format"] == 1 and "used" not in written, "an earlier version can read it"
     assert read_progress(tmp_path).cursor == Cursor(5)
 
 

@@ -1,19 +1,26 @@
-"""README and docs: links lead somewhere, commands exist, and keys are keys of a recipe."""
+"""README and docs: links lead somewhere, commands exist, keys are keys of a recipe, and the site is
+built of them.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from support.commands import python
 
 from megarl import config
+from megarl.command_line.settings import settings
 from megarl.command_line.table import COMMANDS
 from megarl.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*).*?\n(.*?)^```", re.M | re.S)
 
@@ -26,7 +33,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EACH_PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = []
     for link in LINK.findall(BLOCK.sub("", page.read_text())):
@@ -39,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@EACH_PAGE
 def test_commands_and_files_exist(page: Path) -> None:
     text = "\n".join(body for kind, body in BLOCK.findall(page.read_text()) if kind == "bash")
     commands = set(re.findall(r"^(?:python -m )?megarl ([a-z][\w-]+)", text, re.M))
@@ -66,3 +73,37 @@ def test_keys_beside_those_of_others_exist() -> None:
         for part in reversed(key.split(".")):
             tree = {part: tree}
         assert not config.unknown_keys(RunConfig, tree), key
+
+
+@EACH_PAGE
+def test_lines_are_short(page: Path) -> None:
+    """At most 120 characters, but rows of tables and what has no space to break at."""
+    lines = [line.strip() for line in page.read_text().splitlines() if len(line) > 120]
+    assert not [line for line in lines if " " in line and not line.startswith("|")]
+
+
+def test_the_site_is_built_of_every_page(tmp_path: Path) -> None:
+    """Strictly: a warning of mkdocs, as about a link, an anchor or a page that the navigation lacks,
+    is an error. Nothing that a page loads comes from the network.
+    """
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: bash launch/env.sh")
+    done = python("-m", "mkdocs", "build", "-f", "tools/mkdocs.yml", "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").rglob("*.md"):
+        built = (tmp_path / page.relative_to(ROOT / "docs")).with_suffix(".html").read_text()
+        loaded = re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"([^\"]*)", built)
+        assert len(loaded) > 3 and not [one for one in loaded if ":" in one or one[:2] == "//"]
+        assert not re.search(r"<p>(\* |- |\||```)", built), (
+            f"{page}: a list, table or block is text"
+        )
+    found = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    assert {"index.html", "source/index.html"} <= {one["location"] for one in found}
+    commands = (tmp_path / "reference/commands.html").read_text()
+    for name, command in COMMANDS.items():
+        assert f'id="megarl-{name}"' in commands
+        assert all(f"<code>{option}" in commands for option in command.option_names)
+    kinds = {one.config: name for name, one in reversed(COMMANDS.items()) if one.config}
+    for kind, name in kinds.items():
+        page = (tmp_path / f"reference/{name}.html").read_text()
+        assert all(f"<code>{one.key}</code>" in page for one in settings(getattr(config, kind)))

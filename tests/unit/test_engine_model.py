@@ -1,10 +1,13 @@
-"""Models that load, but with which the run would not be what its recipe says."""
+"""Models that load, but with which the run would not be what its recipe says, and
+numbers of a model's config.json that are no model's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import (
     Gemma2Config,
     GemmaConfig,
@@ -17,6 +20,7 @@ from transformers import (
 from megarl.checks.engine_checks import check_engine_model
 from megarl.checks.model_checks import unused_weights
 from megarl.trainer.config import ModelConfig
+from megarl.trainer.model_config import config_problem
 
 
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
@@ -44,3 +48,12 @@ def test_weights_that_are_not_used_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert "are not used" in unused_weights(config)
     assert not unused_weights(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0])
+def test_a_soft_cap_is_above_zero_or_none(cap: float) -> None:
+    """A cap of 0 would make all scores 0 or NaN."""
+    config = transformers.Gemma2Config(attn_logit_softcapping=cap)
+    assert config_problem(config) == f"attn_logit_softcapping is {cap:g}, not above 0"
+    config.attn_logit_softcapping = None
+    assert not config_problem(config)

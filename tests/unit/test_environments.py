@@ -5,14 +5,12 @@ sample only.
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.environments import run
+from support.commands import python, started
+from support.environments import PROMPT, ask, opened, run, together
 
 from megarl.apps.verifiers.notation import plain_number
 from megarl.checks.verifier_trial import check_verifier
@@ -34,11 +33,8 @@ from megarl.environments.verifier_config import (
     LengthConfig,
     RegexConfig,
 )
-from megarl.environments.verifiers import VERIFIERS, load_verifier
+from megarl.environments.verifiers import VERIFIERS
 from megarl.types import Prompt, Verdict
-
-ROOT = Path(__file__).resolve().parents[2]
-PROMPT = Prompt(index=0, text="3+4=", token_ids=[1], answer="7")
 
 OWN = """
 import asyncio, math, os, re, subprocess, sys, time
@@ -102,11 +98,9 @@ def score(
     return environment.score(prompt, text, **{"num_tokens": 5, "truncated": False, **changes})
 
 
-def verdicts(config: EnvironmentConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Verdict]:
-    async def use(environment: Environment) -> list[Verdict]:
-        return await asyncio.gather(*[score(environment, text, prompt) for text in texts])
-
-    return run(config, use)
+def writes_to(folder: Path) -> Prompt:
+    """A prompt at which the verifier of one's own writes a process's number into folder/pid."""
+    return replace(PROMPT, fields={"file": str(folder / "pid")})
 
 
 def gone(pid: int, within_s: float = 5.0) -> bool:
@@ -125,11 +119,6 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
 # Verifiers
 
 
-def ask(config: EnvironmentConfig, answer: str, response: str) -> float:
-    prompt = Prompt(index=4, text="", token_ids=[], answer=answer)
-    return asyncio.run(load_verifier(config)(prompt, response))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("marker", "response", "right"),
     [
@@ -141,24 +130,6 @@ def ask(config: EnvironmentConfig, answer: str, response: str) -> float:
 def test_exact_match(marker: str, response: str, right: bool) -> None:
     assert ask(EnvironmentConfig(answer_after=marker), "7", response) == float(right)
     assert ask(EnvironmentConfig(answer_after=marker), " 7 ", response) == float(right)
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "right"),
-    [
-        ("12", "\\boxed{12\\%}", True), ("0.5", "\\boxed{\\frac12}", True), ("1/2", "#### 0.5", True),
-        ("1,234", "so $1,234.00", True), ("1234", "\\boxed{1{,}234\\text{ dollars}}", True), ("5", "#### 5 million", False),
-        ("18", "#### 18 dollars per day.", True), ("5", "#### 5 pi", False), ("5", "#### 5\n#### 6", False),
-        ("6", "#### 5\n#### 6", True), ("6", "\\boxed{5} no, \\boxed{6}", True), ("5", "\\boxed{5} no, \\boxed{6}", False),
-        ("5", "#### 5 or 6", False), ("\\frac{3}{4}", "\\boxed{\\dfrac{3}{4}}", True), ("x+1", "\\boxed{1+x}", True),
-        ("5", "#### Conclusion\nThe answer is 5.", True), ("5", "\\boxed{5", False), ("5", "", False),
-        ("-3", "#### \u22123", True), ("10", "#### x = 10", True), ("5", "The answer is 5. \\boxed{}", False),
-        ("18", "#### 18 eggs and 3 chicks", False), ("70000", "#### $ 70,000", True), ("7", "#### " + "9" * 5000, False),
-        ("Ann has 3+4 = <<3+4=7>>7 clips.\n#### 7", "#### 7", True), ("2", "\\boxed{\\sqrt{4}}", False),
-    ],
-)  # fmt: skip
-def test_mathematics(answer: str, response: str, right: bool) -> None:
-    assert ask(EnvironmentConfig(verifier="math"), answer, response) == float(right)
 
 
 @given(
@@ -190,32 +161,22 @@ RESPONSES = {"json_schema": ("[7]", "[8]"), "format": ("<b></b>", "<b>"), "lengt
 @pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none", "code"}))
 def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
     config = EnvironmentConfig(verifier=name, wrong=-1.0, **NEEDED.get(name, {}))
-    right, wrong = verdicts(config, *RESPONSES.get(name, ("7", "8")))
+    right, wrong = together(config, *RESPONSES.get(name, ("7", "8")))
     assert right == Verdict(reward=1.0, correct=True)
     assert wrong == Verdict(reward=-1.0, correct=False)
 
 
 def test_without_a_verifier_every_response_is_wrong() -> None:
-    for verdict in verdicts(EnvironmentConfig(verifier="none"), "7", "8"):
+    for verdict in together(EnvironmentConfig(verifier="none"), "7", "8"):
         assert verdict == Verdict(reward=0.0, correct=False)
 
 
 def test_verifiers_of_ones_own(own: str) -> None:
     for function in ("judge", "judge_later"):
-        half, right, wrong = verdicts(
-            EnvironmentConfig(verifier=f"{own}:{function}", correct=2.0, wrong=-1.0),
-            "half",
-            "=7",
-            "=8",
-        )
-        assert (half.reward, half.correct, half.failure) == (0.5, False, "")
-        assert (right.reward, right.correct, wrong.reward, wrong.correct) == (
-            2.0,
-            True,
-            -1.0,
-            False,
-        )
-    assert verdicts(EnvironmentConfig(verifier=f"{own}:neighbour"), "x")[0].correct
+        config = EnvironmentConfig(verifier=f"{own}:{function}", correct=2.0, wrong=-1.0)
+        found = [(one.reward, one.correct) for one in together(config, "half", "=7", "=8")]
+        assert found == [(0.5, False), (2.0, True), (-1.0, False)]
+    assert together(EnvironmentConfig(verifier=f"{own}:neighbour"), "x")[0].correct
 
 
 BAD = {
@@ -242,7 +203,7 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
     with pytest.raises(ValueError, match=BAD[name]):
         run(EnvironmentConfig(verifier=full), Environment.start)
     with pytest.raises(ValueError, match=BAD[name]):
-        verdicts(EnvironmentConfig(verifier=full), "7", "7")
+        together(EnvironmentConfig(verifier=full), "7", "7")
 
 
 # The pool
@@ -268,21 +229,18 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     good = [f"{n}=7" for n in range(30)]
     texts = [text for pair in zip(good, [*bad, *[""] * 19], strict=True) for text in pair if text]
     config = EnvironmentConfig(verifier=f"{own}:judge", num_workers=2, time_limit_s=0.5, wrong=-1.0)
-    for text, verdict in zip(texts, verdicts(config, *texts), strict=True):
+    for text, verdict in zip(texts, together(config, *texts), strict=True):
         if text in bad:
             failure, detail = bad[text]
-            assert (verdict.reward, verdict.correct, verdict.failure) == (
-                -1.0,
-                False,
-                failure,
-            ), text
+            found = (verdict.reward, verdict.correct, verdict.failure)
+            assert found == (-1.0, False, failure), text
             assert detail in verdict.detail
         else:
             assert verdict == Verdict(reward=1.0, correct=True), text
 
 
 def test_a_verifier_may_print_and_read(own: str, capfd: pytest.CaptureFixture[str]) -> None:
-    babble, after = verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "babble", "=7")
+    babble, after = together(EnvironmentConfig(verifier=f"{own}:judge"), "babble", "=7")
     assert babble == Verdict(reward=0.0, correct=False)
     assert after.correct
     printed = capfd.readouterr()
@@ -291,130 +249,95 @@ def test_a_verifier_may_print_and_read(own: str, capfd: pytest.CaptureFixture[st
 
 
 def test_large_responses_pass(own: str) -> None:
-    assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x" * 5_000_000 + "7")[0].correct
+    assert together(EnvironmentConfig(verifier=f"{own}:judge"), "x" * 5_000_000 + "7")[0].correct
 
 
 def test_time_waiting_for_a_worker_is_not_counted(own: str) -> None:
     config = EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.8)
-    assert [verdict.failure for verdict in verdicts(config, *["wait"] * 10)] == [""] * 10
+    assert [verdict.failure for verdict in together(config, *["wait"] * 10)] == [""] * 10
 
 
-@pytest.mark.parametrize("started", ["child", "session", "orphan", "bare"])
-def test_what_a_killed_verifier_started_is_killed_too(
-    started: str, own: str, tmp_path: Path
-) -> None:
-    prompt = Prompt(
-        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
-    )
-    (verdict,) = verdicts(
-        EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5), started, prompt=prompt
-    )
+@pytest.mark.parametrize("what", ["child", "session", "orphan", "bare"])
+def test_what_a_killed_verifier_started_is_killed_too(what: str, own: str, tmp_path: Path) -> None:
+    config = EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5)
+    (verdict,) = together(config, what, prompt=writes_to(tmp_path))
     assert verdict.failure == "timeout"
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) -> None:
-    prompt = Prompt(
-        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
-    )
-
-    async def use(environment: Environment) -> list[Verdict]:
-        await score(environment, "pid", prompt)
+async def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: Path) -> None:
+    async with opened(EnvironmentConfig(verifier=f"{own}:judge")) as environment:
+        await score(environment, "pid", writes_to(tmp_path))
         pid = int((tmp_path / "pid").read_text())
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
-        return [await score(environment, "=7"), await score(environment, "=7")]
-
-    first, second = run(EnvironmentConfig(verifier=f"{own}:judge"), use)
+        first, second = [await score(environment, "=7"), await score(environment, "=7")]
     assert first.correct, "nothing had been judged yet, so the request is given to the replacement"
     assert second.correct
     assert "by signal SIGKILL between two calls, and is replaced" in first.warning
     assert not second.warning
 
 
-def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -> None:
-    prompt = Prompt(
-        index=0, text="", token_ids=[], answer="7", fields={"file": str(tmp_path / "pid")}
-    )
-
-    async def whole() -> list[Any]:
-        environment = Environment(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=1000.0))
-        await score(environment, "pid", prompt)
-        waiting = [asyncio.ensure_future(score(environment, "sleep")) for _ in range(3)]
-        await asyncio.sleep(0.2)
-        await environment.close()
-        with pytest.raises(RuntimeError):
-            await score(environment, "=7")
-        return await asyncio.gather(*waiting, return_exceptions=True)
-
-    in_flight, *queued = asyncio.run(asyncio.wait_for(whole(), 60))
+async def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: Path) -> None:
+    environment = Environment(EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=1000.0))
+    await score(environment, "pid", writes_to(tmp_path))
+    waiting = [asyncio.ensure_future(score(environment, "sleep")) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    await environment.close()
+    with pytest.raises(RuntimeError):
+        await score(environment, "=7")
+    in_flight, *queued = await asyncio.gather(*waiting, return_exceptions=True)
     assert in_flight.failure == "error"
     assert [type(outcome) for outcome in queued] == [RuntimeError] * 2
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-@pytest.fixture
-def orphaned(own: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process with a worker that hangs; the worker's number is in the file."""
-    program = f"""
-        import asyncio
-        from megarl.environments.config import EnvironmentConfig
-        from megarl.environments.scoring import Environment
-        from megarl.types import Prompt
+ORPHANED = """
+import asyncio, sys
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment
+from megarl.types import Prompt
 
-        async def main():
-            environment = Environment(EnvironmentConfig(verifier={f"{own}:judge"!r}, time_limit_s=1000.0))
-            prompt = Prompt(index=0, text="", token_ids=[], answer="7", fields={{"file": {str(tmp_path / "pid")!r}}})
-            await environment.score(prompt, "pid", 1, False)
-            print("ready", flush=True)
-            await environment.score(prompt, "loop", 1, False)
+async def main():
+    environment = Environment(EnvironmentConfig(verifier=sys.argv[1], time_limit_s=1000.0))
+    prompt = Prompt(0, "", [], "7", {"file": sys.argv[2]})
+    await environment.score(prompt, "pid", 1, False)
+    print("ready", flush=True)
+    await environment.score(prompt, "loop", 1, False)
 
-        asyncio.run(main())
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    yield process, tmp_path / "pid"
-    process.kill()
-    process.wait()
+asyncio.run(main())
+"""
+"""A process with a worker that hangs; the worker's number is in the file."""
 
 
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a process of its parent's death"
 )
-def test_workers_die_with_a_parent_killed_by_force(
-    orphaned: tuple[subprocess.Popen[bytes], Path],
-) -> None:
-    parent, file = orphaned
-    worker = int(file.read_text())
-    assert not gone(worker, within_s=0.3)
-    parent.kill()
-    parent.wait()
+def test_workers_die_with_a_parent_killed_by_force(own: str, tmp_path: Path) -> None:
+    with started(ORPHANED, f"{own}:judge", str(tmp_path / "pid")) as (_, said):
+        assert said == "ready"
+        worker = int((tmp_path / "pid").read_text())
+        assert not gone(worker, within_s=0.3)
     assert gone(worker)
 
 
 @pytest.mark.parametrize("verifier", ["exact_match", "math"])
-def test_verdicts_share_a_process(monkeypatch: pytest.MonkeyPatch, verifier: str) -> None:
-    started: list[Any] = []
+async def test_verdicts_share_a_process(monkeypatch: pytest.MonkeyPatch, verifier: str) -> None:
+    processes: list[Any] = []
     start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(a) or start(*a, **k))
-
-    async def use(environment: Environment) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(a) or start(*a, **k))
+    async with opened(EnvironmentConfig(verifier=verifier, answer_after="####")) as environment:
         await environment.start()
         made = await asyncio.gather(*[score(environment, f"#### {n}") for n in range(256)])
         assert sum(verdict.correct for verdict in made) == 1
-
-    run(EnvironmentConfig(verifier=verifier, answer_after="####"), use)
-    assert len(started) == 1
+    assert len(processes) == 1
 
 
 def test_starting_loads_no_torch(own: str) -> None:
     Path(own).write_text(
         "import sys\ndef judge(prompt, response): return 'torch' not in sys.modules\n"
     )
-    assert verdicts(EnvironmentConfig(verifier=f"{own}:judge"), "x")[0].correct
+    assert together(EnvironmentConfig(verifier=f"{own}:judge"), "x")[0].correct
 
 
 # Rewards
@@ -492,7 +415,7 @@ def test_which_secrets_a_verifier_gets(
     )
     prompt = replace(PROMPT, fields=dict.fromkeys([*SECRETS, "PATH"]))
     config = EnvironmentConfig(verifier=f"{file}:spy", **settings)
-    (found,) = verdicts(config, "anything", prompt=prompt)
+    (found,) = together(config, "anything", prompt=prompt)
     assert found.failure == "error" and "PATH" in found.detail
     assert {name for name in SECRETS if f"hush-{name}" in found.detail} == set(seen)
 
@@ -543,7 +466,7 @@ def test_a_verifier_cannot_look_into_other_processes(tmp_path: Path, isolate: bo
     """Secrets of the run are in the environment variables of the processes beside it."""
     file = tmp_path / "spy.py"
     file.write_text(SPY)
-    (found,) = verdicts(EnvironmentConfig(verifier=f"{file}:spy", isolate=isolate), "anything")
+    (found,) = together(EnvironmentConfig(verifier=f"{file}:spy", isolate=isolate), "anything")
     kept = ["environ", "memory", "files", "child", "signal"] if isolate else []
     assert f"kept: {kept}" in found.detail
 
@@ -560,8 +483,8 @@ sandbox = Sandbox(CodeConfig(sandbox='namespaces'))
 print(sandbox.run("stdin", "print(6 * 7)", [""], total_s=10.0)[0]["output"])
 sandbox.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert base64.b64encode(b"42\n").decode() in done.stdout, done.stderr + done.stdout
+    done = python("-c", program)
+    assert "42\n" in done.stdout, done.stderr + done.stdout
 
 
 @pytest.mark.skipif(landlock_version() < MOVES_SINCE, reason="needs Landlock of Linux 5.19")
@@ -583,5 +506,5 @@ try:
 except PermissionError:
     print("kept")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert done.stdout == "kept\n", done.stderr

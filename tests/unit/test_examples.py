@@ -182,4 +182,4 @@ def test_recipes_of_programs_pass_the_checks(
     changes["prompts"] = replace(second.prompts, source=str(task / "train.jsonl"))
     changes["evaluation"] = replace(second.evaluation, prompts=held_out)
     small = replace(second, **changes)
-    assert check_run(small, num_ranks=1, on_cpu=True).prompts is not None
+    assert check_run(small, num_ranks=1).prompts is not None

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.environments import opened
+from support.rollouts import segment
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
@@ -22,7 +23,7 @@ from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.logprobs import BACKENDS, linear_logprobs
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import cut
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,7 +135,7 @@ def test_the_axis_communicates() -> None:
         assert sizes["data"] == sizes["tensor"] == sizes["sequence"] == (1, rank + 1.0)
 
 
-def test_the_session_plays(tmp_path: Path) -> None:
+async def test_the_session_plays(tmp_path: Path) -> None:
     """In its worker process, with the reward of each way a game may end."""
     source = re.search(
         r"```python session\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.S
@@ -144,34 +145,22 @@ def test_the_session_plays(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     codec = Codec.of(load_tokenizer(str(tmp_path / "tokenizer")))
     config = EnvironmentConfig(session=f"{tmp_path}/game.py:GuessTheNumber", num_workers=2)
-    games = {
-        "5": 1.0,
-        "3 8 5": 0.6,
-        "3 8 4 7 6": 0.0,
-        "three": 0.0,
-    }
+    games = {"5": 1.0, "3 8 5": 0.6, "3 8 4 7 6": 0.0, "three": 0.0}
 
     async def play(environment: Environment, key: str) -> tuple[list[str], float]:
         prompt = Prompt(0, "", [], "5")
         assert await environment.begin(key, prompt) is None
         replies = []
         for guess in key.split():
-            arrays = TokenArrays(np.array(codec.encode(guess), np.int32), np.zeros(len(guess)))
-            segment = Segment("model", len(guess), arrays, finish="stop")
-            reply = await environment.step(key, prompt, segment, num_tokens=1)
+            said = segment(codec.encode(guess))
+            reply = await environment.step(key, prompt, said, num_tokens=1)
             if isinstance(reply, Verdict):
                 return replies, reply.reward
             replies.append(codec.decode(reply.arrays.token_ids))
         raise AssertionError("the game has no end")
 
-    async def all_games() -> list[tuple[list[str], float]]:
-        environment = Environment(config, codec)
-        try:
-            return list(await asyncio.gather(*(play(environment, game) for game in games)))
-        finally:
-            await environment.close()
-
-    found = asyncio.run(asyncio.wait_for(all_games(), 60))
+    async with opened(config, codec) as environment:
+        found = await asyncio.gather(*(play(environment, game) for game in games))
     for (_, reward), expected in zip(found, games.values(), strict=True):
         assert reward == pytest.approx(expected)
     assert [len(replies) for replies, _ in found] == [0, 2, 4, 0]

@@ -18,6 +18,7 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.autotp import refuse_cut_parameters
 from megarl.trainer.sharding import shard_model
+from megarl.weight_sync import families
 from megarl.weight_sync.families import FAMILIES, parameter_table, refuse_engine_tensor
 from megarl.weight_sync.parameters import training_shards
 
@@ -100,12 +101,15 @@ def test_a_table_names_what_a_checkpoint_holds(tmp_path: Path, case: str) -> Non
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_silent_configuration_means_what_transformers_takes_it_for(kind: str) -> None:
-    config = transformers.CONFIG_MAPPING[kind]
+    config, family = transformers.CONFIG_MAPPING[kind], FAMILIES[kind]
     fields = {field.name: field.default for field in dataclasses.fields(config)}
-    defaults = FAMILIES[kind].defaults
-    assert dict(defaults) == {name: fields.get(name) for name in defaults}
-    few: dict[str, Any] = {"num_hidden_layers": 1}
-    few |= {"num_experts": 2} if FAMILIES[kind].experts else {}
+    defaults = families._UNSAID | dict(family.defaults)
+    assert {name: defaults[name] for name in defaults.keys() & fields.keys()} == {
+        name: fields[name] for name in defaults.keys() & fields.keys()
+    }
+    few = SMALL | (EXPERTS if family.experts else {}) | {"pad_token_id": 0}
+    if "num_key_value_heads" in defaults:
+        del few["num_key_value_heads"]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config(**few))
     shapes = {
@@ -115,6 +119,14 @@ def test_a_silent_configuration_means_what_transformers_takes_it_for(kind: str) 
     }
     table = parameter_table({"model_type": kind, **few})
     assert {row.name: row.shape for row in table if ".experts." not in row.name} == shapes
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_configuration_without_a_size_is_refused(kind: str) -> None:
+    few = SMALL | (EXPERTS if FAMILIES[kind].experts else {}) | {"model_type": kind}
+    del few["hidden_size"]
+    with pytest.raises(ValueError, match=r"config\.json lacks hidden_size; set model\.path"):
+        parameter_table(few)
 
 
 def test_old_and_new_names_of_a_setting_mean_the_same(tmp_path: Path) -> None:
@@ -156,7 +168,7 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
 @pytest.mark.parametrize(("config", "says"), [
     ({"model_type": "gpt2"},
      r"gpt2 has no parameter table.*FAMILIES in megarl/weight_sync/families.py \(known: qwen2, "),
-    ({"model_type": "olmo2"}, r"olmo2 has no parameter table \(vLLM has no implementation of its"),
+    ({"model_type": "cohere2"}, r"cohere2 has no parameter table \(vLLM's sliding window is a token"),
     ({}, "model type None has no parameter table"),
     ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
      "mistral3 has no parameter table"),
@@ -167,24 +179,29 @@ def test_tensors_of_one_engine_parameter_are_neighbours(tmp_path: Path, case: st
     ({"model_type": "qwen3_moe", "attention_bias": True}, "vLLM has no bias on o_proj"),
     ({"model_type": "qwen2", "head_dim": 64},
      "head_dim is 64, but vLLM takes hidden_size / num_attention_heads"),
-    *(({"model_type": kind, "use_sliding_window": True, **windows}, "sliding window in part")
-      for kind in ("qwen2", "qwen3")
-      for windows in ({"max_window_layers": 2}, {"num_hidden_layers": 2, "max_window_layers": 2,
-                      "layer_types": ["sliding_attention", "full_attention"]})),
+    *(({"model_type": kind, "layer_types": ["sliding_attention", "full_attention"]},
+       "sliding window in part") for kind in ("qwen2", "qwen3")),
 ])  # fmt: skip
 def test_what_engines_would_compute_wrongly_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        parameter_table(config)
+        parameter_table(SMALL | EXPERTS | {"num_hidden_layers": 32} | config)
 
 
 @pytest.mark.parametrize("windows", [
     {"use_sliding_window": True, "max_window_layers": 0},
     {"use_sliding_window": True, "max_window_layers": 32},
-    {"use_sliding_window": False, "max_window_layers": 2},
-    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2},
+    {"use_sliding_window": False, "max_window_layers": 1},
+    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+    {"use_sliding_window": True, "max_window_layers": 1},
 ])  # fmt: skip
-def test_a_window_in_all_layers_or_in_none_is_published(windows: dict[str, Any]) -> None:
-    assert parameter_table({"model_type": "qwen2", **windows})
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_window_in_all_layers_or_in_none_is_published(kind: str, windows: dict[str, Any]) -> None:
+    config = transformers.CONFIG_MAPPING[kind](**SMALL | {"head_dim": 8} | windows).to_dict()
+    if windows == {"use_sliding_window": True, "max_window_layers": 1}:
+        with pytest.raises(ValueError, match="sliding window in part"):
+            parameter_table(config)
+    else:
+        assert parameter_table(config)
 
 
 @pytest.mark.parametrize(("case", "changes", "tensor", "says"), [

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.launch.launch_plan import Options, deal, make_plan
+from megarl.apps.launch.launch_plan import Options, deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes
 from megarl.cluster.placement import engine_bundle
 from megarl.cluster.process_env import RAY_SETTINGS, engine_environment
@@ -63,8 +63,8 @@ def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[s
     path = ROOT / "launch" / "recipes" / f"{recipe}.yaml"
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     config = read(RunConfig, path, words)
-    options = Options(str(path), overrides=tuple(words))
-    plan = make_plan(config, options)
+    options = Options(recipe=str(path), overrides=tuple(words))
+    plan = make_launch_plan(config, options)
     found = dict(flat(deepspeed_config(config.training, ranks_of_zero(plan)), "deepspeed"))
     engine = config.rollout.engine
     arguments = engine_arguments(
@@ -84,7 +84,7 @@ def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[s
     if not plan.colocated:
         bundle, asked = engine_bundle(plan.tensor, gpus=True)
         found |= {"ray bundle of an engine": bundle, "ray actor of an engine": asked}
-    dealt = deal(plan, [[str(gpu) for gpu in range(gpus)]] * nodes, "")
+    dealt = deal_gpus(plan, [[str(gpu) for gpu in range(gpus)]] * nodes, "")
     for process in processes(plan, dealt, options, "train", AT):
         name = f"{process.kind} on node {process.node}"
         found[name] = " ".join(process.command.words).replace(f"{path.parent}{os.sep}", "")

@@ -1,16 +1,30 @@
-"""A recipe that asks for what the GPU does not have is refused before anything starts."""
+"""A recipe that asks for what the GPU does not have is refused before anything starts, and where
+the driver and torch disagree on GPUs, a run stops with the reason and does not take the CPU.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.apps.doctor import machine, software
+from megarl.apps.doctor.findings import ProgramOutcome
 from megarl.checks.preflight import check_gpus
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
-from megarl.trainer.precision import automatic, check_precision, refuse_different, slow_line
+from megarl.parallel import devices, mesh
+from megarl.trainer.precision import (
+    automatic_precision,
+    check_precision,
+    refuse_different,
+    slow_line,
+)
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
 TRAINING = ("--training.precision", "bfloat16", "--training.zero_stage", "2")
@@ -61,14 +75,14 @@ def test_automatic_precision_is_one_that_the_gpu_has(
     capability: int, zero_stage: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (capability, 0))
-    assert automatic(zero_stage, torch.device("cuda"))[0] == chosen
+    assert automatic_precision(zero_stage, torch.device("cuda"))[0] == chosen
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
 def test_automatic_precision_of_a_processor(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setattr("megarl.trainer.precision.ONEDNN", print)
-    chosen, why = automatic(0, torch.device("cpu"))
+    chosen, why = automatic_precision(0, torch.device("cpu"))
     assert chosen == ("bfloat16x2" if has_amx else "float32") and "AMX" in why
     assert bool(slow_line("bfloat16x2")) != has_amx
 
@@ -95,3 +109,165 @@ def test_ranks_on_unlike_machines_do_not_choose_apart() -> None:
         UserError, match=r"auto is bfloat16x2 on rank 2, float32 on rank 0, because"
     ):
         refuse_different(["float32", "float32", "bfloat16x2", "float32"])
+
+
+ROWS = "NVIDIA H100 80GB HBM3, {driver}, {mig}\n" * 2
+Smi = Callable[..., None]
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
+    """A function that puts an nvidia-smi on PATH, which lists two GPUs."""
+
+    def put(driver: str = "580.65.06", mig: str = "Disabled") -> None:
+        rows = ROWS.format(driver=driver, mig=mig)
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("MEGARL_DEVICE", raising=False)
+        devices.why_unseen.cache_clear()
+
+    yield put
+    devices.why_unseen.cache_clear()
+
+
+@pytest.mark.parametrize(("cuda", "driver", "mig", "said"), [
+    (None, "580.65.06", "[N/A]", ["2 GPUs", "built for CPUs", "MEGARL_DEVICE=cuda bash"]),
+    ("13.0", "570.133", "[N/A]", ["driver is 570.133", "CUDA 13.0, which needs driver 580"]),
+    ("12.8", "470.82", "[N/A]", ["driver is 470.82", "driver 525 or newer; update"]),
+    ("13.0", "580.65.06", "Disabled", ["torch for CUDA 13.0 sees none", "torch.cuda.init()"]),
+    ("13.0", "580.65.06", "Enabled", ["MIG is on", "nvidia-smi -L"]),
+])  # fmt: skip
+def test_no_run_takes_the_cpu_beside_gpus(
+    cuda: str, driver: str, mig: str, said: list[str], smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(driver, mig)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(UserError) as refused:
+        mesh.local_device()
+    assert [part for part in said if part not in str(refused.value)] == []
+    # The doctor says the same.
+    told = ProgramOutcome(0, json.dumps([cuda, []]), "")
+    monkeypatch.setattr(machine, "ask_python", lambda program: told)
+    (finding,) = machine.check_accelerators()
+    assert finding.status == "FAIL"
+    assert finding.fix
+
+
+@pytest.mark.parametrize(
+    "wish", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {"MEGARL_DEVICE": "cpu"}]
+)
+def test_the_cpu_can_be_wished_for(
+    wish: dict[str, str], smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi("470.82")
+    for name, value in wish.items():
+        monkeypatch.setenv(name, value)
+    assert mesh.local_device().type == "cpu"
+
+
+def test_a_driver_that_knows_no_mig_is_too_old(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lists its GPUs all the same."""
+    smi()
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\ncase $1 in *mig*)"
+        """ echo 'Field "mig.mode.current" is not a valid field to query.'; exit 2 ;; esac\n"""
+        "echo Tesla V100-SXM2-32GB, 440.33.01\n"
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(UserError, match=r"1 GPU \(Tesla V100-SXM2-32GB\).*driver is 440\.33\.01"):
+        mesh.local_device()
+
+
+def test_a_driver_that_does_not_answer_is_no_wish_for_the_cpu(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update, until the machine is booted again. A login node has no GPU, and may fail."""
+    smi()
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'; exit 18\n")
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    assert mesh.local_device().type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    devices.why_unseen.cache_clear()
+    with pytest.raises(UserError, match=rf"nvidia0\), but nvidia-smi fails \({said}\); reboot"):
+        mesh.local_device()
+
+
+def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    devices.why_unseen.cache_clear()
+    assert mesh.local_device().type == "cpu"
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    (["NVIDIA H100"], "torch sees 1 (CUDA_VISIBLE_DEVICES is '4'); start as many ranks"),
+    (["NVIDIA A100 MIG 1g.5gb"], "a process sees one slice, so that a run has one rank"),
+])  # fmt: skip
+def test_fewer_gpus_than_ranks(
+    names: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert mesh.local_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError) as refused:
+        mesh.local_device()
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("toolkit", "cuda", "status"), [
+    ("13.0", "13.0", "ok"), ("13.1", "13.0", "ok"), ("12.4", "13.0", "warn"),
+    ("13.0", "12.8", "warn"),
+])  # fmt: skip
+def test_a_toolkit_that_disagrees_is_told(
+    toolkit: str, cuda: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V{toolkit}.1'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(software, "ask_python", lambda program: ProgramOutcome(0, cuda, ""))
+    (finding,) = software.check_toolkit()
+    assert (finding.status, bool(finding.fix)) == (status, status != "ok")
+    assert toolkit in finding.found and cuda in finding.found
+
+
+def test_no_toolkit_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (finding,) = software.check_toolkit()
+    assert (finding.status, finding.found) == ("ok", "none, and none is needed")
+
+
+def test_no_python_header_is_told(
+    tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert next(software.check_headers()).status == "ok"
+    paths = {"include": str(tmp_path)}
+    monkeypatch.setattr(software.sysconfig, "get_paths", lambda: paths)
+    assert next(software.check_headers()).status == "warn"
+    smi()
+    (finding,) = software.check_headers()
+    assert (finding.status, "-dev (Debian)" in finding.fix) == ("FAIL", True)
+
+
+def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [["Tesla V100", 30, 32, False], ["NVIDIA A100", 80, 80, True]]
+    told = ProgramOutcome(0, json.dumps(["12.8", gpus]), "")
+    monkeypatch.setattr(machine, "ask_python", lambda program: told)
+    assert [finding.status for finding in machine.check_accelerators()] == ["warn", "ok"]
+
+
+def test_the_driver_list_is_read_without_torch() -> None:
+    """`megarl doctor` must run where torch does not import."""
+    program = "import sys, megarl.apps.doctor.machine; sys.exit('torch' in sys.modules)"
+    subprocess.run(["python", "-c", program], check=True, env=os.environ, timeout=60)

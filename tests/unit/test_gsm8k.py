@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.config import PromptsConfig
-from megarl.data.render import text_of
+from megarl.data.rows import text_of
 from megarl.data.source import load_prompts
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifiers import Verifier, load_verifier

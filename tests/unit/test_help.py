@@ -73,6 +73,7 @@ def test_help_about_a_section_or_a_word() -> None:
     assert keys == ["critic.optimizer.learning_rate", "training.optimizer.learning_rate"]
     meant = cli.told(["train", "--help", "hung"])  # a word of an explanation
     assert "rollout.engine.stall_timeout_s: 180" in meant
+    assert "critics.NAME.ranks: " in cli.told(["train", "--help", "critics.second.ranks"])
     ranks = ["torchrun", "--nproc-per-node", "2", "train", str(RECIPE), "--help=rollout"]
     assert cli.told(ranks) == cli.told(["train", str(RECIPE), "--help", "rollout"])
     with pytest.raises(UserError, match="'learningrate'; did you mean learning_rate"):
@@ -121,7 +122,7 @@ def test_pages_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
 WRONG = {
     "trian": "unknown command 'trian'; did you mean train?",
     "reward_model": "unknown command 'reward_model'; did you mean reward-model?",
-    "frobnicate": "unknown command 'frobnicate'; use train, distill, ",
+    "frobnicate": "unknown command 'frobnicate'; use init, train, distill, ",
     "train r.yaml --chekc": "unknown option '--chekc'; did you mean --check?",
     "train r.yaml --print-confg": "unknown option '--print-confg'; did you mean --print-config?",
     "train r.yaml --ranks 2": "--ranks is for --check",

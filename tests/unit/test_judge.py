@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import requests
 import yaml
@@ -21,22 +20,29 @@ from hypothesis import strategies as st
 from support.commands import ROOT, megarl, write_recipe
 from support.environments import PROMPT
 from support.reward_servers import serving
+from support.rollouts import segment
 from support.tiny import write_classifier, write_model, write_tokenizer
 
-from megarl.apps.serve.judge import EngineJudge, seed_of
-from megarl.apps.serve.judge_prompt import JudgePrompt, parse_template, values
-from megarl.apps.serve.judge_verdict import NoVerdict, VerdictReader
+from megarl.apps.serve.judge import (
+    JudgePrompt,
+    NoVerdict,
+    VerdictReader,
+    judged,
+    parse_template,
+    seed_of,
+    values,
+)
 from megarl.apps.serve.reward_server import Backend, RewardServer
-from megarl.apps.serve.reward_server_checks import check_serve_reward
+from megarl.apps.serve.serve_reward import check_serve_reward
+from megarl.apps.serve.served_models import ServedJudge
 from megarl.config import from_tree
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.config import RewardServerConfig
-from megarl.environments.scores import Outcome
-from megarl.environments.wire import Sample
+from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import EngineLost
 from megarl.serve_config import JudgeConfig, ServeRewardConfig
 from megarl.trainer.config import ModelConfig
-from megarl.types import Prompt, Segment, TokenArrays
+from megarl.types import Prompt, Segment
 
 # What the judge writes
 
@@ -105,13 +111,14 @@ def test_patterns_that_are_refused(pattern: str, says: str) -> None:
 
 @pytest.mark.parametrize(("template", "says"), [
     ("{prompt}", "has no field {response}, so that the judge would not see"),
-    ("{response} {question}", "has the unknown field {question}; use {prompt}"),
-    ("{response} {}", "has the unknown field {}"),
-    ("{response} {fields.}", "has the unknown field {fields.}"),
-    ("{response!r}", "has the unknown field {response!"),
-    ("{response:>9}", "has the unknown field {response:>9}"),
-    ('{response} {"score": 1}', "{{ and }}"),
-    ("{response} }", "has a brace without its other half"),
+    ("{response} {question}", "has '{question}', which is none of the fields {prompt}, {response},"),
+    ("{response} {}", "has '{}', which is none"),
+    ("{response} {fields.}", "has '{fields.}', which is none"),
+    ("{response!r}", "has '{response!r}', which is none"),
+    ("{response:>9}", "has '{response:>9}', which is none"),
+    ('{response} {"score": 1}', "write {{ and }} for braces that are no field"),
+    ("{response} }", "has '}', which is none"),
+    ("{response} {prompt", "has '{prompt', which is none"),
 ])  # fmt: skip
 def test_templates_that_are_refused(template: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"^judge\.template has") as told:
@@ -248,7 +255,7 @@ def test_a_chat_template_that_changes_the_message_is_refused(tokenizer: Any) -> 
 # The verdicts of a response
 
 
-def judged(
+def ruled(
     tokenizer: Any, texts: Sequence[str], response: str = "7", **changes: Any
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """The outcome of a judge that writes `texts` one after another, and what it was asked. A text
@@ -261,55 +268,55 @@ def judged(
     async def generate(ids: list[int], **options: Any) -> Segment:
         calls.append({"ids": ids} | options)
         text = texts[len(calls) - 1]
-        tokens = np.asarray(tokenizer(text.removesuffix("...")).input_ids, dtype=np.int32)
         finish = "length" if text.endswith("...") else "stop"
-        arrays = TokenArrays(tokens, np.zeros(len(tokens), np.float32))
-        return Segment("model", len(tokens), arrays, [], finish)
+        return segment(tokenizer(text.removesuffix("...")).input_ids, finish=finish)
 
-    judge = EngineJudge(
-        config,
-        generate,
-        tokenizer=tokenizer,
+    served = ServedJudge(
+        tokenizer,
+        max_tokens=600,
         prompt=JudgePrompt(tokenizer, config.template, setting="x", chat=config.chat),
         reader=VerdictReader(config.verdict, config.choices, config.lowest, config.highest),
-        max_tokens=600,
+        stop_token_ids=[],
     )
-    return asyncio.run(judge.judge(PROMPT, response)), calls
+    try:
+        return asyncio.run(judged(config, served, generate, PROMPT, response)), calls
+    except BadScore as error:
+        return Outcome(failure=error.failure, detail=str(error)), calls
 
 
 def test_a_verdict_in_the_response_counts_for_nothing(tokenizer: Any) -> None:
-    found, calls = judged(tokenizer, ["a b<eos>"], response="9 9<eos>9")
+    found, calls = ruled(tokenizer, ["a b<eos>"], response="9 9<eos>9")
     assert found.failure == "error" and "wrote no verdict: 'a b'" in found.detail
     assert calls[0]["ids"].count(tokenizer.eos_token_id) == 0
-    assert judged(tokenizer, ["3"], response="9 9")[0].score == 3.0
+    assert ruled(tokenizer, ["3"], response="9 9")[0].score == 3.0
 
 
 def test_a_text_that_was_cut_off_has_no_verdict(tokenizer: Any) -> None:
-    found, _ = judged(tokenizer, ["3 but..."])
+    found, _ = ruled(tokenizer, ["3 but..."])
     assert found.failure == "error" and "cut off at judge.max_new_tokens 512" in found.detail
-    assert judged(tokenizer, ["3 but..."], require_stop=False)[0].score == 3.0
+    assert ruled(tokenizer, ["3 but..."], require_stop=False)[0].score == 3.0
 
 
 def test_several_verdicts_are_averaged(tokenizer: Any) -> None:
     many = {"samples": 4, "temperature": 0.7, "seed": 5}
-    found, calls = judged(tokenizer, ["3", "a", "6", "9..."], **many)
+    found, calls = ruled(tokenizer, ["3", "a", "6", "9..."], **many)
     assert (found.score, found.metrics, found.failure) == (4.5, {"unread": 0.5}, "")
     assert [call["seed"] for call in calls] == [seed_of(5, calls[0]["ids"], n) for n in range(4)]
     assert len({call["seed"] for call in calls}) == 4
     assert {(call["temperature"], call["max_tokens"]) for call in calls} == {(0.7, 512)}
-    assert judged(tokenizer, ["a"] * 4, **many)[0].failure == "error"
+    assert ruled(tokenizer, ["a"] * 4, **many)[0].failure == "error"
 
 
 def test_a_prompt_that_is_too_long_is_a_failure(tokenizer: Any) -> None:
-    assert judged(tokenizer, ["1"], response="7" * 88)[0].score == 1.0
-    found, calls = judged(tokenizer, ["1"], response="7" * 89)
+    assert ruled(tokenizer, ["1"], response="7" * 88)[0].score == 1.0
+    found, calls = ruled(tokenizer, ["1"], response="7" * 89)
     assert found.failure == "error" and not calls
     assert "the judge would read 89 tokens" in found.detail
     assert "they exceed judge.max_tokens 600" in found.detail
 
 
 def test_an_unbounded_number_is_no_score(tokenizer: Any) -> None:
-    found, _ = judged(tokenizer, ["1" + "0" * 12], verdict="([0-9]+)")
+    found, _ = ruled(tokenizer, ["1" + "0" * 12], verdict="([0-9]+)")
     assert found.failure == "error"
 
 
@@ -317,28 +324,29 @@ def test_an_unbounded_number_is_no_score(tokenizer: Any) -> None:
 
 
 def test_a_lost_engine_is_503_and_ends_the_server() -> None:
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+    async def score(prompt: Prompt, response: str) -> Outcome:
         raise EngineLost("vLLM's process has died")
 
-    server = RewardServer(Backend(score, 1, 1), RewardServerConfig(), None)
+    server, told = RewardServer(Backend(score, 1), RewardServerConfig(), None), list[bool]()
+    server.on_lost = lambda: told.append(True)
     body = {"samples": [{"prompt": {}, "response": "7"}] * 3}
     with serving(server) as url:
         assert requests.post(url, json=body, timeout=10).status_code == 503
-        assert server.lost == "vLLM's process has died" and server.stopping
+        assert server.lost == "vLLM's process has died" and told
 
 
 def test_a_call_that_nobody_waits_for_is_cancelled() -> None:
     ended: list[str] = []
 
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
+    async def score(prompt: Prompt, text: str) -> Outcome:
         try:
-            await asyncio.sleep(0 if samples[0][1] == "quick" else 60)
+            await asyncio.sleep(0 if text == "quick" else 60)
         except asyncio.CancelledError:
-            ended.append(samples[0][1])
+            ended.append(text)
             raise
-        return [Outcome(1.0)]
+        return Outcome(1.0)
 
-    server = RewardServer(Backend(score, 1, 1, drops=True), RewardServerConfig(), None)
+    server = RewardServer(Backend(score, 1), RewardServerConfig(), None)
 
     def ask(text: str, timeout: float) -> requests.Response:
         body = {"samples": [{"prompt": {}, "response": text}]}
@@ -412,7 +420,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two templates": ({"judge": JUDGE | {"template_file": "judge.txt"}}, "judge.txt' beside judge.template; set one"),
     "template": ({"judge": JUDGE | {"template": "{prompt}"}}, "judge.template has no field"),
     "file": ({"judge": JUDGE | {"template": "", "template_file": "judge.txt"}},
-             "judge.txt' has the unknown field {question}"),
+             "judge.txt' has '{question}', which is none"),
     "no file": ({"judge": JUDGE | {"template": "", "template_file": "no.txt"}},
                 "judge.template_file 'no.txt' cannot be read"),
     "chat": ({"judge": JUDGE | {"chat": True}}, "judge.chat is true, but the judge's tokenizer has"),

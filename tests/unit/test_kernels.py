@@ -19,10 +19,10 @@ from megarl.kernels.logprobs import linear_logprobs
 from megarl.kernels.packed_attention import (
     Documents,
     PackedBackend,
-    automatic,
+    automatic_attention,
     packed_attention,
+    packed_reference,
     prove_varlen,
-    reference_attention,
     varlen_kernel,
 )
 from megarl.kernels.packed_varlen import provider, torch_varlen, varlen_function
@@ -83,7 +83,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     ) -> Tensor:  # fmt: skip
         assert causal and softmax_scale and cu_seqlens_q is cu_seqlens_k
         last.update(longest=max_seqlen_q, deterministic=deterministic)
-        out = reference_attention(q, k, v, cu_seqlens_q, softmax_scale * last["factor"])
+        out = packed_reference(q, k, v, cu_seqlens_q, softmax_scale * last["factor"])
         return out.to(q.dtype)
 
     inner = ModuleType("flash_attn.flash_attn_interface")
@@ -105,7 +105,7 @@ def test_flash_attn_is_called_as_it_wants_to_be(flash_attn: dict[str, Any]) -> N
     q, k, v = (torch.randn(46, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     documents = Documents.of(starts_of(lengths))
     out = packed_attention(q, k, v, documents, 0.3, "flash_attn")
-    wanted = reference_attention(q, k, v, documents.starts, 0.3)
+    wanted = packed_reference(q, k, v, documents.starts, 0.3)
     assert torch.equal(out, wanted) and out.dtype == torch.bfloat16
     assert (flash_attn["longest"], flash_attn["deterministic"]) == (40, False)
 
@@ -151,17 +151,17 @@ def test_what_auto_stands_for_on_a_gpu(
     device, module = torch.device("cuda", 0), "megarl.kernels.packed_attention"
     monkeypatch.setattr(f"{module}._capability", lambda device: capability)
     monkeypatch.setattr(f"{module}.has_module", lambda name: installed)
-    monkeypatch.setattr(f"{module}.varlen_function", lambda capability: reference_attention)
+    monkeypatch.setattr(f"{module}.varlen_function", lambda capability: packed_reference)
     monkeypatch.setattr(f"{module}.prove_varlen", lambda *heads: None)
-    automatic.cache_clear()
-    chosen, said = automatic(dtype, device)
+    automatic_attention.cache_clear()
+    chosen, said = automatic_attention(dtype, device)
     kernel = varlen_kernel("auto", dtype, device)
     line = attention_line(str(dtype).removeprefix("torch."), device)
-    automatic.cache_clear()
+    automatic_attention.cache_clear()
     assert chosen == wanted and why in said
     assert line == f"training.attention auto is {wanted}: {said}"
     if wanted == "flash_attn":
-        assert kernel is reference_attention
+        assert kernel is packed_reference
     else:
         assert kernel is (torch_varlen if dtype == torch.bfloat16 else None)
 
@@ -175,9 +175,9 @@ def test_auto_is_torch_where_the_package_computes_something_else(
     monkeypatch.setattr(f"{module}._capability", lambda device: (9, 0))
     monkeypatch.setattr(f"{module}.has_module", lambda name: True)
     monkeypatch.setattr(f"{module}.prove_varlen", lambda *it: prove_varlen(*it[:-1], cpu))
-    automatic.cache_clear()
-    chosen, why = automatic(torch.bfloat16, torch.device("cuda", 0))
-    automatic.cache_clear()
+    automatic_attention.cache_clear()
+    chosen, why = automatic_attention(torch.bfloat16, torch.device("cuda", 0))
+    automatic_attention.cache_clear()
     assert chosen == wanted
     assert wanted == "flash_attn" or "installed, and fails: RuntimeError: the attention" in why
 
@@ -214,7 +214,7 @@ def test_auto_is_the_default_and_torch_on_the_cpu() -> None:
     from megarl.trainer.config import TrainingConfig
 
     assert TrainingConfig().attention == "auto"
-    assert automatic(torch.bfloat16, torch.device("cpu")) == ("torch", "no GPU")
+    assert automatic_attention(torch.bfloat16, torch.device("cpu")) == ("torch", "no GPU")
     q = torch.randn(6, 2, 8)
     ours, torchs = (
         packed_attention(q, q, q, Documents.of(starts_of([2, 4])), 0.3, backend)

@@ -7,7 +7,6 @@ numbers of the same kinds stand for them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -109,28 +108,25 @@ def solutions() -> list[tuple[str, str]]:
     return found
 
 
-def test_math_agrees_with_the_labels() -> None:
+async def test_math_agrees_with_the_labels() -> None:
     math = load_verifier(EnvironmentConfig(verifier="math"))
     total: Counter[bool] = Counter()
     wrong: Counter[tuple[str, bool]] = Counter()
     shown: dict[tuple[str, bool], str] = {}
 
-    async def whole() -> None:
-        for index, (work, answer) in enumerate(solutions()):
-            value = Fraction(answer.replace(",", ""))
-            for turn, (form, template) in enumerate(FORMS.items()):
-                for number, label in ((value, True), (near(value, index + turn), False)):
-                    if number.denominator != 1 and (".00" in template or "e0" in template):
-                        continue  # 5.5.00 is no number
-                    text = template.format(**written(number, work))
-                    label = label and form != UNFINISHED
-                    score = await math(Prompt(index, "", [], answer), text)
-                    total[label] += 1
-                    if score != float(label):
-                        wrong[form, label] += 1
-                        shown.setdefault((form, label), f"{answer}: ...{text[-100:]!r}")
-
-    asyncio.run(whole())
+    for index, (work, answer) in enumerate(solutions()):
+        value = Fraction(answer.replace(",", ""))
+        for turn, (form, template) in enumerate(FORMS.items()):
+            for number, label in ((value, True), (near(value, index + turn), False)):
+                if number.denominator != 1 and (".00" in template or "e0" in template):
+                    continue  # 5.5.00 is no number
+                text = template.format(**written(number, work))
+                label = label and form != UNFINISHED
+                score = await math(Prompt(index, "", [], answer), text)
+                total[label] += 1
+                if score != float(label):
+                    wrong[form, label] += 1
+                    shown.setdefault((form, label), f"{answer}: ...{text[-100:]!r}")
     count, failed = sum(total.values()), sum(wrong.values())
     print(f"{count:,} responses, {total[True]:,} right and {total[False]:,} wrong:"
           f" {count - failed:,} verdicts agree, {1 - failed / count:.5f}")  # fmt: skip

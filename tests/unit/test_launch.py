@@ -11,19 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
-from support.commands import ROOT
+from support.commands import ROOT, started, until
 
 from megarl.activity.process import start_of
 from megarl.apps.launch import launch_run
 from megarl.apps.launch.launch import main
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
-from megarl.apps.launch.launch_run import Launch, Launcher, RunningProcess
+from megarl.apps.launch.launch_run import Launcher, RunningProcess
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -63,36 +64,43 @@ def kind_of(recipe: Path) -> Any:
     return KINDS.get(recipe.stem, RunConfig)
 
 
-def launch(
-    *arguments: str,
-    script: Path = SCRIPT,
-    cwd: Path = ROOT,
-    recipe: str = APART,
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
-    """The script under plain bash, in an environment without Slurm's or CUDA's variables but for
-    those given. `recipe`: for arguments without one; "" for the script's own.
+def clean(**changes: str) -> dict[str, str]:
+    """An environment without Slurm's, CUDA's or Ray's variables but for `changes`. Were anything
+    asked of a GPU or of a network, it would show.
     """
-    if recipe and "--recipe" not in arguments:
-        arguments = ("--recipe", str(ROOT / recipe), *arguments)
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "CUDA_", "RAY_"))
-    }
-    # Were anything asked of a GPU or of a network, these would show.
-    clean |= {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"}
-    settings = {"env": clean | environment, "cwd": cwd, "timeout": 60}
-    return subprocess.run(
-        ["bash", str(script), *arguments], **settings, capture_output=True, text=True
-    )
+    prefixes = ("SLURM_", "CUDA_", "RAY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return kept | {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_COLOR": "1"} | changes
 
 
-def shown(*arguments: str, **environment: Any) -> str:
+def script(
+    *arguments: str, script: Path = SCRIPT, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A dry run of launch/dapo_14b.sh under plain bash."""
+    settings: dict[str, Any] = {"env": clean(**environment), "cwd": cwd, "timeout": 60}
+    command = ["bash", str(script), "--dry-run", *arguments]
+    return subprocess.run(command, **settings, capture_output=True, text=True)
+
+
+Shown = Callable[..., str]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
     """What a dry run that finds nothing wrong prints."""
-    result = launch("--dry-run", *arguments, **environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    monkeypatch.chdir(ROOT)
+
+    def show(*arguments: str, recipe: str = APART, **environment: str) -> str:
+        wanted = clean(**environment)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in set(os.environ) - set(wanted):
+                patch.delenv(name)
+            for name, value in wanted.items():
+                patch.setenv(name, value)
+            assert main([recipe, "--dry-run", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return show
 
 
 def places(stdout: str) -> dict[str, str]:
@@ -107,8 +115,8 @@ def places(stdout: str) -> dict[str, str]:
 
 
 def refused(*arguments: str, **environment: Any) -> str:
-    """What a dry run says that finds a mistake."""
-    result = launch("--dry-run", *arguments, **environment)
+    """What a dry run of the script says that finds a mistake."""
+    result = script(*arguments, **environment)
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
     assert "placement" not in result.stdout
     return " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
@@ -165,7 +173,7 @@ def test_dapo_is_as_published() -> None:
 # ------------------------------------------------------------------------------------------ dry run
 
 
-def test_dry_run_shows_every_rank_engine_and_command() -> None:
+def test_dry_run_shows_every_rank_engine_and_command(shown: Shown) -> None:
     out = shown()
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert places(out) == {
@@ -196,68 +204,59 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
         fake.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/called\nexit 1\n")
         fake.chmod(0o755)
     before = set(Path("/tmp").glob("megarl-*"))
-    out = shown(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert not (tmp_path / "called").exists()
-    state = re.search(r"MEGARL_FOLDER=(\S+)", out)
+    found = script("--recipe", APART, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert found.returncode == 0 and not (tmp_path / "called").exists()
+    state = re.search(r"MEGARL_FOLDER=(\S+)", found.stdout)
     assert state is not None
     assert Path(state[1]) not in set(Path("/tmp").glob("megarl-*")) - before
 
 
 def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
-    out = shown("--port=6400", "--", "--steps", "3", "--model.path", "a folder", cwd=tmp_path)
-    assert "--port=6400" in out
-    assert "--steps 3 --model.path 'a folder'" in out
+    overrides = ("--", "--steps", "3", "--model.path", "a folder")
+    found = script("--recipe", str(ROOT / APART), "--port=6400", *overrides, cwd=tmp_path)
+    assert "--port=6400" in found.stdout
+    assert "--steps 3 --model.path 'a folder'" in found.stdout
 
 
-def test_visible_gpus_are_used_in_their_order() -> None:
-    out = shown("--recipe", GSM8K, CUDA_VISIBLE_DEVICES="5,3,1")
-    assert places(out) == {
-        "policy": "0 0: 5",
-        "engine 0": "- 0: 3",
-        "free": "- 0: 1",
-    }
-
-
-def test_spaces_between_visible_gpus() -> None:
-    out = shown("--recipe", GSM8K, CUDA_VISIBLE_DEVICES=" 5, 3 ")
-    assert places(out)["engine 0"] == "- 0: 3"
+def test_visible_gpus_are_used_in_their_order(shown: Shown) -> None:
+    out = shown(recipe=GSM8K, CUDA_VISIBLE_DEVICES=" 5, 3 ,1")
+    assert places(out) == {"policy": "0 0: 5", "engine 0": "- 0: 3", "free": "- 0: 1"}
     assert "CUDA_VISIBLE_DEVICES=3 " in out
 
 
 @pytest.mark.parametrize("visible", ["", " "])
-def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str) -> None:
+def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str, shown: Shown) -> None:
     """As for CUDA; only without the variable are all GPUs of the node visible."""
-    result = launch("--dry-run", "--recipe", GSM8K, CUDA_VISIBLE_DEVICES=visible)
-    assert result.returncode == 2 and not result.stdout
-    assert "need 2 GPUs, but CUDA_VISIBLE_DEVICES is empty, which hides all GPUs" in result.stderr
+    said = "need 2 GPUs, but CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"
+    with pytest.raises(UserError, match=said):
+        shown(recipe=GSM8K, CUDA_VISIBLE_DEVICES=visible)
     # Nodes that the options name are others than this one.
     options = ("--nodes", "1", "--gpus-per-node", "2")
-    other = shown("--recipe", GSM8K, *options, CUDA_VISIBLE_DEVICES=visible)
+    other = shown(*options, recipe=GSM8K, CUDA_VISIBLE_DEVICES=visible)
     assert places(other)["engine 0"] == "- 0: 1"
     shown("--cpu", CUDA_VISIBLE_DEVICES=visible)
 
 
-def test_a_recipe_with_a_teacher_is_distilled() -> None:
-    recipe = "launch/recipes/distill.yaml"
-    out = shown("--cpu", "--recipe", recipe, "--gpus-train", "1")
+def test_a_recipe_with_a_teacher_is_distilled(shown: Shown) -> None:
+    out = shown("--cpu", "--gpus-train", "1", recipe="launch/recipes/distill.yaml")
     assert "-m megarl distill " in out
 
 
-def test_gpu_counts_that_match_an_override() -> None:
+def test_gpu_counts_that_match_an_override(shown: Shown) -> None:
     overrides = ("--training.layout.data=3", "--rollout.num-engines=4", "--rollout.engine.tensor=1")
-    out = shown("--recipe", GSM8K, "--gpus-train", "3", "--gpus-engine=4", "--", *overrides)
+    out = shown("--gpus-train", "3", "--gpus-engine=4", "--", *overrides, recipe=GSM8K)
     engines = {f"engine {n}": f"- 0: {3 + n}" for n in range(4)}
     assert places(out) == {"policy": "0-2 0: 0-2", "free": "- none"} | engines
 
 
-def test_a_rehearsal_on_cpu_has_no_gpu() -> None:
+def test_a_rehearsal_on_cpu_has_no_gpu(shown: Shown) -> None:
     out = shown("--cpu", CUDA_VISIBLE_DEVICES="0")
     assert "GPU" not in out
     assert "--num-gpus=0" in out
     assert "CUDA_VISIBLE_DEVICES= " in out
 
 
-def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
+def test_colocated_engines_use_the_gpus_of_the_ranks(shown: Shown) -> None:
     """Ray sees the GPUs but deals none out: each engine follows the ranks it shares with."""
     overrides = ("--rollout.placement", "colocated", "--rollout.max_staleness", "0")
     out = shown("--", *overrides, CUDA_VISIBLE_DEVICES="7,6,5,4")
@@ -286,10 +285,10 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
     (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
     (("--gpus-engine", "0"), {}, "--gpus-engine is '0'"),
     (("--gpus-train", "all"), {}, "--gpus-train is 'all'"),
-    (("--gpus-train",), {}, "--gpus-train needs a value"),
+    (("--gpus-train",), {}, "--gpus-train expected one argument"),
     (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
     (("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"), {},
-     "6 engine ranks cannot share the GPUs of the policy's 4 ranks"),
+     "are 6 engine ranks, but the policy has 4 ranks to share with"),
     ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3"),
     *((("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": visible},
        f"CUDA_VISIBLE_DEVICES is '{visible}', which has {says}")
@@ -299,25 +298,17 @@ def test_colocated_engines_use_the_gpus_of_the_ranks() -> None:
           ("GPU-ab,1, GPU-ab", "a GPU twice"), ("0,-1,1", "a negative number"),
           ("-1", "a negative number, at which CUDA stops reading"),
           ("NoDevFiles", "NoDevFiles, Slurm's word for a job without GPUs"))),
-    (("--gpu-train", "4"), {}, "unknown option '--gpu-train'"),
+    (("--gpu-train", "4"), {}, "unrecognized arguments --gpu-train"),
     (("--steps", "3"), {}, "go after --"),
     (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
     (("--recipe", "launch/recipes/quickstart_sft.yaml"), {}, "quickstart_sft.yaml: "),
 ])  # fmt: skip
 def test_dry_run_refuses(
-    arguments: tuple[str, ...],
-    environment: dict[str, str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], environment: dict[str, str], says: str, shown: Shown
 ) -> None:
-    for name in [one for one in os.environ if one.startswith(("SLURM_", "CUDA_", "RAY_"))]:
-        monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(ROOT)
     recipe, *rest = arguments[1:] if "--recipe" in arguments else (APART, *arguments)
     with pytest.raises(UserError) as refusal:
-        main([recipe, "--dry-run", *rest])
+        shown(*rest, recipe=recipe, **environment)
     assert says in str(refusal.value)
 
 
@@ -332,28 +323,32 @@ def test_a_misspelt_key_of_the_recipe_is_named(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- Slurm
 
 
-def test_one_node_of_slurm() -> None:
+def test_one_node_of_slurm(shown: Shown) -> None:
     out = shown(**ONE_NODE, SLURM_JOB_NODELIST=HOST)
     assert f"host      {HOST}\n" in out
     assert "srun" not in out
 
 
 def test_a_node_elsewhere_is_reached_by_srun() -> None:
-    out = shown("--", "--steps", "3", recipe="", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
-    step = next(line for line in out.splitlines() if "srun" in line)
+    found = script("--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
+    step = next(line for line in found.stdout.splitlines() if "srun" in line)
     assert "--ntasks=1" in step
     assert "--nodelist=gpu017" in step
     recipe = ROOT / "launch/recipes/dapo_14b.yaml"
     assert step.endswith(f"-m megarl launch {recipe} --dry-run -- --steps 3")
 
 
-def test_two_nodes_of_slurm(tmp_path: Path) -> None:
+def test_two_nodes_of_slurm(tmp_path: Path, shown: Shown) -> None:
     """Ray, ranks and engines on both nodes, each process through srun on its node."""
     two = ONE_NODE | {"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
     two |= {"SLURM_JOB_NODELIST": "gpu[017-018]", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     overrides = ("--training.layout.data", "8", "--rollout.num_engines", "4")
-    said = refused("--", *overrides, **two)
-    assert "set it to 'point_to_point'" in said
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho gpu017\necho gpu018\n")
+    scontrol.chmod(0o755)
+    two |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with pytest.raises(UserError, match="set it to 'point_to_point'"):
+        shown("--", *overrides, **two)
     overrides += ("--weight_sync.transport", "point_to_point")
     out = shown("--", *overrides, **two)
     assert places(out)["policy"] == "0-7 0: 0-7"
@@ -369,8 +364,8 @@ def test_a_copy_in_the_spool_finds_the_folder_it_was_submitted_from(tmp_path: Pa
     spool.parent.mkdir()
     shutil.copy(SCRIPT, spool)
     submitted = ONE_NODE | {"SLURM_JOB_NODELIST": HOST, "SLURM_SUBMIT_DIR": str(ROOT)}
-    out = shown(script=spool, cwd=tmp_path, recipe="", **submitted)
-    assert str(ROOT / "launch/recipes/dapo_14b.yaml") in out
+    found = script(script=spool, cwd=tmp_path, **submitted)
+    assert str(ROOT / "launch/recipes/dapo_14b.yaml") in found.stdout
     submitted["SLURM_SUBMIT_DIR"] = str(tmp_path)
     said = refused(script=spool, cwd=tmp_path, **submitted)
     assert "submit this script from the folder" in said
@@ -406,37 +401,27 @@ def test_bash_parses_it(script: Path) -> None:
 
 def test_only_marked_processes_are_ended() -> None:
     """A marked process and one in a session that was started are found, and nothing else."""
-    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    sleep = "import time; print(flush=True); time.sleep(60)"
     mark = f"/tmp/megarl-test-{os.getpid()}"
-
-    def sleeper(**settings: Any) -> Any:
-        return subprocess.Popen(sleep, stdout=subprocess.PIPE, **settings)
-
-    marked, bystander = (
-        sleeper(env=os.environ | {"MEGARL_FOLDER": folder}) for folder in (mark, mark + "0")
-    )
-    leader = sleeper(start_new_session=True)
-    try:
-        for process in (marked, leader, bystander):
-            assert process.stdout is not None
-            process.stdout.readline()
+    marks = [os.environ | {"MEGARL_FOLDER": folder} for folder in (mark, mark + "0")]
+    with (
+        started(sleep, env=marks[0]) as (marked, _),
+        started(sleep, env=marks[1]),
+        started(sleep, start_new_session=True) as (leader, _),
+    ):
         assert set(marked_processes(mark, {leader.pid})) == {marked.pid, leader.pid}
-    finally:
-        for process in (marked, leader, bystander):
-            process.kill()
-            process.communicate()
 
 
 def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, RunningProcess]:
     """A Python program below a launcher that runs it as ranks or as Ray; its first line is read."""
     process = Process(kind, 0, ProgramCommand({}, [sys.executable, "-c", code]))
     at = Addresses(state=f"/tmp/megarl-test-{os.getpid()}")
-    launcher = Launcher(Launch([process], ["here"], at, Path()), dict(os.environ))
+    launcher = Launcher([process], ["here"], at, Path())
     words = [sys.executable, "-m", "megarl.apps.launch.node_process", kind, *process.command.words]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     popen = subprocess.Popen(words, **pipes, start_new_session=True)
     assert popen.stdout is not None
-    launcher.running.append(RunningProcess(process, popen, None))
+    launcher.running.append(RunningProcess(process, "here", popen, None))
     return launcher, launcher.running[0]
 
 
@@ -448,14 +433,14 @@ time.sleep(600)"""
 
 def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that ignore SIGTERM, and may take 600 s, are killed."""
-    monkeypatch.setattr(launch_run, "RANKS_END_WITHIN_S", 600.0)
-    launcher, started = running(IGNORES)
-    assert started.popen.stdout is not None
-    number = int(started.popen.stdout.readline())
+    monkeypatch.setattr(launch_run, "SHUTDOWN_S", 600.0)
+    launcher, below = running(IGNORES)
+    assert below.popen.stdout is not None
+    number = int(below.popen.stdout.readline())
     launcher.hurry.set()
     began = time.monotonic()
     launcher.end()
-    assert started.poll() == 137 and time.monotonic() - began < 60
+    assert below.poll() == 137 and time.monotonic() - began < 60
     assert not start_of(number)
 
 
@@ -473,14 +458,14 @@ def test_a_signal_to_the_whole_job_reaches_ranks_and_not_ray(
     kind: Literal["ray", "ranks"], heard: bytes
 ) -> None:
     """Slurm's scancel signals every process. The launcher's own order then comes second."""
-    launcher, started = running(SIGNALLED % (600 if kind == "ranks" else 1), kind)
-    out = started.popen.stdout
+    launcher, below = running(SIGNALLED % (600 if kind == "ranks" else 1), kind)
+    out = below.popen.stdout
     assert out is not None and out.readline() == b"up\n"
-    os.killpg(started.popen.pid, signal.SIGTERM)
+    os.killpg(below.popen.pid, signal.SIGTERM)
     if kind == "ranks":
-        launcher._end([started], b"end\n", 30)
-    started.popen.wait(30)
-    assert out.read() == heard and started.poll() == 0
+        launcher.order([below], b"end\n")
+    below.popen.wait(30)
+    assert out.read() == heard and below.poll() == 0
 
 
 ORPHAN = """import os, subprocess, sys, time
@@ -490,30 +475,30 @@ subprocess.run([sys.executable, "-c", middle], env={})
 time.sleep(600)"""
 
 
+STARTS = """import sys, time
+from pathlib import Path
+from megarl.apps.launch.launch_plan import ProgramCommand
+from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_run import Launcher
+process = Process("ranks", 0, ProgramCommand({}, [sys.executable, "-c", sys.argv[1]]))
+Launcher([process], ["here"], Addresses(state="/nowhere"), Path()).start(process)
+time.sleep(600)"""
+
+
 @pytest.mark.parametrize("ends", ["killed", "closed"])
 def test_what_the_launcher_starts_ends_with_a_killed_launcher(ends: str) -> None:
     """Also a process whose parent has ended, in a session of its own, without a mark."""
     if ends == "closed":
-        _, started = running(ORPHAN)
-        popen = started.popen
-        assert popen.stdout is not None and popen.stdin is not None
-        orphan = int(popen.stdout.readline())
-        popen.stdin.close()
-        assert popen.wait(60) == 137
+        _, below = running(ORPHAN)
+        with below.popen as popen:
+            assert popen.stdout is not None and popen.stdin is not None
+            orphan = int(popen.stdout.readline())
+            popen.stdin.close()
+            assert popen.wait(60) == 137
     else:
-        words = f"[sys.executable, '-m', 'megarl.apps.launch.node_process', 'ray', sys.executable, '-c', {ORPHAN!r}]"
-        code = "import os, sys, time; from megarl.apps.launch.launch_run import start\n"
-        code += f"start({words}, dict(os.environ)); time.sleep(600)"
-        popen = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert popen.stdout is not None
-        orphan = int(popen.stdout.readline())
-        popen.kill()
-        popen.wait()
-    deadline = time.monotonic() + 20
-    while start_of(orphan):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    popen.stdout.close()
+        with started(STARTS, ORPHAN) as (_, said):
+            orphan = int(said)
+    until(lambda: not start_of(orphan))
 
 
 LATE = """import os, sys
@@ -531,9 +516,9 @@ def test_ray_that_does_not_start_is_started_again(
     kind: Literal["ray", "ranks"], failures: int, starts: int, code: int, tmp_path: Path
 ) -> None:
     """Ray gives its processes 30 s to start, which a busy machine exceeds. Ranks start once."""
-    _, started = running(LATE % (str(tmp_path / "starts"), failures), kind)
-    assert started.popen.wait(60) == code
+    _, below = running(LATE % (str(tmp_path / "starts"), failures), kind)
+    assert below.popen.wait(60) == code
     assert len((tmp_path / "starts").read_text()) == starts
-    assert started.popen.stdout is not None
-    said = started.popen.stdout.read().decode()
+    assert below.popen.stdout is not None
+    said = below.popen.stdout.read().decode()
     assert said.count("Ray did not start; starting it again") == starts - 1

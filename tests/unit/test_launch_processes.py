@@ -10,13 +10,12 @@ import pytest
 
 from megarl.apps.launch.launch_plan import (
     Options,
-    deal,
     deal_cpu,
-    make_plan,
-    make_supervised_plan,
+    deal_gpus,
+    make_launch_plan,
 )
 from megarl.apps.launch.launch_processes import Addresses, by_hand, processes
-from megarl.apps.launch.slurm import allocated_hosts, early_kill, expanded_hosts, srun
+from megarl.apps.launch.slurm import allocated_hosts, early_kill, srun
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.config import RunConfig, SftConfig, from_tree, read
 from megarl.signals import SHUTDOWN
@@ -47,12 +46,12 @@ def plan_of(recipe: str, num_nodes: int, command: str = "train", at: Addresses =
     that all of Ray's processes have.
     """
     path = RECIPES / recipe
-    options = Options(str(path))
+    options = Options(recipe=str(path))
     if command == "sft":
-        plan = make_supervised_plan(read(SftConfig, path), options)
+        plan = make_launch_plan(read(SftConfig, path), options)
     else:
-        plan = make_plan(read(RunConfig, path), options)
-    gpus = deal(plan, GPUS[:num_nodes], "")
+        plan = make_launch_plan(read(RunConfig, path), options)
+    gpus = deal_gpus(plan, GPUS[:num_nodes], "")
     return [
         f"{one.kind} {one.node}: {short(str(one.command))}"
         for one in processes(plan, gpus, options, command, at)
@@ -106,9 +105,9 @@ def test_a_run_without_engines_has_no_ray() -> None:
 
 def test_by_hand_it_is_said_for_each_node() -> None:
     """Without Slurm the programs on PATH are called, and nothing is marked."""
-    options = Options(str(RECIPES / "long_context_64k.yaml"))
-    plan = make_plan(read(RunConfig, options.recipe), options)
-    found = processes(plan, deal(plan, GPUS[:2], ""), options, "train", Addresses())
+    options = Options(recipe=str(RECIPES / "long_context_64k.yaml"))
+    plan = make_launch_plan(read(RunConfig, options.recipe), options)
+    found = processes(plan, deal_gpus(plan, GPUS[:2], ""), options, "train", Addresses())
     lines = [short(line) for line in by_hand(found, 2)]
     assert lines[2:] == [
         "",
@@ -130,11 +129,11 @@ def test_places_on_the_cpu() -> None:
     tree = {"folder": "run", "model": {"path": "m"}, "prompts": {"source": "p.jsonl"}}
     tree |= {"rollout": {"num_engines": 2, "engine": {"tensor": 2}}}
     tree |= {"training": {"layout": {"data": 4}}}
-    plan = make_plan(from_tree(RunConfig, tree, where="test"), Options("r.yaml"))
+    plan = make_launch_plan(from_tree(RunConfig, tree, where="test"), Options(recipe="r.yaml"))
     gpus = deal_cpu(plan, 3)
     assert [gpu.node for gpu in gpus.ranks] == [0, 0, 1, 1]
     assert [[gpu.node for gpu in one] for one in gpus.engines] == [[2, 2], [1, 1]]
-    started = processes(plan, gpus, Options("r.yaml"), "train", AT)
+    started = processes(plan, gpus, Options(recipe="r.yaml"), "train", AT)
     kinds = [(one.kind, one.node) for one in started]
     assert kinds == [("ray", 0), ("ray", 1), ("ray", 2), ("ranks", 0), ("ranks", 1)]
     dealt = [one.command.words for one in started if one.kind == "ray"]
@@ -142,45 +141,39 @@ def test_places_on_the_cpu() -> None:
         assert f'--resources={{"megarl_engine_ranks": {count}}}' in words
 
 
-@pytest.mark.parametrize(("nodes", "hosts"), [
-    ("gpu7", ["gpu7"]), ("gpu[08-10],login", ["gpu08", "gpu09", "gpu10", "login"]),
-    ("a[1-2]b[3,5]", ["a1b3", "a1b5", "a2b3", "a2b5"]),
-])  # fmt: skip
-def test_a_list_of_nodes(nodes: str, hosts: list[str]) -> None:
-    assert expanded_hosts(nodes) == hosts
+@pytest.fixture
+def scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    made = tmp_path / "scontrol"
+    made.write_text(
+        "#!/bin/sh\n"
+        "[ $2 = hostnames ] && echo n1 && echo n2 && exit\n"
+        "printf 'Site = K\\366ln\\n'\necho 'KillWait                = 30 sec'\n"
+    )
+    made.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    return made
 
 
-@pytest.mark.parametrize("nodes", ["", "gpu[1", "gpu[a-b]", "a b"])
-def test_a_list_of_nodes_that_is_none(nodes: str) -> None:
-    with pytest.raises(ValueError, match="not a list of nodes"):
-        expanded_hosts(nodes)
-
-
-def test_an_allocation() -> None:
+def test_an_allocation(scontrol: Path) -> None:
+    """With a scontrol that answers as the real one in tests/system/test_slurm.py does."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
     assert allocated_hosts({}, "own") == ["own"]
     assert allocated_hosts(job, "own") == ["n1", "n2"]
     started_twice = job | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     with pytest.raises(ValueError, match="srun started this command 2 times"):
         allocated_hosts(started_twice, "own")
+    scontrol.unlink()
+    assert allocated_hosts(job | {"SLURM_JOB_NODELIST": "n1"}, "own") == ["n1"]
+    with pytest.raises(ValueError, match="put Slurm's programs on PATH"):
+        allocated_hosts(job, "own")
     words = srun("n2", ["python"])
     assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"
 
 
-def test_slurm_that_kills_before_the_checkpoint_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a scontrol that answers as the real one in tests/system/test_slurm.py does."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        "#!/bin/sh\nprintf 'Site = K\\366ln\\n'\necho 'KillWait                = 30 sec'\n"
-    )
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+def test_slurm_that_kills_before_the_checkpoint_is_told(scontrol: Path) -> None:
     job = {"SLURM_JOB_ID": "17"}
     assert early_kill({}, 240.0) == early_kill(job, 30.0) == ""
     assert "kills a job 30 s after" in early_kill(job, 240.0)
     assert "scancel --batch --signal=TERM 17" in early_kill(job, 240.0)
     scontrol.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
     assert early_kill(job, 240.0) == ""

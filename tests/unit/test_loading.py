@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -27,11 +26,10 @@ from megarl.checkpoints.progress import (
     read_progress,
     write_progress,
 )
-from megarl.checkpoints.state_files import StateFiles, read_state
 from megarl.checks.model_checks import check_export, check_model, stop_tokens
+from megarl.config import PreferenceConfig
 from megarl.data.config import PreferencesConfig
 from megarl.schema import replace
-from megarl.supervised_config import PreferenceConfig
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.loading import check_weights, empty_model, generation_config, load_model
@@ -227,17 +225,20 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = sealed(tmp_path / "step_000003")
     assert read_progress(folder) == PROGRESS
     found = json.loads((folder / "run.json").read_text())
-    assert found["format"] == 1
+    assert found["format"] == 3
     (folder / "run.json").write_text(json.dumps(found | {"colour": "red", "size": 3}))
     assert read_progress(folder) == PROGRESS
     assert capsys.readouterr().err.count("passing over colour, size\n") == 1
-    (folder / "run.json").write_text(json.dumps(found | {"format": 3}))
-    with pytest.raises(ValueError, match="of format 3, and this version of megarl reads formats"):
+    (folder / "run.json").write_text(json.dumps(found | {"format": 4}))
+    with pytest.raises(ValueError, match="of format 4, and this version of megarl reads formats"):
         read_progress(folder)
     (folder / "digests.json").unlink()
     seal(folder)
-    with pytest.raises(ValueError, match="format 3"):
+    with pytest.raises(ValueError, match="format 4"):
         choose(tmp_path, layout="data 1", model="m", seed=0, data="d")
+    (folder / "run.json").write_text(json.dumps(found | {"format": 2}))
+    with pytest.raises(ValueError, match=r"format 2.*resume with the version that wrote it"):
+        read_progress(folder)
     del found["seed"]
     (folder / "run.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match="lacks seed"):
@@ -247,13 +248,13 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
     older, newer = sealed(tmp_path / "step_000003"), sealed(tmp_path / "step_000004")
     found = json.loads((newer / "run.json").read_text())
-    whole = json.dumps(found | {"format": 3, "what_is_new": 1})
+    whole = json.dumps(found | {"format": 4, "what_is_new": 1})
     (newer / "run.json").write_text(whole)
     chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
     assert chosen() == older  # damaged: its digest differs
     (newer / "digests.json").unlink()
     seal(newer)
-    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 3.*or a newer one"):
+    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 4.*or a newer one"):
         chosen()
 
 
@@ -263,8 +264,8 @@ def test_a_newer_checkpoint_with_other_digests_is_not_passed_over(tmp_path: Path
     (newer / "digests.json").write_text(json.dumps({"algorithm": "blake4", "files": {}}))
     assert chosen() == older  # of an older version, or damaged
     found = json.loads((newer / "run.json").read_text())
-    (newer / "run.json").write_text(json.dumps(found | {"format": 3}))
-    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 3.*or a newer one"):
+    (newer / "run.json").write_text(json.dumps(found | {"format": 4}))
+    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 4.*or a newer one"):
         chosen()
     for content in ("{", "[]", json.dumps(found | {"format": "x"})):
         (newer / "run.json").write_text(content)
@@ -349,29 +350,6 @@ def test_a_manifest_has_only_files_that_were_reported(tmp_path: Path) -> None:
     assert not (tmp_path / "digests.json").exists()
     write_manifest(tmp_path, digests | digest_files(tmp_path, [tmp_path / "two"]))
     assert damage(tmp_path) == ""
-
-
-class Evil:
-    """An object whose unpickling runs code."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("ran"),))
-
-
-def test_state_files_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"x": Evil()}, tmp_path / "evil.pt")
-    (tmp_path / "garbage.pt").write_bytes(pickle.dumps(3)[:4])
-    for name in ("evil.pt", "garbage.pt", "absent.pt"):
-        with pytest.raises(ValueError, match=name):
-            StateFiles().load(str(tmp_path / name))
-    assert not (tmp_path / "ran").exists()
-    files = StateFiles()
-    files.save({"x": torch.ones(2)}, str(tmp_path / "good.pt"))
-    files.save({"x": 1}, str(tmp_path / "no folder" / "bad.pt"))
-    files.save({"x": 1}, str(tmp_path / "no other" / "bad.pt"))
-    assert "no folder" in files.problem
-    assert torch.equal(read_state(tmp_path / "good.pt")["x"], torch.ones(2))
 
 
 @pytest.mark.parametrize("content", [

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.tiny import adapter_shapes, random_adapter, write_model
+from support.tiny import adapter_shapes, random_adapter, write_adapter, write_model
 
 from megarl.checkpoints.adapter_files import (
     CONFIG,
@@ -20,9 +20,8 @@ from megarl.checkpoints.adapter_files import (
     SCORE,
     TENSORS,
     read_adapter,
-    write_adapter,
 )
-from megarl.checks.adapter_checks import adapter_warning, check_adapters
+from megarl.checks.model_checks import adapter_warning, check_adapters
 from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model

@@ -21,8 +21,7 @@ from support.reward_servers import Answer, Scripted, serving
 from support.tiny import groups, write_model
 
 from megarl import config as recipes
-from megarl.checks.evaluation_checks import check_eval
-from megarl.checks.preflight import check_train
+from megarl.checks.preflight import check_eval, check_train
 from megarl.checks.verifier_trial import LEAST_ROWS, rows_to_try
 from megarl.config import RunConfig
 from megarl.data.config import PromptsConfig, PromptSourceConfig, exact

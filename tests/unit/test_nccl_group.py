@@ -1,9 +1,10 @@
-"""The NCCL group of `point_to_point`, made with a stand-in for torch's class, which CPU builds do not
+"""The tree over which engines pass weights on, and the NCCL group of `point_to_point`, made with a stand-in for torch's class, which CPU builds do not
 have: how it is made, and that a rank that never comes does not outlast the deadline.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -15,9 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.transports import forwarding, p2p_group
-from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, PeerGone
-from megarl.weight_sync.transports.rendezvous import Rendezvous
+from megarl.weight_sync.transports import p2p_group, point_to_point
+from megarl.weight_sync.transports.p2p_group import (
+    InFlight,
+    P2PGroup,
+    PeerGone,
+    Rendezvous,
+    StoreServer,
+)
+from megarl.weight_sync.transports.point_to_point import FANOUT, children, parent
 
 MADE: list[Any] = []
 
@@ -52,9 +59,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[P2PGroup]:
     Nccl.blocks = threading.Event()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    meeting = Rendezvous("127.0.0.1", 0, "00" * 32, 1)
-    yield P2PGroup(meeting, "alone", 1, 0, str, torch.device("cuda", 0))
+    server = StoreServer("127.0.0.1")
+    meeting = Rendezvous(server.address, server.key, 1)
+    yield P2PGroup(meeting, "alone", 0, ["alone"], torch.device("cuda", 0))
     meeting.close()
+    server.close()
 
 
 def test_one_communicator_is_made_and_no_watchdog(
@@ -90,11 +99,9 @@ class FailedWork:
 def test_a_message_that_failed_is_not_taken_for_received() -> None:
     memory: Any = SimpleNamespace(is_cuda=True)
     works: Any = {3: FailedWork()}
-    with pytest.raises(
-        PeerGone, match="engine 3 is gone: NCCL error: remote process exited"
-    ) as told:
-        InFlight(works, memory, lambda peer: f"engine {peer}").check()
-    assert told.value.peer == 3
+    names: Any = {3: "engine 3"}
+    with pytest.raises(PeerGone, match="engine 3 is gone: NCCL error: remote process exited"):
+        InFlight(works, memory, names).check()
 
 
 def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup) -> None:
@@ -153,13 +160,27 @@ def test_a_relay_sends_a_bucket_after_it_was_written(monkeypatch: pytest.MonkeyP
     group: Any = SimpleNamespace(
         **{name: lambda *_: None for name in ("join", "wait", "leave")}, send=sends
     )
-    relay = forwarding.Relay(group, 1, 2, lambda: None, lambda: None)
+    relay = point_to_point.Relay(group, 1, 2, lambda: None, lambda: None)
     block: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
     for number in (1, 2):
         relay.offer(block)
-        while relay.sent < number and not relay.done():
+        while relay.sent < number and not relay._ended.done():
             time.sleep(0.001)
     relay.check()
-    main, other = threading.current_thread().name, relay._thread.name
+    main, other = threading.current_thread().name, told[1][1]
     once = [("record", main), ("wait for written", other), ("send", other)]
-    assert told == once * 2
+    assert told == once * 2 and main != other
+
+
+def test_the_tree_reaches_every_engine_once_in_few_hops() -> None:
+    for engines in (1, 2, 3, 4, 7, 8, 9, 100, 512, 1000):
+        reached, hops, level = [0], 0, [0]
+        while level:
+            assert all(
+                parent(child) == engine for engine in level for child in children(engine, engines)
+            )
+            assert all(len(children(engine, engines)) <= FANOUT for engine in level)
+            level = [child for engine in level for child in children(engine, engines)]
+            reached, hops = reached + level, hops + 1
+        assert sorted(reached) == list(range(engines)) and parent(0) is None
+        assert hops == 1 + int(math.log2(engines))

@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.documented import undocumented
 from support.report_page import Page
 
 from megarl.apps.runs import report
 from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
 from megarl.errors import UserError
-from megarl.observe.config import ObserveConfig
+from megarl.observe.config import (
+    DISTILLATION_METRICS,
+    EVALUATION_METRICS,
+    STEP_METRICS,
+    ObserveConfig,
+)
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics
 from megarl.observe.sinks import read_records
@@ -41,6 +47,7 @@ def numbers(step: int, total: int) -> dict[str, float]:
         "tokens/generated_per_s": 20000.0 + step, "tokens/trained_per_s": 25000.0,
         "loss": math.sin(step), "grad_norm": 0.5, "mismatch/mean_abs": 1e-6,
         "mismatch/max_abs": 3e-5 * (1 + step % 3), "probe/max_abs": 0.0, "staleness/max": 1.0,
+        "critics.b/loss": 0.25,
     }  # fmt: skip
 
 
@@ -104,6 +111,13 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
         assert observer.evaluated(5, "eval") is None, "of a step that is trained again"
     go(0, 1)  # died before its first checkpoint: all anew
     assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([1], [0, 1])
+
+
+def test_a_page_says_what_each_metric_means() -> None:
+    """A whole run's names are looked for in tests/system/test_layout_runs.py."""
+    assert not undocumented(STEP_METRICS + DISTILLATION_METRICS)
+    assert not undocumented(f"eval/{name}" for name in EVALUATION_METRICS)
+    assert undocumented(["reward/median"]) == {"reward/median"}
 
 
 def test_evaluation_names_are_checked(tmp_path: Path) -> None:
@@ -214,6 +228,9 @@ def test_charts_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
         "held out, sampled": ([0], [0.2]),
         "held out, greedy": ([0, 3], [0.174, 0.994]),
     }
+    assert (
+        page_of(tmp_path).charts["Critic's loss (critics.b)"]["series"][0]["values"] == [0.25] * 3
+    )
     series = page_of(tmp_path).charts["Time of a step"]["series"]
     phases = {one["label"]: one["values"][0] for one in series}
     assert phases.pop("other") == pytest.approx(1.0 - 0.5 - 0.4 - 0.02)

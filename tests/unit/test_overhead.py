@@ -5,8 +5,8 @@ benchmark itself runs in tests/system/test_tools.py.
 from __future__ import annotations
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,8 @@ def test_two_parts_wait_for_each_other(tmp_path: Path) -> None:
 
         parts[name].run(call)
 
-    threads = [threading.Thread(target=work, args=one) for one in (("quick", 0.002), ("slow", 0.1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, ("quick", "slow"), (0.002, 0.1)))
     assert asked["slow"][:3] == [0, 1, 2] and asked["quick"][:5] == [0, 1, 2, 1, 2]
     begins = [parts[name].found[0][0] for name in parts]
     ends = [parts[name].found[-1][1] for name in parts]

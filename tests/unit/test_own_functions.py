@@ -97,6 +97,37 @@ def test_the_example_of_the_page_passes(key: str, tmp_path: Path) -> None:
     attempt(key, f"{tmp_path}/own.py:{function}")
 
 
+def test_an_advantage_of_critics(tmp_path: Path) -> None:
+    """What it gets of them in the trial, what is refused, and what a run may stop by."""
+    own = "def f(step, config):\n    return step.critics['a'] - step.critics['b']\n\n"
+    (tmp_path / "own.py").write_text(own + RIGHT)
+    tree = recipe("algorithm.advantage", f"{tmp_path}/own.py:f").model_dump()
+
+    def read_with(**sections: Any) -> RunConfig:
+        return from_tree(
+            RunConfig, tree | {"critics": {"a": {}, "b": {}}} | sections, where="recipe"
+        )
+
+    try_objectives(read_with(), torch.device("cpu"), has_empty_ranks=True)
+    assert list(read_with(critics={"a": {"warmup_steps": 3}, "b": {}}).all_critics) == [
+        "critics.a",
+        "critics.b",
+    ]
+    of_samples = {"advantage": f"{tmp_path}/own.py:advantage"}
+    wrong, alone = read_with(algorithm=of_samples), read_with(critics={"a": {}})
+    with pytest.raises(ValueError, match="of each sample, without critics"):
+        try_objectives(wrong, torch.device("cpu"), has_empty_ranks=False)
+    with pytest.raises(ValueError, match="KeyError"):
+        try_objectives(alone, torch.device("cpu"), has_empty_ranks=False)
+    read_with(early_stop={"metric": "critics.b/loss", "at_most": 0.1})
+    with pytest.raises(ValueError, match=r"no step .* has; did you mean 'critics.b/loss'"):
+        read_with(early_stop={"metric": "critics.c/loss", "at_most": 0.1})
+    with pytest.raises(ValueError, match=r"critics.a.warmup_steps is 9999 and steps"):
+        read_with(critics={"a": {"warmup_steps": 9999}})
+    with pytest.raises(ValueError, match="at most 64 letters"):
+        read_with(critics={"a" * 65: {}})
+
+
 ADVANTAGE = "def f(rewards_N, groups_N, tokens_N):\n    return "
 LOSS = "def f(logp_T, old_T, advantages_T, sequence_mean, config):\n    return "
 CORRECTION = "def f(trainer_logp_T, engine_logp_T, sequence_sum, config):\n    return "

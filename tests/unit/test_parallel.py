@@ -49,7 +49,7 @@ LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 
 @given(LENGTHS, st.integers(1, 8))
 def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) -> None:
-    dealt = balance.split([balance.work(length) for length in lengths], parts)
+    dealt = balance.split_by_work([balance.attention_work(length) for length in lengths], parts)
     assert sorted(position for rank in dealt for position in rank) == list(range(len(lengths)))
     counts = [len(rank) for rank in dealt]
     assert max(counts) - min(counts) <= 1
@@ -59,8 +59,8 @@ def test_split_deals_every_sample_once_evenly(lengths: list[int], parts: int) ->
 def test_rows_keep_to_the_budget_and_are_equally_many(
     lengths: list[int], parts: int, budget: int
 ) -> None:
-    works = [balance.work(length) for length in lengths]
-    dealt = [[lengths[i] for i in rank] for rank in balance.split(works, parts)]
+    works = [balance.attention_work(length) for length in lengths]
+    dealt = [[lengths[i] for i in rank] for rank in balance.split_by_work(works, parts)]
     packed = balance.rows_in_step(dealt, budget)
     assert len({len(rows) for rows in packed}) == 1
     for mine, rows in zip(dealt, packed, strict=True):
@@ -85,8 +85,8 @@ def test_split_balances_work() -> None:
     """Long-tailed lengths over 8 ranks: the most loaded rank has little more than the mean."""
     draw = torch.Generator().manual_seed(0)
     lengths = (torch.rand(512, generator=draw) ** 3 * 4000 + 50).long().tolist()
-    works = [balance.work(length) for length in lengths]
-    loads = [sum(works[i] for i in rank) for rank in balance.split(works, 8)]
+    works = [balance.attention_work(length) for length in lengths]
+    loads = [sum(works[i] for i in rank) for rank in balance.split_by_work(works, 8)]
     assert max(loads) / (sum(loads) / 8) < 1.02
 
 

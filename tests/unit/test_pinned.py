@@ -3,16 +3,19 @@ their order.
 
 CUDA's calls are stand-ins that write down when they happen, and torch's copies are the real ones
 of the CPU, which are done at once. The real CUDA is in test_carriers.py (`test_memory_of_gpus`).
+Its counters in shared memory: only the memory that was meant is ever opened.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.engine_ranks import Case, regions, spec_of, table, weights
+from support.engine_ranks import Case, regions, spec_of, table, weights, whole_plan
 
 from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
@@ -20,10 +23,10 @@ from megarl.parallel.reshard.boxes import Box, scatter
 from megarl.trainer.handover import HostMemory
 from megarl.weight_sync import checksums
 from megarl.weight_sync.checksums import carried, carry, digest, signed
-from megarl.weight_sync.route import Route, whole_plan
+from megarl.weight_sync.route import Route
 from megarl.weight_sync.transports import shared_memory
-from megarl.weight_sync.transports.shared_counters import SharedCounters
-from megarl.weight_sync.transports.shared_memory import Receiver, Sender
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
+from megarl.weight_sync.transports.shared_memory import Receiver, Sender, SharedCounters
 
 ALONE = Case(1, 1, 1, 1, 1)
 SUCCESS, REFUSED = "cudaError.success", "cudaError.???"
@@ -118,7 +121,7 @@ def test_copies_are_waited_for_before_a_bucket_counts(
     monkeypatch.setattr(
         torch.Tensor, "copy_", machine.noted(torch.Tensor.copy_, "copy"), raising=True
     )
-    sender.begin(1)
+    sender.begin(1, 1)
     arriving = receiver.receive(1, never)
     for bucket in route.buckets:
         placed = regions(sources, sender.reserve(bucket, never))
@@ -146,7 +149,7 @@ def test_copies_are_waited_for_before_a_bucket_counts(
 def test_all_of_the_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     sender, receiver = both_ends()
-    whole = sender._host_bytes()
+    whole = len(sender._counters.memory())
     for end in (sender, receiver):
         assert machine.registered[end._counters.memory().data_ptr()] == whole > 0
         end.close()
@@ -202,3 +205,47 @@ def test_a_strided_target_is_not_copied_to_without_waiting(monkeypatch: pytest.M
     ((key, value),) = carried([("a", source, whole[:, 3:9], box)])
     assert key == "a" and machine.take() == []
     assert torch.equal(whole[:, 3:9], source) and value == carry(source, torch.zeros(4, 6), box)
+
+
+def test_another_process_sees_what_is_written() -> None:
+    mine = SharedCounters(2, 1, 100)
+    child = os.fork()
+    if child == 0:
+        theirs = SharedCounters(2, 1, 100, mine.path)
+        theirs.memory()[7] = 42
+        theirs.write(1, 3)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert mine.memory()[7] == 42 and mine.written() == 0
+    mine.write(0, 5)
+    assert mine.written() == 3
+    mine.close()
+
+
+def test_other_memory_at_the_same_place_is_refused(tmp_path: Path) -> None:
+    mine = SharedCounters(1, 1, 100)
+    place, _, key = mine.path.partition("#")
+    with pytest.raises(RuntimeError, match=r"not the trainer's memory.*'point_to_point'"):
+        SharedCounters(1, 1, 100, f"{place}#{int(key) + 1}")
+    with pytest.raises(RuntimeError, match="not the trainer's memory"):
+        SharedCounters(1, 1, 100_000, mine.path)
+    with pytest.raises(RuntimeError, match=r"cannot be opened.*'point_to_point'"):
+        SharedCounters(1, 1, 100, f"/proc/{os.getpid()}/fd/99999#1")
+    mine.close()
+
+
+def test_a_wait_ends_when_another_gives_up_or_the_watch_raises() -> None:
+    mine = SharedCounters(1, 1, 0)
+    theirs = SharedCounters(1, 1, 0, mine.path)
+    theirs.abort()
+    with pytest.raises(Aborted, match=GIVEN_UP):
+        mine.until(lambda: False, lambda: None)
+    mine.clear()
+
+    def late() -> None:
+        raise RuntimeError("late")
+
+    with pytest.raises(RuntimeError, match="late"):
+        mine.until(lambda: False, late)
+    for board in (mine, theirs):
+        board.close()

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from megarl.apps.launch.launch import main
-from megarl.apps.launch.launch_plan import Gpu, Gpus, Options, ProgramCommand, make_plan
+from megarl.apps.launch.launch_plan import Gpu, Gpus, Options, ProgramCommand, make_launch_plan
 from megarl.apps.launch.placement_table import compressed, placement
 from megarl.checks.engine_checks import check_placement
 from megarl.config import RunConfig, read
@@ -296,6 +296,7 @@ def test_shared_gpus_are_marked_and_added_up(picture: Picture) -> None:
     changes: dict[str, Any] = {"reference": {}, "critic.ranks": list(range(8, 40))}
     changes |= {"reward_models.judge.ranks": list(range(64, 72)), "rollout.num_engines": 4}
     changes |= {"rollout.placement": "colocated", "rollout.max_staleness": 0}
+    changes |= {"weight_sync.transport": "disk", "weight_sync.folder": "weights"}
     shown = picture(*CLUSTER, **changes)
     rows = rows_of(shown)
     assert rows["policy"]["node: GPUs"] == rows["reference"]["node: GPUs"] == "0,5-7: 0-7 *"
@@ -318,7 +319,7 @@ def test_only_colocated_engines_sleep(tmp_path: Path) -> None:
     changes |= {"critic.ranks": [], "reference": {}, "rollout.num_engines": 1}
     changes |= {"critic.layout": {}, "reward_models": {}, "training.zero_stage": 1}
     config = read(RunConfig, write_recipe(tmp_path, **changes))
-    plan = make_plan(config, Options("recipe.yaml"))
+    plan = make_launch_plan(config, Options(recipe="recipe.yaml"))
     gpu = Gpu(0, "0")
     gpus = Gpus([gpu] * plan.num_ranks, [[gpu]], [])
     assert "sleeps" in placement(config, replace(plan, colocated=True), gpus)

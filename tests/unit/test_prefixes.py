@@ -1,7 +1,11 @@
-"""Shared prefixes: the tree of samples, the tokens that are computed, and what a model makes of them."""
+"""Shared prefixes: the tree of samples, the tokens that are computed, and what a model makes of them;
+groups whose prompts begin alike, divided by the rollout service.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +16,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.rollouts import dealt, segment
 from support.sequence_cases import Case, assert_close, cases, dense
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Prefix, Size
+from megarl.trainer.config import SharePrefix
 from megarl.trainer.packing import pack
-from megarl.trainer.prefixes import balance_of, saved_tokens, shareable, sizes_of, tree_of
+from megarl.trainer.prefixes import (
+    balance_of,
+    must_save,
+    saved_tokens,
+    shareable,
+    sizes_of,
+    tree_of,
+)
 from megarl.trainer.step import computed_tokens
-from megarl.types import Samples
+from megarl.types import Group, Prompt, Rollout, Samples, Verdict
 
 CPU = torch.device("cpu")
 
@@ -96,6 +109,21 @@ def chain(parents: tuple[int, ...], document: int) -> list[int]:
     return found
 
 
+def members(
+    even: FamilyBalance, dealt: Sequence[Sequence[int]], budget: int
+) -> list[list[list[int]]]:
+    """By rank, the members of each packed sequence: each once, and no rank has more sequences."""
+    packed = even.rows_in_step(dealt, budget)
+    assert len({len(rows) for rows in packed}) == 1
+    found = [
+        [[mine[place] for place in row] for row in rows]
+        for mine, rows in zip(dealt, packed, strict=True)
+    ]
+    everything = [n for rows in found for row in rows for n in row]
+    assert sorted(everything) == sorted(n for one in dealt for n in one)
+    return found
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     rows(most=24), st.sampled_from([0.0, 1 / 16, 1 / 4]), st.integers(1, 2), st.integers(1, 4),
@@ -110,12 +138,8 @@ def test_the_balance_counts_what_is_computed(
     dealt = even.split(ranks, budget)
     numbers = [n for one in dealt for n in one]
     assert sorted(numbers) == list(range(len(samples) // together))
-    packed = even.rows_in_step(dealt, budget)
-    assert len({len(rows) for rows in packed}) == 1
-    for mine, rows in zip(dealt, packed, strict=True):
-        assert sorted(place for row in rows for place in row) == list(range(len(mine)))
-        for row in rows:
-            units = [mine[place] for place in row]
+    for row in members(even, dealt, budget):
+        for units in row:
             chosen = [n * together + part for n in units for part in range(together)]
             tree = tree_of(samples.select(chosen), saves=saves)
             computed = int(samples.lengths[chosen].sum()) if tree is None else len(tree.places)
@@ -275,13 +299,8 @@ def test_families_are_dealt_out_whole_within_the_budget(
     even = FamilyBalance(sizes, saves)
     dealt = even.split(ranks, budget)
     assert sorted(n for one in dealt for n in one) == list(range(len(sizes)))
-    packed = even.rows_in_step(dealt, budget)
-    assert len({len(rows) for rows in packed}) == 1
-    for mine, rows in zip(dealt, packed, strict=True):
-        assert sorted(place for row in rows for place in row) == list(range(len(mine)))
-        for row in rows:
-            members = [mine[place] for place in row]
-            assert even.tokens(members) <= budget or len(members) == 1
+    for row in members(even, dealt, budget):
+        assert all(even.tokens(some) <= budget or len(some) == 1 for some in row)
     # Sharing never asks for more than repeating the prefixes, but for what keeps ranks even.
     assert sum(map(even.tokens, dealt)) <= sum(size.length for size in sizes)
 
@@ -340,10 +359,7 @@ def test_packed_sequences_are_even_over_ranks(
         ]
         even = FamilyBalance(sizes, saves=1 / 16)
         dealt = even.split(ranks, budget)
-        packed = zip(dealt, even.rows_in_step(dealt, budget), strict=True)
-        works = np.array(
-            [[even.work([mine[n] for n in row]) for row in rows] for mine, rows in packed]
-        )
+        works = np.array([list(map(even.work, row)) for row in members(even, dealt, budget)])
         of_rank = works.sum(1)
         print(of_rank.max() / of_rank.mean(), works.max(0).sum() / of_rank.mean())
         assert of_rank.max() < 1.06 * of_rank.mean()
@@ -387,3 +403,60 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
 def test_no_samples_are_padding(share: str) -> None:
     empty = pack(samples_of([([1], 1)]).select([]), CPU, share=share)
     assert len(empty.token_ids) == 2 and not empty.mask.any()
+
+
+def rollout(draw: random.Random, number: int, length: int) -> Rollout:
+    """A response of tokens 0 and 1."""
+    tokens = [draw.randint(0, 1) for _ in range(length)]
+    return Rollout(number, 0, [segment(tokens)], Verdict(0.0, False), 0)
+
+
+def group(draw: random.Random, ordinal: int, tokens: list[int], lengths: list[int]) -> Group:
+    """A group of responses of these `lengths`, the last of which is greedy."""
+    *made, greedy = [rollout(draw, number, length) for number, length in enumerate(lengths)]
+    return Group(ordinal, Prompt(ordinal, "", tokens, ""), made, greedy)
+
+
+def computed(samples: Samples, saves: float) -> int:
+    """Tokens of a packed sequence of `samples` in training."""
+    tree = tree_of(samples, saves=saves)
+    return int(samples.offsets[-1]) if tree is None else len(tree.places)
+
+
+def packed(groups: list[Group], *, budget: int, saves: float, ranks: int = 1) -> list[list[int]]:
+    """By rank, the tokens that each packed sequence computes; those of more samples than one are
+    within the budget.
+    """
+    settings: dict[str, Any] = {"micro_batch_tokens": budget, "prefix_saves": saves}
+    made = dealt(groups, num_data_ranks=ranks, with_greedy=True, **settings)
+    found = []
+    for rank in range(ranks):
+        batch = made.share(rank)
+        (samples,), (rows,) = batch.samples, batch.micro_batches
+        found.append([computed(samples.select(row), saves) for row in rows])
+        for row, tokens in zip(rows, found[-1], strict=True):
+            assert tokens <= budget or len(row) == 1
+    return found
+
+
+@pytest.mark.parametrize("share", ["auto", "on"])
+def test_greedy_responses_share_what_the_service_counted(share: SharePrefix) -> None:
+    """Prompts that have little of their own behind long instructions, in a budget of exactly what
+    they need: 100 tokens of instructions, and 2 + 2 x 21 of each group.
+    """
+    draw = random.Random(0)
+    groups = [group(draw, n, [2] * 100 + [n, 4, 5], [20, 20]) for n in range(4)]
+    assert packed(groups, budget=276, saves=must_save(share)) == [[276]]
+
+
+@pytest.mark.parametrize("share", ["auto", "on"])
+def test_conversations_with_greedy_responses_stay_within_the_budget(share: SharePrefix) -> None:
+    """Each turn is a prompt too; the next turn may begin as the greedy response did."""
+    for seed in range(150):
+        draw, tokens, groups = random.Random(seed), list[int](), []
+        for ordinal in range(12):
+            tokens = tokens + [draw.randint(0, 1) for _ in range(draw.choice([2, 20]))]
+            lengths = [draw.choice([1, 5, 20, 100]) for _ in range(draw.choice([2, 3, 5]))]
+            groups.append(group(draw, ordinal, tokens, lengths))
+        rows = packed(groups, budget=300, saves=must_save(share), ranks=draw.choice([1, 2, 4]))
+        assert len({len(row) for row in rows}) == 1

@@ -375,14 +375,13 @@ def test_demonstrations_that_are_too_long(tmp_path: Path) -> None:
         demonstrations(file, max_tokens=4, too_long="truncate_left")
     chat = turns("user", "0123456789", "assistant", "a", "user", "q", "assistant", "b")
     file = write(tmp_path / "chats.jsonl", [{"messages": chat}] * 2 + [{"messages": chat[2:]}])
-    options: dict[str, Any] = {"messages_column": "messages", "template": "chat"}
-    whole = demonstrations(file, **options)
-    found = demonstrations(file, **options, max_tokens=whole.longest - 5, too_long="truncate_left")
+    whole = demonstrations(file, **AS_TALKS)
+    found = demonstrations(file, **AS_TALKS, max_tokens=whole.longest - 5, too_long="truncate_left")
     assert len(found) == 3 and found.longest == whole.longest - 5
     assert TOKENIZER.decode(found.at(0).prompt_ids).startswith("r|>0123456789<eos>")
     assert found.at(0).response_ids == whole.at(0).response_ids
     assert found.at(0).response_mask == whole.at(0).response_mask
-    dropped = demonstrations(file, **options, max_tokens=whole.longest - 1, too_long="drop")
+    dropped = demonstrations(file, **AS_TALKS, max_tokens=whole.longest - 1, too_long="drop")
     assert len(dropped) == 1 and dropped.at(0).response_mask == whole.at(2).response_mask
 
 
@@ -560,6 +559,7 @@ def test_content_parts_are_joined(tmp_path: Path) -> None:
             prompts(file, template="chat")
 
 
+AS_TALKS = {"messages_column": "messages", "template": "chat"}
 TALK = turns(
     *("system", "s", "user", "q", "assistant", "r", "user", "qq", "assistant", "rr", "user", "bye")
 )
@@ -574,36 +574,34 @@ def trained(row: Any) -> Any:
 
 def test_a_conversation_is_trained_on_in_the_turns_of_the_assistant(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", [{"messages": TALK}])
-    read = {"messages_column": "messages", "template": "chat"}
-    (row,) = (demonstrations(file, **read).at(n) for n in range(1))
+    row = demonstrations(file, **AS_TALKS).at(0)
     assert TOKENIZER.decode(row.prompt_ids) == "<|system|>s<eos><|user|>q<eos><|assistant|>"
     # What follows the last reply is left out.
     assert TOKENIZER.decode(row.response_ids) == "r<eos><|user|>qq<eos><|assistant|>rr<eos>"
     assert trained(row) == ["r<eos>", "rr<eos>"]
     newline = byte_tokenizer(template=TEMPLATE.replace("<eos>", "<eos>\n"))
-    row = demonstrations(file, tokenizer=newline, **read).at(0)
+    row = demonstrations(file, tokenizer=newline, **AS_TALKS).at(0)
     assert trained(row) == ["r<eos>", "rr<eos>"], "what the template writes behind the end is given"
     endless = byte_tokenizer(template=TEMPLATE.replace("<eos>", ""))
-    row = demonstrations(file, tokenizer=endless, **read).at(0)
+    row = demonstrations(file, tokenizer=endless, **AS_TALKS).at(0)
     assert trained(row) == ["r", "rr<eos>"], "the last reply ends, or no reply would"
 
 
 def test_conversations_that_cannot_be_trained_on(tmp_path: Path) -> None:
-    read = {"messages_column": "messages", "template": "chat"}
     for talk in (TALK[:2], TALK[2:4]):
         file = write(tmp_path / "rows.jsonl", [{"messages": talk}])
         with refused(r"line 1.*needs a turn of another role and then"):
-            demonstrations(file, **read)
+            demonstrations(file, **AS_TALKS)
     empty = [*TALK[:4], {"role": "assistant", "content": " "}]
     file = write(tmp_path / "rows.jsonl", [{"messages": TALK}, {"messages": empty}])
     with refused(r"line 2.*turn 4 \(from 0\), of the assistant, is empty"):
-        demonstrations(file, **read)
+        demonstrations(file, **AS_TALKS)
     forgets = byte_tokenizer(
         template=TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else 'x' }}")
     )
     file = write(tmp_path / "rows.jsonl", [{"messages": TALK}])
     with refused(r"line 1.*writes turn 2 \(from 0\) in another way"):
-        demonstrations(file, tokenizer=forgets, **read)
+        demonstrations(file, tokenizer=forgets, **AS_TALKS)
     with refused(r"messages_column is 'messages', but .*template is 'none'"):
         DemonstrationsConfig(messages_column="messages")
 
@@ -621,7 +619,7 @@ def test_a_conversation_that_loses_characters_is_warned_about(
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     deaf = Deaf(tokenizer_object=TOKENIZER.backend_tokenizer, **special)
     deaf.chat_template = TEMPLATE
-    read = {"messages_column": "messages", "template": "chat", "tokenizer": deaf}
+    read = AS_TALKS | {"tokenizer": deaf}
     assert not demonstrations(write(tmp_path / "a.jsonl", [{"messages": TALK}]), **read).warning
     talk = [one | {"content": "\u00e9"} if n == turn else one for n, one in enumerate(TALK)]
     warning = demonstrations(write(tmp_path / "b.jsonl", [{"messages": talk}]), **read).warning
@@ -658,8 +656,7 @@ def test_a_chat_may_be_stored_as_the_text_of_its_json(suffix: str, tmp_path: Pat
         "<|user|>[{x}] is what?<eos><|assistant|>",
         "<|user|>[]<eos><|assistant|>",
     ]
-    row = demonstrations(file, messages_column="messages", template="chat").at(0)
-    assert trained(row) == ["r<eos>", "rr<eos>"]
+    assert trained(demonstrations(file, **AS_TALKS).at(0)) == ["r<eos>", "rr<eos>"]
 
 
 def test_lines_of_csv_end_at_line_feeds_and_carriage_returns_only(tmp_path: Path) -> None:
@@ -826,7 +823,7 @@ def test_the_json_of_a_chat_needs_a_template(template: str, tmp_path: Path) -> N
     assert prompts(literal, template=template).at(0).text == '[{"a": 1}]'
 
 
-def test_files_below_a_folder_and_the_split_of_a_saved_one(tmp_path: Path) -> None:
+def test_files_below_a_folder_and_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     import datasets
 
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -835,10 +832,18 @@ def test_files_below_a_folder_and_the_split_of_a_saved_one(tmp_path: Path) -> No
         write(tmp_path / folder / "x.jsonl", [row])
     write(tmp_path / "x.jsonl", [row])
     assert len(demonstrations(str(tmp_path / "**" / "*.jsonl"))) == 3
-    datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "saved"))
-    assert len(demonstrations(str(tmp_path / "saved"))) == 1
-    with refused(r"split 'test' .*it has the split train alone"):
-        demonstrations(str(tmp_path / "saved"), split="test")
+    one = datasets.Dataset.from_list([row | {"answer": "1"}] * 2)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(
+        str(tmp_path / "two")
+    )
+    for load in (prompts, demonstrations):
+        assert len(load(str(tmp_path / "one"))) == 2
+        assert len(load(str(tmp_path / "two"), split="test")) == 1
+        with refused(r"split 'test' .*it has the splits train"):
+            load(str(tmp_path / "one"), split="test")
+        with refused(r"split 'dev' .*has the splits train, test"):
+            load(str(tmp_path / "two"), split="dev")
 
 
 def test_prompts_of_others_are_recognised(
@@ -886,17 +891,3 @@ def test_several_files_are_one_source(tmp_path: Path, capfd: pytest.CaptureFixtu
     write(shards / "test-00000-of-00001.parquet", [{"prompt": "t", "answer": "1"}])
     assert len(prompts(str(shards))) == 2 and len(prompts(str(shards), split="test")) == 1
     assert len(prompts(f"{shards}/train*.parquet")) == 2
-
-
-def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
-    import datasets
-
-    one = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}] * 2)
-    one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(
-        str(tmp_path / "two")
-    )
-    assert len(prompts(str(tmp_path / "one"))) == 2
-    assert len(prompts(str(tmp_path / "two"), split="test")) == 1
-    with refused(r"split 'dev' .*has the splits train, test"):
-        prompts(str(tmp_path / "two"), split="dev")

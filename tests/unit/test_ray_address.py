@@ -48,7 +48,7 @@ def test_an_address_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> 
     ("use", "error"),
     [
         (lambda: Cluster(namespace="test", token="t"), UserError),
-        (lambda: check_run(RECIPE, num_ranks=1, on_cpu=True), ValueError),
+        (lambda: check_run(RECIPE, num_ranks=1), ValueError),
     ],
     ids=["start", "check"],
 )
@@ -170,11 +170,11 @@ def test_only_folders_that_are_surely_of_a_killed_process_are_removed(
 
 LAUNCH = """import os, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
 from megarl import private_folder
+from megarl.apps.launch.launch_processes import Addresses
 from megarl.apps.launch.launch_run import Launcher
 private_folder.PLACE = Path(sys.argv[1])
-launcher = Launcher(SimpleNamespace(addresses=SimpleNamespace(state=sys.argv[2])))
+launcher = Launcher([], [], Addresses(state=sys.argv[2]), Path())
 launcher._run = lambda: os.kill(os.getpid(), signal.SIGKILL)
 launcher.run()
 """

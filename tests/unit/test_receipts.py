@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from support.rollouts import Prompts, rollout_service, segment
 
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.engine import Engine
 from megarl.rollout.receipts import Receipts, spans_of
-from megarl.rollout.service import RolloutService
 from megarl.trainer.config import LoraConfig
-from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
+from megarl.types import Group, Prompt, Rollout, Segment, Verdict
 from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
 
 PUBLISHED = {version: receipt_of_weights([[version, -version], [7, 8]]) for version in range(4)}
@@ -25,8 +24,7 @@ PUBLISHED = {version: receipt_of_weights([[version, -version], [7, 8]]) for vers
 
 def answer(spans: list[tuple[int, int]], receipts: list[str]) -> Segment:
     count = sum(tokens for _, tokens in spans)
-    arrays = TokenArrays(np.ones(count, np.int32), np.zeros(count, np.float32))
-    return Segment("model", count, arrays, versions=spans, receipts=receipts, finish="stop")
+    return segment([1] * count, versions=spans, receipts=receipts)
 
 
 def right(version: int) -> Segment:
@@ -80,22 +78,7 @@ class Engines:
         return (self.fault if self.version == self.at else right)(self.version)
 
 
-class Prompts:
-    def __len__(self) -> int:
-        return 100
-
-    def at(self, ordinal: int) -> Prompt:
-        return Prompt(ordinal, "", [5], "")
-
-
-class Verifier:
-    has_start = False
-
-    async def step(self, *args: object, **settings: object) -> Verdict:
-        return Verdict(1.0, True)
-
-    async def texts(self, segments: list[Segment]) -> list[str]:
-        return ["" for _ in segments]
+PROMPTS = Prompts(lambda ordinal: Prompt(ordinal, "", [5], ""))
 
 
 def tell(version: int) -> list[str]:
@@ -107,22 +90,9 @@ def tell(version: int) -> list[str]:
 
 def run(engines: Engines, tell: Callable[[int], list[str]], steps: int = 4) -> int:
     """Steps that a run takes from its service; `tell` are the trainer's receipts of a version."""
-    service = RolloutService(
-        config=RolloutConfig(
-            groups_per_step=2,
-            group_size=2,
-            dynamic_sampling=DynamicSamplingConfig(enabled=False),
-        ),
-        seed=1,
-        prompts=Prompts(),  # pyright: ignore[reportArgumentType]
-        engines=[engines],  # pyright: ignore[reportArgumentType]
-        environment=Verifier(),  # pyright: ignore[reportArgumentType]
-        num_data_ranks=1,
-        num_mini_batches=1,
-        micro_batch_tokens=64,
-        last_step=steps - 1,
-        transcripts_per_step=0,
-    )
+    sampling = DynamicSamplingConfig(enabled=False)
+    config = RolloutConfig(groups_per_step=2, group_size=2, dynamic_sampling=sampling)
+    service = rollout_service([engines], config, PROMPTS, last_step=steps - 1)
 
     async def go() -> int:
         taken = 0
@@ -168,7 +138,7 @@ def test_tokens_of_no_known_version_are_refused(
     receipts = Receipts(staleness=1, known={at: tell(at)})
     rollout = Rollout(0, 1, [fault(at)], Verdict(1.0, True), at)
     with pytest.raises(RuntimeError, match="rollout 0 of group 7 has 2 tokens"):
-        receipts.check_groups([Group(7, Prompts().at(7), [rollout])])
+        receipts.check_groups([Group(7, PROMPTS.at(7), [rollout])])
 
 
 def test_right_receipts_pass_and_none_is_asked_for_where_nothing_is_published() -> None:
@@ -215,7 +185,7 @@ def test_the_greedy_response_is_checked_and_a_group_of_a_checkpoint_is_not() -> 
     fine, wrong = (
         Rollout(0, 1, [one(1)], Verdict(1.0, True), dispatched_at=1) for one in (right, half_cut)
     )
-    prompt = Prompts().at(0)
+    prompt = PROMPTS.at(0)
     receipts.check_groups([Group(4, prompt, [fine], greedy=fine)])
     with pytest.raises(RuntimeError, match="group 4 was generated with weights of version 1"):
         receipts.check_groups([Group(4, prompt, [fine], greedy=wrong)])

@@ -15,15 +15,14 @@ from support.tiny import write_classifier, write_model
 
 import megarl
 from megarl import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
-from megarl.apps.serve.reward_server_checks import check_serve_reward
+from megarl.apps.serve.serve_reward import check_serve_reward
 from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
-from megarl.checks.evaluation_checks import check_eval
-from megarl.checks.preflight import check_run, check_train
+from megarl.checks.preflight import check_eval, check_run, check_train
+from megarl.config import PreferenceEvaluationConfig
 from megarl.data.config import PreferencesConfig
 from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
-from megarl.supervised_config import PreferenceEvaluationConfig
 
 EXAMPLES: dict[str, dict[str, str]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip"},
@@ -66,7 +65,7 @@ def test_a_recipe_passes_the_checks(name: str, place: Path) -> None:
     found = recipe(RunConfig, name)
     for key, value in EXAMPLES[name].items():
         assert getattr(found.algorithm, key) == value
-    assert check_run(small(found, place, name), num_ranks=1, on_cpu=True).prompts is not None
+    assert check_run(small(found, place, name), num_ranks=1).prompts is not None
 
 
 def test_recipes_are_examples_of_what_they_are_named_after() -> None:
@@ -205,7 +204,7 @@ def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.M
     with serving(app) as url:
         environment = replace(found.environment, verifier=url)
         remote = small(found, place, "remote", environment=environment)
-        assert check_run(remote, num_ranks=1, on_cpu=True).prompts is not None
+        assert check_run(remote, num_ranks=1).prompts is not None
     assert {headers["authorization"] for headers in app.headers} == {"Bearer hush"}
 
 

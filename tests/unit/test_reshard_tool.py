@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 from support.tiny import write_model
 
-from megarl.checkpoints import checkpoint_files
+from megarl.checkpoints.export import Output
 from megarl.checkpoints.manifest import seal
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import scatter
 
-reshard = importlib.import_module("reshard")
+reshard, reshard_files = map(importlib.import_module, ("reshard", "reshard_files"))
 
 KINDS = ("qwen2", "qwen3", "llama", "mistral")
 LAYOUTS = (
@@ -167,7 +167,7 @@ def test_ranks_hold_what_the_layout_says(layout: str, tmp_path: Path, run: Run) 
     source = model_of(tmp_path / "model")
     run("split", source, tmp_path / "out", "--layout", layout)
     degrees, whole = reshard.parse_degrees(layout), tensors(source)
-    described = checkpoint_files.read_description(tmp_path / "out")
+    described = reshard_files.read_description(tmp_path / "out")
     assert described.degrees == degrees.layout and described.zero_stage == degrees.zero_stage
     assert len(set(described.files)) == (
         degrees.layout.size if degrees.zero_stage == 3 else degrees.layout.tensor
@@ -506,23 +506,23 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
         said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "are needed" in said and "0.000 GB free" in said and "another disk" in said
 
-    real = checkpoint_files.write_safetensors
+    real = reshard_files.write_safetensors
 
-    def fills_up(output: checkpoint_files.Output, *rest: Any) -> int:
+    def fills_up(output: Output, *rest: Any) -> int:
         if output.path.name == "rank_00001.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output.path))
         return real(output, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "write_safetensors", fills_up)
+        patch.setattr(reshard_files, "write_safetensors", fills_up)
         said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "No space left" in said and "free some space" in said
 
-    def refused_by_the_disk(output: checkpoint_files.Output, *rest: Any) -> int:
+    def refused_by_the_disk(output: Output, *rest: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(output.path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "write_safetensors", refused_by_the_disk)
+        patch.setattr(reshard_files, "write_safetensors", refused_by_the_disk)
         said = refused("split", folder, out, "--layout", "data 2 zero 3")
     assert "Read-only file system" in said and "free some space" not in said
     assert "correct that, or name a folder on another disk" in said
@@ -549,7 +549,7 @@ def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     degrees = reshard.Degrees(Layout(data=2, tensor=2), 3)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.torch, "empty", counted)
+        patch.setattr(reshard_files.torch, "empty", counted)
         reshard.write_sharded(source, degrees, tmp_path / "out")
     sizes = {name: math.prod(shape) for name, shape in source.model.shapes.items()}
     assert len(made) == 4 * len(sizes) and max(made) <= max(sizes.values())

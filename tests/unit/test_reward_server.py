@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +20,12 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import ROOT, command, dies_with_us, finish, start, write_recipe
-from support.environments import PROMPT, run, verdicts
+from support.environments import PROMPT, together, verdicts
 from support.reward_servers import Answer, Scripted, free_port, serving
 from support.tiny import write_classifier, write_tokenizer
 
 from megarl.apps.serve.reward_server import Backend, RewardServer
-from megarl.apps.serve.reward_server_checks import server_token
+from megarl.apps.serve.serve_reward import server_token
 from megarl.checks.verifier_trial import try_verifier
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
@@ -47,7 +46,7 @@ from megarl.environments.wire import (
 )
 from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
-from megarl.types import Prompt, Verdict
+from megarl.types import Prompt
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 
@@ -102,13 +101,13 @@ OUTCOMES = st.builds(
 @settings(max_examples=30)
 @given(st.lists(OUTCOMES, max_size=5))
 def test_what_is_answered_is_read(outcomes: list[Outcome]) -> None:
-    assert read_answer(answer_body(outcomes), len(outcomes)) == outcomes
+    assert read_answer(answer_body(outcomes).decode(), len(outcomes)) == outcomes
 
 
 @settings(max_examples=30)
 @given(st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_body_is_read_or_refused(body: bytes) -> None:
-    for read in (read_request, lambda body: read_answer(body, 1)):
+    for read in (read_request, lambda body: read_answer(body.decode(errors="replace"), 1)):
         try:
             read(body)
         except BadMessage:
@@ -116,13 +115,13 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
 
 
 BAD_REQUESTS: dict[str, tuple[Any, str]] = {
-    "list": ([], 'no object with a list "samples"'),
-    "no list": ({"samples": 3}, 'no object with a list "samples"'),
-    "no response": ({"samples": [{"prompt": {}}]}, 'sample 0 of the request is no object with a'),
-    "no prompt": ({"samples": [{"response": ""}]}, 'sample 0 of the request has no object "prompt"'),
+    "list": ([], 'the request has no "samples" of type list'),
+    "no list": ({"samples": 3}, 'the request has no "samples" of type list'),
+    "no response": ({"samples": [{"prompt": {}}]}, 'sample 0 of the request has no "response" of type str'),
+    "no prompt": ({"samples": [{"response": ""}]}, 'sample 0 of the request has no "prompt" of type dict'),
     "type": (
         {"samples": [{"response": "", "prompt": {"answer": 7}}]},
-        'sample 0 of the request: "prompt" has a "answer" that is not of type str',
+        'the prompt of sample 0 of the request has no "answer" of type str',
     ),
 }  # fmt: skip
 
@@ -130,19 +129,18 @@ BAD_REQUESTS: dict[str, tuple[Any, str]] = {
 # The server alone
 
 
-async def by_answer(samples: Sequence[Sample]) -> list[Outcome]:
+async def by_answer(prompt: Prompt, text: str) -> Outcome:
     """1 for a response that is the answer; "slow" takes a second, "raise" raises."""
-    texts = [text for _, text in samples]
-    if "slow" in texts:
+    if text == "slow":
         await asyncio.sleep(1.0)
-    if "raise" in texts:
+    if text == "raise":
         raise KeyError("gold")
-    return [Outcome(float(prompt.answer == text)) for prompt, text in samples]
+    return Outcome(float(prompt.answer == text))
 
 
-def made(lanes: int = 1, most: int = 1, token: str = "", **settings: Any) -> RewardServer:
-    backend = Backend(by_answer, lanes, most, 0.05)
-    return RewardServer(backend, RewardServerConfig(**settings), Token(token) if token else None)
+def made(token: str = "", **settings: Any) -> RewardServer:
+    given = Token(token) if token else None
+    return RewardServer(Backend(by_answer, 1), RewardServerConfig(**settings), given)
 
 
 def post(url: str, *texts: str, **more: Any) -> requests.Response:
@@ -216,54 +214,32 @@ def test_a_slow_response_does_not_hold_up_the_others() -> None:
     """
     asked: list[str] = []
 
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        ((_, text),) = samples
+    async def score(prompt: Prompt, text: str) -> Outcome:
         asked.append(text)
         if text == "never" or (text == "once" and asked.count("once") == 1):
             await asyncio.sleep(60)
-        return [Outcome(1.0)]
+        return Outcome(1.0)
 
-    server = RewardServer(Backend(score, 8, 1, drops=True), RewardServerConfig(), None)
+    server = RewardServer(Backend(score, 8), RewardServerConfig(), None)
     with serving(server) as url:
         remote = RemoteConfig(attempt_limit_s=0.5, backoff_s=0.01, attempts=40)
         config = EnvironmentConfig(verifier=url, time_limit_s=4.0, remote=remote)
-        found = _together(config, ["a", "once", "b", "never", "c"])
+        found = together(config, "a", "once", "b", "never", "c")
     assert [one.failure for one in found] == ["", "", "", "timeout", ""]
     # The server's words, or the client's where they do not arrive in time.
     assert re.search(r"had not scored it|did not answer within 0\.5 s", found[3].detail)
     assert asked.count("once") >= 2 and asked.count("never") >= 3
 
 
-def test_samples_of_several_requests_are_scored_together() -> None:
-    seen: list[int] = []
-
-    async def count(samples: Sequence[Sample]) -> list[Outcome]:
-        seen.append(len(samples))
-        return [Outcome(1.0)] * len(samples)
-
-    server = RewardServer(Backend(count, 1, 64, 0.5), RewardServerConfig(), None)
-    with serving(server) as url:
-        config = EnvironmentConfig(verifier=url, remote=RemoteConfig(batch_size=4))
-        assert all(one.correct for one in _together(config, ["x"] * 12))
-    assert seen == [12]
-
-
-def _together(config: EnvironmentConfig, texts: Sequence[str]) -> list[Verdict]:
-    async def use(environment: Environment) -> list[Verdict]:
-        return await asyncio.gather(*(environment.score(PROMPT, t, 5, False) for t in texts))
-
-    return run(config, use)
-
-
 def test_what_a_gone_client_waited_for_is_not_scored() -> None:
     seen: list[str] = []
 
-    async def slow(samples: Sequence[Sample]) -> list[Outcome]:
-        seen.extend(text for _, text in samples)
+    async def slow(prompt: Prompt, text: str) -> Outcome:
+        seen.append(text)
         await asyncio.sleep(0.6)
-        return [Outcome(1.0)] * len(samples)
+        return Outcome(1.0)
 
-    with serving(RewardServer(Backend(slow, 1, 1), RewardServerConfig(), None)) as url:
+    with serving(RewardServer(Backend(slow, 1), RewardServerConfig(), None)) as url:
         with pytest.raises(requests.Timeout):
             post(url, "a", "b", "c", timeout=0.2)
         assert post(url, "d").status_code == 200
@@ -378,14 +354,10 @@ class PromptListOf(PromptList):
     """Prompts that are there already."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
-        self._own = prompts
-        self.environments: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self._own)
+        self.prompts = prompts
 
     def at(self, ordinal: int) -> Prompt:
-        return self._own[ordinal % len(self._own)]
+        return self.prompts[ordinal % len(self.prompts)]
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -483,28 +455,18 @@ def test_recipes_of_a_server_that_are_refused(settings: dict[str, Any], says: st
 
 def test_the_example_of_the_page(own: str) -> None:
     """The request and the answer are those of a server of the page's own function."""
-    request, answer = json.loads(block("json request")), json.loads(block("json answer"))
     Path(own).write_text(block("python ends_right"))
-    config = EnvironmentConfig(verifier=f"{own}:score")
-    with serving(_of_environment(config)) as url:
-        found = requests.post(url, json=request, timeout=30)
-        assert found.status_code == 200 and found.json() == answer
-    assert len(read_request(json.dumps(request).encode())) == len(answer["scores"])
+    judge = Judge(EnvironmentConfig(verifier=f"{own}:score"), None, None)
 
-
-def _of_environment(config: EnvironmentConfig) -> RewardServer:
-    """A server of an environment, whose pool the server's own loop starts and ends."""
-    judge = Judge(config, None, None)
-
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        return [await judge.judge(*sample) for sample in samples]
-
-    class Closing(RewardServer):
-        async def close(self) -> None:
-            await super().close()
+    async def whole() -> list[Outcome]:
+        samples = read_request(block("json request").encode())
+        try:
+            return [await judge.judge(*sample) for sample in samples]
+        finally:
             await judge.close()
 
-    return Closing(Backend(score, 1, 1), RewardServerConfig(), None)
+    answer = json.loads(answer_body(asyncio.run(whole())))
+    assert answer == json.loads(block("json answer"))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -523,6 +485,14 @@ def test_the_server_in_another_language(tmp_path: Path) -> None:
 
 
 # The command
+
+
+def served(
+    folder: Path, tree: dict[str, Any], **environment: str
+) -> tuple[subprocess.Popen[str], str]:
+    """`megarl serve-reward` with a recipe in `folder`: its process and the mark of all below it."""
+    recipe = write_recipe(folder / "serve.yaml", tree)
+    return start([*dies_with_us(), *command("serve-reward", recipe)], **environment)
 
 
 def address(folder: Path, process: subprocess.Popen[str]) -> str:
@@ -545,10 +515,7 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
         "environment": {"verifier": f"{own}:score", "time_limit_s": 1.0},
         "server": {"port": 0, "read_limit_s": 1.0, "connections": 2},
     }
-    recipe = write_recipe(tmp_path / "serve.yaml", tree)
-    process, mark = start(
-        [*dies_with_us(), *command("serve-reward", recipe)], MEGARL_REWARD_TOKEN="hush"
-    )  # noqa: S106
+    process, mark = served(tmp_path, tree, MEGARL_REWARD_TOKEN="hush")  # noqa: S106
     try:
         url = address(tmp_path / "serve", process)
         assert post(url, "7").status_code == 401
@@ -569,13 +536,7 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
         assert post(url, "7", **hold).status_code == 200
         port = url.split(":")[2].split("/")[0]
         other = tree | {"folder": str(tmp_path / "other"), "server": {"port": int(port)}}
-        again, its = start(
-            [
-                *dies_with_us(),
-                *command("serve-reward", write_recipe(tmp_path / "again.yaml", other)),
-            ]
-        )
-        done = finish(again, its, 60)
+        done = finish(*served(tmp_path, other), 60)
         assert done.code == 2 and f"127.0.0.1 port {port} cannot be used" in done.err
         with ThreadPoolExecutor(1) as thread:
             under_way = thread.submit(post, url, "hang", **hold)
@@ -604,9 +565,7 @@ def test_a_reward_model_is_served(tmp_path: Path) -> None:
         "reward_model": {"model": {"path": str(folder)}},
         "server": {"port": 0},
     }
-    process, mark = start(
-        [*dies_with_us(), *command("serve-reward", write_recipe(tmp_path / "serve.yaml", tree))]
-    )
+    process, mark = served(tmp_path, tree)
     try:
         url = address(tmp_path / "serve", process)
         texts = ["7", "12=3,", "a b c#4"]

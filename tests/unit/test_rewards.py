@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.environments import PROMPT, run, verdicts
+from support.environments import PROMPT, opened, run, verdicts
 
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import BadScore, read_score
@@ -303,7 +303,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         MemoryLimit(1)
 
 
-def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     whole = Worker.__init__
 
@@ -312,20 +312,17 @@ def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPa
         started.append(self.process.pid)
 
     monkeypatch.setattr(Worker, "__init__", watched)
-
-    async def use(environment: Environment) -> tuple[int, int]:
+    async with opened(EnvironmentConfig(verifier="math")) as environment:
         await environment.start()
         limits = Path(f"/proc/{started[0]}/limits").read_text()
         status = Path(f"/proc/{started[0]}/status").read_text()
         found = re.search(r"Max data size +(\d+)", limits), re.search(r"VmData:\s+(\d+)", status)
         assert found[0] and found[1]
-        return int(found[0][1]), int(found[1][1]) * 1024
-
-    most, used = run(EnvironmentConfig(verifier="math"), use)
+        most, used = int(found[0][1]), int(found[1][1]) * 1024
     assert used < most < used + 512 * 2**20
 
 
-def test_a_timeout_does_not_wait_for_the_process_to_end(
+async def test_a_timeout_does_not_wait_for_the_process_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process with much memory takes a second to end; here it takes until the verdict is in."""
@@ -338,10 +335,7 @@ def test_a_timeout_does_not_wait_for_the_process_to_end(
 
     monkeypatch.setattr(Worker, "kill", slow)
     own = write(tmp_path / "own.py", "def score(prompt, response):\n    while True: pass\n")
-
-    async def use(environment: Environment) -> Verdict:
+    async with opened(EnvironmentConfig(verifier=own, time_limit_s=0.2)) as environment:
         found = await environment.score(PROMPT, "x", 1, False)
         told.set()
-        return found
-
-    assert run(EnvironmentConfig(verifier=own, time_limit_s=0.2), use).failure == "timeout"
+    assert found.failure == "timeout"

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.rollouts import OneStep, Prompts, dealt, rollout_service, segment
 from support.tiny import groups, write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.scoring import Environment, observed
 from megarl.errors import UserError
 from megarl.loops import rl, schedule
 from megarl.loops.schedule import reached
@@ -30,7 +32,7 @@ from megarl.observe.config import (
 )
 from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
-from megarl.rollout.batch import assemble, describe, in_process, shares
+from megarl.rollout.batch import assemble, describe, in_process
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
@@ -40,7 +42,6 @@ from megarl.rollout.service import RolloutService
 from megarl.trainer.config import CheckpointConfig, TrainingConfig
 from megarl.types import (
     START,
-    Cursor,
     Group,
     Prompt,
     Rollout,
@@ -48,59 +49,8 @@ from megarl.types import (
     Segment,
     StepBatch,
     StepReport,
-    TokenArrays,
     Verdict,
 )
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 5),
-    st.integers(0, 3),
-    st.floats(1.0, 3.0),
-    st.integers(0, 10_000),
-    st.floats(0.0, 1.0),
-)
-def test_age_never_exceeds_the_bound_and_nothing_is_lost(
-    per_step: int, staleness: int, draws: float, seed: int, rejected: float
-) -> None:
-    """Any order of arrival, any rejections: groups are consumed in order, each once, never older
-    than the bound.
-    """
-    draw = random.Random(seed)
-    limits = Limits(per_step, round(draws * per_step), staleness, last_step=7, max_open=10**9)
-    window = Ordered(limits)
-    started: dict[int, int] = {}
-    running: list[int] = []
-    consumed: list[int] = []
-    while window.step < 8:
-        while window.may_start():
-            ordinal = window.start()
-            started[ordinal] = window.version
-            running.append(ordinal)
-        assert running, "nothing runs and nothing may start: a deadlock"
-        window.finish(running.pop(draw.randrange(len(running))), draw.random() >= rejected)
-        while True:
-            first = window.first
-            batch = window.close()
-            if batch is None:
-                break
-            accepted = batch.accepted
-            assert batch.drawn == list(range(first, window.first)) and not batch.swept
-            step = window.step - 1
-            drawn = list(range(first, window.first))
-            assert len(drawn) <= round(draws * per_step) and len(accepted) <= per_step
-            assert len(accepted) == per_step or len(drawn) == round(draws * per_step)
-            assert set(accepted) <= set(drawn)
-            assert all(step - started[ordinal] <= staleness for ordinal in drawn)
-            consumed += drawn
-        # The trainer is done with a batch now or later, but never waits once nothing runs.
-        while window.version < window.step and (not running or draw.random() < 0.5):
-            window.version += 1
-            if window.may_start():
-                break
-    assert consumed == list(range(window.first))
-    assert not running and window.step == 8, "groups were started that no step trains"
 
 
 def test_without_rejections_the_rule_is_the_simple_one() -> None:
@@ -116,38 +66,23 @@ class Engine:
     version = 0
 
     def __init__(self, fail_at: int = -1, hang_at: int = -1) -> None:
-        self.calls, self.fail_at, self.hang_at, self.running, self.most = 0, fail_at, hang_at, 0, 0
+        self.calls, self.fail_at, self.hang_at = 0, fail_at, hang_at
 
     async def generate(
-        self,
-        prompt_ids: np.ndarray,
-        segments: Sequence[Segment],
-        *,
-        seed: int,
-        max_tokens: int,
-        temperature: float,
+        self, prompt_ids: np.ndarray, *args: Any, seed: int, max_tokens: int, **rest: Any
     ) -> Segment:
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("engine exploded")
         if self.calls == self.hang_at:
             await asyncio.sleep(60)
-        self.running += 1
-        self.most = max(self.most, self.running)
         draw = random.Random(seed)
         await asyncio.sleep(random.random() * 0.01)
-        self.running -= 1
         tokens = [draw.randrange(1, 9) for _ in range(draw.randint(1, max_tokens))]
-        return model_segment(tokens, version=self.version)
+        return segment(tokens, self.version, logprob=-1.0)
 
     async def paused_s(self, last_s: float) -> float:
         return 0.0
-
-
-def model_segment(tokens: list[int], finish: Any = "stop", version: int = 0) -> Segment:
-    length = len(tokens)
-    arrays = TokenArrays(np.array(tokens, np.int32), -np.ones(length, np.float32))
-    return Segment("model", length, arrays, [(version, length)], finish)
 
 
 class Service(RolloutService):
@@ -164,42 +99,25 @@ class Service(RolloutService):
         await super().release(version, receipts)
 
 
-class Prompts:
-    def __len__(self) -> int:
-        return 1000
-
-    def at(self, ordinal: int) -> Prompt:
-        return Prompt(ordinal, f"p{ordinal}", [1 + ordinal % 7, 2], str(ordinal))
+PROMPTS = Prompts(lambda n: Prompt(n, f"p{n}", [1 + n % 7, 2], str(n)))
 
 
-class Parity:
-    """A one-step environment: an odd number of tokens is right; every third prompt is hopeless, so
-    that all its rewards are equal.
+class Parity(OneStep):
+    """An odd number of tokens is right; every third prompt is hopeless, so that all its rewards are
+    equal.
     """
-
-    has_start = False
-
-    async def begin(self, key: str, prompt: Prompt) -> None:
-        raise AssertionError
 
     async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
         reward = 0.0 if prompt.index % 3 == 0 else float(num_tokens % 2)
         return Verdict(reward=reward, correct=num_tokens % 2 == 1)
 
-    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
-        raise AssertionError
-
-    async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        return [str(part.arrays.token_ids.tolist()) for part in segments]
-
 
 def service(
     engines: list[Engine],
     *,
-    ranks: int = 1,
     staleness: int = 1,
     timeout_s: float = 5.0,
-    **more: object,
+    **more: Any,
 ) -> RolloutService:
     config = RolloutConfig(
         groups_per_step=3,
@@ -209,20 +127,13 @@ def service(
         dynamic_sampling=DynamicSamplingConfig(max_draws=4.0),
         request_timeout_s=timeout_s,
     )
-    settings = dict(
-        num_data_ranks=ranks,
-        num_mini_batches=1,
-        micro_batch_tokens=40,
-        last_step=5,
-        transcripts_per_step=1,
-        seed=3,
-    )
-    settings |= {"environment": Parity()} | more
-    return Service(config=config, prompts=Prompts(), engines=engines, **settings)  # type: ignore[arg-type]
+    settings = {"environment": Parity(), "transcripts_per_step": 1} | more
+    return rollout_service(engines, config, PROMPTS, kind=Service, **settings)
 
 
-async def drive(made: RolloutService, ranks: int, steps: range) -> list[list[StepBatch]]:
+async def drive(made: RolloutService, steps: range) -> list[list[StepBatch]]:
     await made.start()
+    ranks = made.num_data_ranks
     taken = []
     for step in steps:
         taken.append([assemble(await made.take(step, rank), in_process) for rank in range(ranks)])
@@ -247,62 +158,31 @@ def rows(batches: list[list[StepBatch]]) -> list[list[tuple[int, ...]]]:
     ]
 
 
-def test_seeds_alone_decide_what_is_trained() -> None:
+async def test_seeds_alone_decide_what_is_trained() -> None:
     """Other engines, other ranks, other timing, other staleness: the same rows in the same steps."""
-    one = rows(asyncio.run(drive(service([Engine()], staleness=0), 1, range(4))))
-    two = rows(
-        asyncio.run(
-            drive(service([Engine(), Engine(), Engine()], ranks=2, staleness=1), 2, range(4))
-        )
-    )
+    one = rows(await drive(service([Engine()], staleness=0), range(4)))
+    several = service([Engine(), Engine(), Engine()], num_data_ranks=2, staleness=1)
+    two = rows(await drive(several, range(4)))
     assert one == two
     assert len({row for step in one for row in step}) > 40
 
 
-def test_resumed_service_goes_on_where_the_cursor_says() -> None:
-    async def whole() -> tuple[list[list[StepBatch]], Cursor]:
-        made = service([Engine()])
-        await made.start()
-        taken = []
-        cursor = START
-        for step in range(4):
-            taken.append([assemble(await made.take(step, 0), in_process)])
-            await made.release(step + 1)
-            if step == 1:
-                cursor = await made.cursor(2)
-        await made.stop()
-        return taken, cursor
-
-    batches, cursor = asyncio.run(whole())
-    again = asyncio.run(drive(service([Engine()], cursor=cursor, first_step=2), 1, range(2, 4)))
+async def test_resumed_service_goes_on_where_the_cursor_says() -> None:
+    made = service([Engine()])
+    await made.start()
+    batches, cursor = [], START
+    for step in range(4):
+        batches.append([assemble(await made.take(step, 0), in_process)])
+        await made.release(step + 1)
+        if step == 1:
+            cursor = await made.cursor(2)
+    await made.stop()
+    again = await drive(service([Engine()], cursor=cursor, first_step=2), range(2, 4))
     assert rows(again) == rows(batches)[2:]
 
 
-class Watched(Engine):
-    """An engine that knows by how many requests it was ahead of the others when it got another."""
-
-    others: Sequence[Engine] = ()
-    ahead = 0
-
-    async def generate(self, *args: Any, **settings: Any) -> Segment:
-        self.ahead = max(self.ahead, self.running - min(one.running for one in self.others))
-        return await super().generate(*args, **settings)
-
-
-def test_load_is_spread() -> None:
-    """A group of 6 stays together: an engine is chosen for a request while it is ahead by less than
-    a group, and its own group's others may have begun when the request does.
-    """
-    engines = [Watched(), Watched()]
-    for one in engines:
-        one.others = engines
-    asyncio.run(drive(service(engines), 1, range(2)))
-    assert all(one.calls > 0 for one in engines)
-    assert max(one.ahead for one in engines) < 2 * 6
-
-
-def test_rejected_groups_are_counted_and_not_trained() -> None:
-    for (batch,) in asyncio.run(drive(service([Engine()]), 1, range(4))):
+async def test_rejected_groups_are_counted_and_not_trained() -> None:
+    for (batch,) in await drive(service([Engine()]), range(4)):
         assert batch.metrics["groups/drawn"] - batch.metrics["groups/rejected"] == 3
         assert batch.metrics["groups/rejected"] >= 1
         assert set(batch.metrics) <= set(STEP_METRICS)
@@ -311,18 +191,11 @@ def test_rejected_groups_are_counted_and_not_trained() -> None:
 
 
 @pytest.mark.parametrize("engine", [Engine(fail_at=20), Engine(hang_at=20)], ids=["fails", "hangs"])
-def test_an_engine_that_fails_or_hangs_ends_the_wait_with_its_reason(engine: Engine) -> None:
-    async def go() -> None:
-        made = service([engine], timeout_s=0.5)
-        await made.start()
-        for step in range(6):
-            await made.take(step, 0)
-            await made.release(step + 1)
-
+async def test_an_engine_that_fails_or_hangs_ends_the_wait_with_its_reason(engine: Engine) -> None:
     with pytest.raises(
         RuntimeError, match=r"engine exploded|engine 0 did not answer prompt \d+ within 0.5 s"
     ):
-        asyncio.run(asyncio.wait_for(go(), 20))
+        await asyncio.wait_for(drive(service([engine], timeout_s=0.5), range(6)), 20)
 
 
 class Greedy(Engine):
@@ -332,15 +205,15 @@ class Greedy(Engine):
 
     async def generate(self, prompt_ids: np.ndarray, *args: Any, **settings: Any) -> Segment:
         if settings["temperature"] == 0:
-            return model_segment([9] * (int(prompt_ids[0]) % 5 + 1), version=self.version)
+            return segment([9] * (int(prompt_ids[0]) % 5 + 1), self.version, logprob=-1.0)
         return await super().generate(prompt_ids, *args, **settings)
 
 
 @pytest.mark.parametrize("mode", ["reward", "tokens"])
-def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
+async def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
     """Each group has one; its tokens are sent only where reward models are to score it."""
-    made = service([Greedy()], ranks=2, group_filter="all", greedy_baseline=mode)
-    for step, (batch, other) in enumerate(asyncio.run(drive(made, 2, range(3)))):
+    made = service([Greedy()], num_data_ranks=2, group_filter="all", greedy_baseline=mode)
+    for step, (batch, other) in enumerate(await drive(made, range(3))):
         assert len(batch.rewards) == 3 * 7
         greedy = batch.response_tokens == 0
         assert batch.groups[greedy].tolist() == [0, 1, 2]
@@ -368,35 +241,18 @@ def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
 
 def test_shares_cover_every_sample_once_with_equal_rows() -> None:
     made = groups(6, 4)
-    dealt = shares(
-        step=0,
-        drawn=made,
-        accepted=made,
-        seconds=1.0,
-        num_data_ranks=3,
-        num_mini_batches=2,
-        micro_batch_tokens=50,
-        transcripts=1,
-    )
-    seen = sorted(
-        sample_id
-        for rank in range(3)
-        for part in dealt.share(rank).samples
-        for sample_id in part.ids
-    )
-    assert seen == list(range(24))
+    plan = dealt(made, num_data_ranks=3, num_mini_batches=2, transcripts=1)
+    mine = [plan.share(rank) for rank in range(3)]
+    everything = Samples.concatenate([part for share in mine for part in share.samples])
+    assert sorted(everything.ids) == list(range(24))
     for part in range(2):
-        assert len({len(dealt.share(rank).micro_batches[part]) for rank in range(3)}) == 1
-        for rank in range(3):
-            share = dealt.share(rank)
+        assert len({len(share.micro_batches[part]) for share in mine}) == 1
+        for share in mine:
             assert sorted(i for row in share.micro_batches[part] for i in row) == list(
                 range(len(share.samples[part]))
             )
             assert (share.mini_batch_of[share.samples[part].ids] == part).all()
     group = made[0]
-    everything = Samples.concatenate(
-        [part for rank in range(3) for part in dealt.share(rank).samples]
-    )
     sample = everything.select(np.flatnonzero(everything.ids == 0))
     rollout = group.rollouts[0]
     tokens = [*group.prompt.token_ids, *rollout.segments[0].arrays.token_ids.tolist()]
@@ -415,20 +271,21 @@ def test_groups_of_equal_rewards_count_but_are_not_sent() -> None:
             replace(one, verdict=Verdict(float(number) if group.ordinal == 1 else 0.1, False))
             for number, one in enumerate(group.rollouts)
         ]
-    options = dict(step=0, drawn=made, accepted=made, seconds=1.0, transcripts=0)
-    options |= dict(num_data_ranks=2, num_mini_batches=2, micro_batch_tokens=50)
-    every, dealt = (shares(**options, skips_equal=skips) for skips in (False, True))
+    every, fewer = (
+        dealt(made, num_data_ranks=2, num_mini_batches=2, skips_equal=skips)
+        for skips in (False, True)
+    )
     sent = [
-        sorted(n for rank in range(2) for n in dealt.share(rank).samples[part].ids)
+        sorted(n for rank in range(2) for n in fewer.share(rank).samples[part].ids)
         for part in (0, 1)
     ]
     assert sent == [[3, 4, 5], [6]]
     for rank in range(2):
-        whole, mine = every.share(rank), dealt.share(rank)
+        whole, mine = every.share(rank), fewer.share(rank)
         for name in ("rewards", "groups", "response_tokens", "mini_batch_of"):
             assert (getattr(whole, name) == getattr(mine, name)).all()
         assert mine.metrics == whole.metrics | {"groups/equal": 3}
-    assert len(dealt.share(0).micro_batches[1]) == len(dealt.share(1).micro_batches[1])
+    assert len(fewer.share(0).micro_batches[1]) == len(fewer.share(1).micro_batches[1])
 
 
 def test_ages_are_of_the_trained_tokens_and_of_the_drawn_rollouts() -> None:
@@ -438,14 +295,12 @@ def test_ages_are_of_the_trained_tokens_and_of_the_drawn_rollouts() -> None:
     """
 
     def model(versions: list[tuple[int, int]]) -> Segment:
-        count = sum(number for _, number in versions)
-        arrays = TokenArrays(np.zeros(count, np.int32), np.zeros(count, np.float32))
-        return Segment("model", count, arrays, versions, "stop")
+        return segment([0] * sum(number for _, number in versions), versions=versions)
 
     def rollout(*segments: Segment) -> Rollout:
         return Rollout(0, 0, list(segments), Verdict(reward=0.0, correct=False), 0)
 
-    tool = Segment("environment", 5, TokenArrays(np.zeros(5, np.int32), np.zeros(5, np.float32)))
+    tool = observed([0] * 5, 0.0)
     prompt = Prompt(0, "1", [2], "1")
     mixed = rollout(model([(9, 3)]), tool, model([(8, 2), (6, 1)]))
     trained = Group(0, prompt, [mixed, rollout(model([(9, 4)]))], rollout(model([(1, 7)])))
@@ -459,18 +314,8 @@ def test_ages_are_of_the_trained_tokens_and_of_the_drawn_rollouts() -> None:
 
 
 def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
-    made = groups(2, 2)
-    dealt = shares(
-        step=0,
-        drawn=made,
-        accepted=[],
-        seconds=1.0,
-        num_data_ranks=2,
-        num_mini_batches=2,
-        micro_batch_tokens=50,
-        transcripts=0,
-    )
-    assert dealt.share(1).samples == [] and len(dealt.share(0).rewards) == 0
+    plan = dealt(groups(2, 2), accepted=[], num_data_ranks=2, num_mini_batches=2)
+    assert plan.share(1).samples == [] and len(plan.share(0).rewards) == 0
 
 
 def test_request_seeds_differ_by_place_and_run() -> None:
@@ -522,45 +367,37 @@ class Script:
         *,
         seed: int,
         max_tokens: int,
-        temperature: float,
+        **rest: Any,
     ) -> Segment:
         before = [prompt_ids.tolist(), *(part.arrays.token_ids.tolist() for part in segments)]
         self.asked.append((before, seed, max_tokens))
-        return model_segment(self.turns[len(self.asked) - 1])
+        return segment(self.turns[len(self.asked) - 1], logprob=-1.0)
 
 
-def play(name: str, engine: Script, tmp_path: Path) -> tuple[list[Segment], Verdict]:
+async def play(name: str, engine: Script, tmp_path: Path) -> tuple[list[Segment], Verdict]:
     """One attempt with a session class of `SESSION` in its worker process."""
-    from megarl.environments.codec import Codec
-    from megarl.environments.config import EnvironmentConfig
-    from megarl.environments.scoring import Environment
-
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "own.py").write_text(SESSION)
     codec = Codec.of(load_tokenizer(str(tmp_path / "tokenizer")))
     assert codec.is_bare
-
-    async def go() -> tuple[list[Segment], Verdict]:
-        config = EnvironmentConfig(session=f"{tmp_path}/own.py:{name}", time_limit_s=1.0)
-        environment = Environment(config, codec)
-        try:
-            pool = EnginePool([engine], RolloutConfig())
-            attempts = Attempts(pool, environment, run_seed=3, max_new_tokens=20)
-            prompt = Prompt(0, "3+5=", [6, 13, 8, 14], "8")
-            return await attempts.attempt(prompt, 0, 0, temperature=1.0)
-        finally:
-            await environment.close()
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
+    config = EnvironmentConfig(session=f"{tmp_path}/own.py:{name}", time_limit_s=1.0)
+    environment = Environment(config, codec)
+    try:
+        pool = EnginePool([engine], RolloutConfig())
+        attempts = Attempts(pool, environment, run_seed=3, max_new_tokens=20)
+        prompt = Prompt(0, "3+5=", [6, 13, 8, 14], "8")
+        return await attempts.attempt(prompt, 0, 0, temperature=1.0)
+    finally:
+        await environment.close()
 
 
-def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
+async def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
     """The environment's tokens are attended to and not trained on; the model's are those sampled,
     the unusual split of "7" with an unknown token included.
     """
     first, second = [10, 2, 1], [11, 1]
     engine = Script(first, second)
-    segments, verdict = play("Sum", engine, tmp_path)
+    segments, verdict = await play("Sum", engine, tmp_path)
     assert verdict == Verdict(reward=1.0, correct=True)
     kinds = [part.kind for part in segments]
     assert kinds == ["environment", "model", "environment", "model"]
@@ -574,20 +411,7 @@ def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
         ([prompt, observed[0], first, observed[1]], request_seed(3, 0, 0, 1), 20 - 1 - 3 - 11),
     ]
     group = Group(0, Prompt(0, "", prompt, "8"), [Rollout(0, 0, segments, verdict, 0)])
-    (sample,) = (
-        shares(
-            step=0,
-            drawn=[group],
-            accepted=[group],
-            seconds=1.0,
-            num_data_ranks=1,
-            num_mini_batches=1,
-            micro_batch_tokens=50,
-            transcripts=0,
-        )
-        .share(0)
-        .samples
-    )
+    (sample,) = dealt([group]).share(0).samples
     assert sample.token_ids.tolist() == [*prompt, *observed[0], *first, *observed[1], *second]
     assert sample.mask.tolist() == [False] * 5 + [True] * 3 + [False] * 11 + [True] * 2
     assert (sample.engine_logprobs == np.where(sample.mask, -1.0, 0.0)).all()
@@ -595,88 +419,73 @@ def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
     assert group.rollouts[0].num_tokens == 5
 
 
-def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
-    segments, verdict = play("Hangs", Script([10, 1]), tmp_path)
+async def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
+    segments, verdict = await play("Hangs", Script([10, 1]), tmp_path)
     assert verdict.failure == "timeout" and verdict.reward == 0.0
     assert [part.kind for part in segments] == ["environment", "model"]
 
 
-def test_a_session_without_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
+async def test_a_session_without_end_is_cut_off_at_the_limit(tmp_path: Path) -> None:
     engine = Script(*[[10, 1]] * 9)
-    segments, verdict = play("Talks", engine, tmp_path)
+    segments, verdict = await play("Talks", engine, tmp_path)
     assert segments[-1].kind == "model" and segments[-1].finish == "length"
     assert sum(part.num_tokens for part in segments) <= 20 and len(engine.asked) == 3
     assert verdict == Verdict(reward=0.0, correct=False, judged=False)
 
 
-def test_the_service_does_not_grow() -> None:
+async def test_the_service_does_not_grow() -> None:
     """Over many steps, what it keeps is of the steps under way only."""
+    held_out = [PROMPTS.at(number) for number in range(3)]
 
-    held_out = [Prompts().at(number) for number in range(3)]
-
-    async def go() -> None:
-        made = service([Engine()], last_step=39)
-        await made.start()
-        for step in range(40):
-            plan = await made.take(step, 0)
-            assert len(plan.batch.transcripts) == 1
-            for name in ("eval", "eval_sampled"):
-                _, transcripts = await made.evaluate(held_out, 1.0, name)
-                assert len(transcripts) == 3
-            await made.release(step + 1)
-            kept = (made._ready, made._transcripts, made._cursors, made._finished.open)
-            assert all(len(found) <= 2 * 12 for found in kept)
-            assert len(made._times._released_at) <= 4 and not made._evaluations
-            assert len(made.window.known) <= 2 * 12
-        assert not made._ready and not made._finished.open and not made._transcripts
-        await made.stop()
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+    made = service([Engine()], last_step=39)
+    await made.start()
+    for step in range(40):
+        plan = await made.take(step, 0)
+        assert len(plan.batch.transcripts) == 1
+        for name in ("eval", "eval_sampled"):
+            _, transcripts = await made.evaluate(held_out, 1.0, name)
+            assert len(transcripts) == 3
+        await made.release(step + 1)
+        kept = (made._ready, made._transcripts, made._cursors, made._finished.open)
+        assert all(len(found) <= 2 * 12 for found in kept)
+        assert len(made._times._released_at) <= 4 and not made._evaluations
+        assert len(made.window.known) <= 2 * 12
+    assert not made._ready and not made._finished.open and not made._transcripts
+    await made.stop()
 
 
-def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
-    async def go() -> tuple[dict[str, float], list[dict[str, Any]]]:
-        made = service([Engine()])
-        held_out = [Prompts().at(number) for number in range(400)]
-        return await made.evaluate(held_out, 1.0, "eval")
-
-    metrics, transcripts = asyncio.run(asyncio.wait_for(go(), 60))
+async def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
+    held_out = [PROMPTS.at(number) for number in range(400)]
+    metrics, transcripts = await service([Engine()]).evaluate(held_out, 1.0, "eval")
     assert metrics["problems"] == 400 and set(metrics) == set(EVALUATION_METRICS)
     assert [one["prompt"] for one in transcripts] == [f"p{n}" for n in range(NUM_TRANSCRIPTS)]
     odd = sum(one["correct"] for one in transcripts) / len(transcripts)
     assert 0 < metrics["accuracy"] < 1 and odd != metrics["accuracy"]
 
 
-def test_an_interrupted_run_ends_after_the_same_step_on_all_ranks() -> None:
+async def test_an_interrupted_run_ends_after_the_same_step_on_all_ranks() -> None:
     """The step that one rank has taken is given to the other; the next one to none."""
-
-    async def go() -> None:
-        made = service([Engine()], last_step=5, ranks=2)
-        await made.start()
-        assert await made.take(0, 0) is not None
-        await made.interrupt()
-        assert await made.take(0, 1) is not None
-        await made.release(1)
-        assert [await made.take(1, rank) for rank in range(2)] == [None, None]
-        assert await made.evaluate([Prompts().at(0)], 1.0, "eval") is None
-        await made.stop()
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+    made = service([Engine()], last_step=5, num_data_ranks=2)
+    await made.start()
+    assert await made.take(0, 0) is not None
+    await made.interrupt()
+    assert await made.take(0, 1) is not None
+    await made.release(1)
+    assert [await made.take(1, rank) for rank in range(2)] == [None, None]
+    assert await made.evaluate([PROMPTS.at(0)], 1.0, "eval") is None
+    await made.stop()
 
 
-def test_an_interrupted_rank_does_not_wait_for_rollouts() -> None:
-    async def go() -> None:
-        made = service([Engine()], last_step=5)  # never started: no batch comes
-        waiting = [
-            asyncio.create_task(made.take(0, 0)),
-            asyncio.create_task(made.evaluate([Prompts().at(0)], 1.0, "eval")),
-        ]
-        await asyncio.sleep(0)
-        await made.interrupt()
-        assert await asyncio.gather(*waiting) == [None, None]
-        await made.stop()
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+async def test_an_interrupted_rank_does_not_wait_for_rollouts() -> None:
+    made = service([Engine()], last_step=5)  # never started: no batch comes
+    waiting = [
+        asyncio.create_task(made.take(0, 0)),
+        asyncio.create_task(made.evaluate([PROMPTS.at(0)], 1.0, "eval")),
+    ]
+    await asyncio.sleep(0)
+    await made.interrupt()
+    assert await asyncio.gather(*waiting) == [None, None]
+    await made.stop()
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
@@ -834,32 +643,22 @@ class Failing(Parity):
 
 
 @pytest.mark.parametrize(("share", "warns"), [(0.0, False), (1 / 6, True), (0.5, True)])
-def test_failed_verdicts_are_a_warning(share: float, warns: bool) -> None:
+async def test_failed_verdicts_are_a_warning(share: float, warns: bool) -> None:
     made = service([Engine()], max_failure_share=0.6, environment=Failing(share))
-    for (batch,) in asyncio.run(drive(made, 1, range(2))):
+    for (batch,) in await drive(made, range(2)):
         failed = f"the verifier failed for {18 * share:.0f} of 18 responses; KeyError: 'gold'"
         assert batch.warning == (f"step {batch.step + 1}: {failed}" if warns else "")
 
 
-def test_a_verifier_that_begins_to_fail_at_step_3_ends_the_run_there() -> None:
+async def test_a_verifier_that_begins_to_fail_at_step_3_ends_the_run_there() -> None:
     """With the words of its first failure, at the step's number."""
     made = service(
         [Engine()], staleness=0, max_failure_share=0.5, environment=Failing(0.5, first=6)
     )
-    taken = []
-
-    async def run() -> None:
-        await made.start()
-        try:
-            for step in range(4):
-                taken.append(await made.take(step, 0))
-                await made.release(step + 1)
-        finally:
-            await made.stop()
-
     with pytest.raises(UserError, match=r"step 3: the verifier failed for 9 of 18 .* 'gold'; mend"):
-        asyncio.run(run())
-    assert len(taken) == 2
+        await drive(made, range(4))
+    assert made.window.version == 2
+    await made.stop()
 
 
 def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
@@ -871,10 +670,10 @@ def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
     assert failure_warning(verdicts[:97], 0.5, "step 1") == ""
 
 
-def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
+async def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
     """Dynamic sampling would reject every group of one sample."""
     made = service([Engine()], group_filter="all")
-    for (batch,) in asyncio.run(drive(made, 1, range(3))):
+    for (batch,) in await drive(made, range(3)):
         assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0
 
 
@@ -884,27 +683,20 @@ class Unpublished(Engine):
     version = property(lambda self: -1, lambda self, value: None)  # type: ignore[assignment]
 
 
-def test_the_first_groups_are_held_to_the_version_that_the_run_begins_with() -> None:
-    async def scene() -> None:
-        made = service([Unpublished()])
-        await made.start()
-        with pytest.raises(RuntimeError, match=r"weights of version -1, although version 0"):
-            await asyncio.wait_for(made.take(0, 0), 5)
-        await made.stop()
-
-    asyncio.run(scene())
+async def test_the_first_groups_are_held_to_the_version_that_the_run_begins_with() -> None:
+    made = service([Unpublished()])
+    await made.start()
+    with pytest.raises(RuntimeError, match=r"weights of version -1, although version 0"):
+        await asyncio.wait_for(made.take(0, 0), 5)
+    await made.stop()
 
 
-def test_an_evaluation_that_one_rank_has_is_given_to_all() -> None:
+async def test_an_evaluation_that_one_rank_has_is_given_to_all() -> None:
     """An interrupt between the questions of two ranks would part them otherwise."""
-
-    async def scene() -> None:
-        made = service([Engine()])
-        prompts = [Prompts().at(0)]
-        first = await made.evaluate(prompts, 1.0, "eval")
-        await made.interrupt()
-        assert first is not None and await made.evaluate(prompts, 1.0, "eval") is first
-        assert await made.evaluate(prompts, 1.0, "eval_sampled") is None
-        await made.stop()
-
-    asyncio.run(scene())
+    made = service([Engine()])
+    prompts = [PROMPTS.at(0)]
+    first = await made.evaluate(prompts, 1.0, "eval")
+    await made.interrupt()
+    assert first is not None and await made.evaluate(prompts, 1.0, "eval") is first
+    assert await made.evaluate(prompts, 1.0, "eval_sampled") is None
+    await made.stop()

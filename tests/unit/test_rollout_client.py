@@ -1,4 +1,6 @@
-"""The rollout service as a trainer rank sees it: waits for token arrays have a deadline."""
+"""The rollout service as a trainer rank sees it: waits for token arrays have a deadline, and
+deadlines of waits for rollouts and for a whole step, by arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,14 @@ import pytest
 
 from megarl.cluster import rollout_client
 from megarl.cluster.rollout_client import RolloutClient
+from megarl.config import RunConfig
+from megarl.data.config import PromptsConfig
+from megarl.loops.rl_setup import rollout_deadline_s, step_deadline_s
+from megarl.objectives.config import AlgorithmConfig
+from megarl.rollout.config import DynamicSamplingConfig, EngineConfig, RolloutConfig
+from megarl.schema import replace
+from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.weight_sync.config import WeightSyncConfig
 
 
 class Store:
@@ -60,3 +70,52 @@ def test_arrays_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="did not arrive"):
         made._fetch("arrays", ARRAYS)
     assert time.monotonic() - began < 60 and not store.told
+
+
+BASE = RunConfig(
+    folder="run",
+    model=ModelConfig(path="model"),
+    prompts=PromptsConfig(source="prompts.jsonl"),
+    # A step looks at no more than 4 x 3 groups of 5, and two steps may be open: 120 requests.
+    rollout=RolloutConfig(
+        groups_per_step=4,
+        group_size=5,
+        max_staleness=1,
+        dynamic_sampling=DynamicSamplingConfig(max_draws=3.0),
+        request_timeout_s=11.0,
+        num_engines=2,
+        engine=EngineConfig(max_num_sequences=10, stall_timeout_s=5.0, start_timeout_s=1000.0),
+    ),
+    algorithm=AlgorithmConfig(old_logprobs="engine"),
+    training=TrainingConfig(num_mini_batches=2, collective_timeout_s=100_000.0),
+    weight_sync=WeightSyncConfig(timeout_s=10_000.0, replacements=2),
+)
+"""120 requests at 20 at once: 6 times `rollout.request_timeout_s`, and two more."""
+
+
+def with_rollout(**changes: Any) -> RunConfig:
+    return replace(BASE, rollout=replace(BASE.rollout, **changes))
+
+
+REMAX = AlgorithmConfig(advantage="remax", old_logprobs="engine")
+"""Generates one greedy response more for each group."""
+
+
+@pytest.mark.parametrize(("config", "num_held_out", "wanted_s"), [
+    (BASE, 0, 8 * 11.0), (BASE, 120, 8 * 11.0), (BASE, 400, 22 * 11.0),
+    (with_rollout(request_timeout_s=20.0), 0, 8 * 20.0),
+    (with_rollout(max_staleness=3), 0, 14 * 11.0), (with_rollout(group_size=10), 0, 14 * 11.0),
+    (with_rollout(num_engines=1), 0, 14 * 11.0), (replace(BASE, algorithm=REMAX), 0, 9 * 11.0),
+])  # fmt: skip
+def test_rollouts_of_a_step_may_take_what_their_requests_may(
+    config: RunConfig, num_held_out: int, wanted_s: float
+) -> None:
+    assert rollout_deadline_s(config, num_held_out) == wanted_s
+
+
+def test_a_step_may_take_what_is_done_in_it() -> None:
+    """Rollouts and two evaluations of 88 s, a publication of 10,000 s and a start of engines of
+    1,000 s with two repetitions each, and two collectives of 100,000 s.
+    """
+    assert step_deadline_s(BASE, 0) == 3 * 88.0 + 30_000.0 + 3_000.0 + 200_000.0
+    assert step_deadline_s(BASE, 400) - step_deadline_s(BASE, 0) == 3 * (242.0 - 88.0)

@@ -1,4 +1,6 @@
-"""One rank's part of the transfer plan: the same as in the whole plan, and small."""
+"""One rank's part of the transfer plan: the same as in the whole plan, and small. Parts of
+layers that buckets have cut come together again, and only complete layers are handed over.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,19 @@ import time
 import tracemalloc
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine_ranks import whole_plan
 from support.reshard_sides import GRAINS, LAYOUTS, TENSORS, model_table
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
+from megarl.parallel.reshard.boxes import Box, Owned
 from megarl.parallel.reshard.buckets import copies_of, make_buckets
+from megarl.weight_sync.bucket_receiver import Modules
 from megarl.weight_sync.parameters import ParameterSpec, training_shards
-from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint, whole_plan
+from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -40,7 +46,6 @@ def some(data: st.DataObject, count: int) -> list[int]:
     layout=LAYOUTS,
     stage=st.integers(0, 3),
     engines=st.integers(1, 3),
-    shared=st.booleans(),
     local=st.booleans(),
     grain=GRAINS,
     data=st.data(),
@@ -50,7 +55,6 @@ def test_a_rank_makes_its_own_part_of_the_whole_plan(
     layout: Layout,
     stage: int,
     engines: int,
-    shared: bool,
     local: bool,
     grain: int,
     data: st.DataObject,
@@ -62,7 +66,7 @@ def test_a_rank_makes_its_own_part_of_the_whole_plan(
         for name, shard in training_shards(table, layout.tensor).items()
     }
     spec = RouteSpec(
-        layout.data, layout.sequence, layout.tensor, stage, shards, engines, tensor, shared,
+        [layout.data, layout.sequence, layout.tensor], stage, shards, engines, tensor,
         "float32", 256, table_fingerprint(table), local,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +98,7 @@ def test_a_plan_for_512_engines_is_small_and_quick() -> None:
     config = model_table((80, 512, 64, 8, 64, 1024, 128_000), 0, False, False, False)
     shards = {name: [shard.dim, *shard.edges] for name, shard in training_shards(config, 8).items()}
     spec = RouteSpec(
-        8, 1, 8, 3, shards, 512, 8, True, "bfloat16", 2**23, table_fingerprint(config)
+        [8, 1, 8], 3, shards, 512, 8, "bfloat16", 2**23, table_fingerprint(config)
     )  # fmt: skip
     for make in (Route.of_source, Route.of_destination):
         tracemalloc.start()
@@ -105,3 +109,35 @@ def test_a_plan_for_512_engines_is_small_and_quick() -> None:
         tracemalloc.stop()
         assert peak < 50e6 and seconds < 5, (peak, seconds)
         assert sum(map(len, route.copies)) > 500
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 9), st.booleans()), min_size=1, max_size=6
+    ),
+    limit=st.integers(1, 900),
+)
+def test_each_layer_is_complete_once_with_its_own_numbers(
+    rows: list[tuple[int, int, bool]], limit: int
+) -> None:
+    owned = Owned()
+    for layer, (outputs, inputs, has_bias) in enumerate(rows):
+        owned.add("t", Box(0, outputs, 0, inputs), f"layers.{layer}.weight")
+        if has_bias:
+            owned.add("t", Box(0, outputs, 0, 1), f"layers.{layer}.bias")
+    numbers = {name: torch.randn(size) for name, size in owned.sizes.items()}
+    modules, found = Modules(owned.sizes), {}
+    buckets = make_buckets(owned, 4, limit)
+    for bucket in buckets:
+        image = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for name, flat in bucket.buffers(image, torch.float32).items():
+            flat.copy_(numbers[name][bucket.starts[name] : bucket.starts[name] + len(flat)])
+        for path, values in modules.complete(bucket.buffers(image, torch.float32), bucket):
+            for leaf, flat in values.items():
+                assert f"{path}.{leaf}" not in found, "handed over twice"
+                found[f"{path}.{leaf}"] = flat.clone()
+        image.fill_(255)  # what is kept is a copy: the image is written again
+    assert found.keys() == numbers.keys()
+    assert all(torch.equal(found[name], numbers[name]) for name in numbers)
+    assert not modules._parts, "a part is kept after its layer was complete"

@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.render import column, text_of
-from megarl.data.rows import read_rows
+from megarl.data.rows import column, read_rows, text_of
 
 
 def rows(source: object, split: str = "train", **changes: Any) -> list[dict[str, Any]]:

@@ -111,15 +111,15 @@ def test_wide_tiles_within_a_window(
     monkeypatch.setattr(pieces, "TILE", 10)
     kinds = set[str]()
 
-    def spans_of(*arguments: Any, **named: Any) -> Any:
-        spans, limits = pieces.spans_of(*arguments, **named)
+    def mask_regions_of(*arguments: Any, **named: Any) -> Any:
+        spans, limits = pieces.mask_regions_of(*arguments, **named)
         for span in spans:
             kinds.add(span.kind)
             seen = (limits.upto - limits.first)[span.q0 : span.q1]
             assert min(span.shape) > 0 and int(seen.min()) > 0
         return spans, limits
 
-    monkeypatch.setattr(piece_block, "spans_of", spans_of)
+    monkeypatch.setattr(piece_block, "mask_regions_of", mask_regions_of)
     for parents in ((), (-1, 0, 0, 2, 0)):
         case = Case((301, 300, 70, 450, 9), 4, 2, how, (4, 2), 8, 0.35, 3, parents, 100)
         found, _ = split_attention(case, "cpu", transport, case.tensors())

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.rollouts import segment
 from support.tiny import write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
@@ -20,7 +22,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.workers import Workers
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Verdict
 
 CLASSES = """
 import asyncio, os, sys, threading, time
@@ -116,13 +118,20 @@ def prompt(answer: str = "8") -> Prompt:
     return Prompt(0, "3+5=", [6, 13, 8, 14], answer)
 
 
-def run(
-    folder: Path, name: str, use: Callable[[Any], Awaitable[Any]], whole: bool = False, **more: Any
-) -> Any:
-    """What `use` returns, of a `Workers` for class `name`, or of a `whole` environment."""
+@asynccontextmanager
+async def workers(folder: Path, name: str, whole: bool = False, **more: Any) -> AsyncIterator[Any]:
+    """Started `Workers` for class `name`, or a `whole` environment, which are closed at the end.
+    `name` "math": workers of that verifier.
+    """
     (folder / "own.py").write_text(CLASSES)
-    config = EnvironmentConfig(session=f"{folder}/own.py:{name}", **more)
-    return used((Environment if whole else Workers)(config, codec_of(folder)), use)
+    kind = {"verifier": name} if name == "math" else {"session": f"{folder}/own.py:{name}"}
+    config = EnvironmentConfig(**kind | more)
+    pool = (Environment if whole else Workers)(config, codec_of(folder))
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
 
 
 def codec_of(folder: Path) -> Codec:
@@ -131,24 +140,12 @@ def codec_of(folder: Path) -> Codec:
     return Codec.of(load_tokenizer(str(folder / "tokenizer")))
 
 
-def used(pool: Any, use: Callable[[Any], Awaitable[Any]]) -> Any:
-    """What `use(pool)` returns; the pool is started before and closed afterwards."""
-
-    async def go() -> Any:
-        try:
-            await pool.start()
-            return await use(pool)
-        finally:
-            await pool.close()
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
-
-
 SAID = np.array([10, 1], dtype=np.int32)
 
 
-def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> list[Outcome]:
+async def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Waits") as pool:
+
         async def one(key: str) -> Outcome:
             assert (await pool.begin(key, prompt())).observation == []
             first = await pool.step(key, SAID)
@@ -158,22 +155,23 @@ def test_calls_of_async_sessions_wait_beside_one_another(tmp_path: Path) -> None
         started = time.monotonic()
         found = await asyncio.gather(*(one(str(number)) for number in range(300)))
         assert time.monotonic() - started < 60, "one after the other it takes 120 s"
-        return found
-
-    assert {outcome.score for outcome in run(tmp_path, "Waits", use)} == {2.0}
+    assert {outcome.score for outcome in found} == {2.0}
 
 
-def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> float:
+@pytest.mark.parametrize(
+    ("name", "settings", "least_s"),
+    # One call may take nearly the whole limit: a call's time begins with the call, not before.
+    [("Slow", {"time_limit_s": 1.2}, 6 * 0.3), ("Meets", {"threads": 6, "time_limit_s": 60.0}, 0)],
+)
+async def test_plain_functions_run_on_as_many_threads_as_set(
+    name: str, settings: dict[str, Any], least_s: float, tmp_path: Path
+) -> None:
+    async with workers(tmp_path, name, **settings) as pool:
         await asyncio.gather(*(pool.begin(str(number), prompt()) for number in range(6)))
         started = time.monotonic()
         found = await asyncio.gather(*(pool.step(str(number), SAID) for number in range(6)))
         assert {outcome.score for outcome in found} == {1.0}
-        return time.monotonic() - started
-
-    # One call may take nearly the whole limit: a call's time begins with the call, not before.
-    assert run(tmp_path, "Slow", use, time_limit_s=1.2) >= 6 * 0.3
-    run(tmp_path, "Meets", use, threads=6, time_limit_s=60.0)
+        assert time.monotonic() - started >= least_s
 
 
 @pytest.mark.parametrize(
@@ -192,50 +190,43 @@ def test_plain_functions_run_on_as_many_threads_as_set(tmp_path: Path) -> None:
         ("long", "error", "4,000,001 characters"),
     ],
 )
-def test_a_bad_call_costs_its_own_rollout(
+async def test_a_bad_call_costs_its_own_rollout(
     tmp_path: Path, told: str, failure: str, detail: str
 ) -> None:
-    async def use(pool: Workers) -> Outcome:
+    async with workers(tmp_path, "Mixed", time_limit_s=0.5) as pool:
         await asyncio.gather(pool.begin("good", prompt()), pool.begin("bad", prompt(told)))
         assert (await pool.step("good", SAID)).observation
-        bad = await pool.step("bad", SAID)
+        outcome = await pool.step("bad", SAID)
         assert (await pool.step("good", SAID)).observation
         assert (await pool.step("good", SAID)).score == 1.0
         again = await pool.step("bad", SAID)
         assert "the session ended with" in again.detail, "a failed session takes no further step"
-        return bad
-
-    outcome = run(tmp_path, "Mixed", use, time_limit_s=0.5)
     assert outcome.failure == failure and detail in outcome.detail, outcome
 
 
 @pytest.mark.parametrize("name", ["Mixed", "Forks"])
-def test_a_session_may_fork(tmp_path: Path, name: str) -> None:
+async def test_a_session_may_fork(tmp_path: Path, name: str) -> None:
     """The child ends with the call, and takes no turn of any session."""
-
-    async def use(pool: Workers) -> list[Outcome]:
+    async with workers(tmp_path, name) as pool:
         keys = [str(number) for number in range(8)]
         await asyncio.gather(*(pool.begin(key, prompt("fork")) for key in keys))
         for _ in range(2):
             found = await asyncio.gather(*(pool.step(key, SAID) for key in keys))
             assert all(one.observation for one in found), found
-        return await asyncio.gather(*(pool.step(key, SAID) for key in keys))
+        found = await asyncio.gather(*(pool.step(key, SAID) for key in keys))
+    assert [one.score for one in found] == [1.0] * 8
 
-    assert [one.score for one in run(tmp_path, name, use)] == [1.0] * 8
 
-
-def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> list[Outcome]:
+async def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Mixed", start_limit_s=0.5) as pool:
         begun = (pool.begin("bad", prompt("late start")), pool.begin("good", prompt()))
-        return await asyncio.gather(*begun)
-
-    bad, good = run(tmp_path, "Mixed", use, start_limit_s=0.5)
+        bad, good = await asyncio.gather(*begun)
     assert bad.failure == "timeout" and "start_limit_s" in bad.detail
     assert good.observation == [] and not good.failure
 
 
-def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> None:
+async def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Mixed", time_limit_s=2.0, num_workers=2, threads=40) as pool:
         keys = [str(number) for number in range(40)]
         await asyncio.gather(*(pool.begin(key, prompt("sleep")) for key in keys[1:]))
         await pool.begin(keys[0], prompt("die"))
@@ -248,95 +239,71 @@ def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> N
         assert (await pool.begin("new", prompt())).observation == []
         assert (await pool.step("new", SAID)).observation
 
-    run(tmp_path, "Mixed", use, time_limit_s=2.0, num_workers=2, threads=40)
 
-
-def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> Outcome:
+async def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Mixed") as pool:
         await pool.begin("a", prompt())
         host = pool.places[0]
         assert host is not None
         os.kill(host.process.pid, signal.SIGKILL)
         while not host.lost:
             await asyncio.sleep(0.01)
-        return await pool.step("a", SAID)
-
-    outcome = run(tmp_path, "Mixed", use)
+        outcome = await pool.step("a", SAID)
     assert outcome.failure == "error" and "the session ended by signal SIGKILL" in outcome.detail
 
 
-@pytest.mark.parametrize("kind", ["session", "verifier"])
-def test_a_process_killed_while_it_decodes(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Mixed", "math"])
+async def test_a_process_killed_while_it_decodes(name: str, tmp_path: Path) -> None:
     """Another one decodes the response."""
-
-    async def use(pool: Any) -> tuple[str, str]:
+    async with workers(tmp_path, name) as pool:
         before = await pool.decode(SAID)
         pid = pool.places[0].process.pid
         os.kill(pid, signal.SIGSTOP)  # the request is under way when the process is killed
         asked = asyncio.create_task(pool.decode(SAID))
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
-        return before, await asked
-
-    if kind == "session":
-        before, after = run(tmp_path, "Mixed", use)
-    else:
-        pool = Workers(EnvironmentConfig(verifier="math"), codec_of(tmp_path))
-        before, after = used(pool, use)
-    assert before == after != ""
+        assert before == await asked != ""
 
 
-def test_an_async_method_that_computes_without_end_is_killed(
+async def test_an_async_method_that_computes_without_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.environments.workers.GRACE_S", 0.5)
-
-    async def use(pool: Workers) -> Outcome:
+    async with workers(tmp_path, "Blocks", time_limit_s=1.0) as pool:
         await pool.begin("bad", prompt("loop"))
-        bad = await pool.step("bad", SAID)
+        outcome = await pool.step("bad", SAID)
         await pool.begin("good", prompt())
         assert (await pool.step("good", SAID)).observation, "another process took its place"
-        return bad
-
-    outcome = run(tmp_path, "Blocks", use, time_limit_s=1.0)
     assert outcome.failure == "timeout" and "must wait, not compute" in outcome.detail
 
 
-def test_an_answer_is_scored_by_the_recipes_verifier(tmp_path: Path) -> None:
-    async def use(environment: Environment) -> list[Any]:
+async def test_an_answer_is_scored_by_the_recipes_verifier(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Mixed", whole=True, correct=2.0, wrong=-1.0) as environment:
         found = []
         for number, (reference, limit) in enumerate([("answer", "stop"), ("answer", "length")]):
             key = str(number)
             assert await environment.begin(key, prompt(reference)) is None
-            arrays = TokenArrays(SAID, np.zeros(2, dtype=np.float32))
-            said = Segment("model", 2, arrays, finish=limit)  # type: ignore[arg-type]
+            said = segment(SAID, finish=limit)
             found.append(await environment.step(key, prompt("8"), said, num_tokens=2))
-        return found
-
-    found = run(tmp_path, "Mixed", use, whole=True, correct=2.0, wrong=-1.0)
     assert found[0] == Verdict(reward=2.0, correct=True)
     assert found[1] == Verdict(reward=-1.0, correct=False, judged=False)
 
 
-def test_a_session_is_closed_however_it_ends(tmp_path: Path) -> None:
+async def test_a_session_is_closed_however_it_ends(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-
-    async def use(pool: Workers) -> None:
+    async with workers(tmp_path, "Closes") as pool:
         await pool.begin("a", prompt(str(marks)))
         await pool.step("a", SAID)
         assert not marks.exists()
         await pool.cut_off("a", SAID)
         assert "no game" in (await pool.begin("b", prompt(f"{marks} no game"))).detail
-
-    run(tmp_path, "Closes", use)
     assert marks.read_text() == "closed "
     assert (tmp_path / "marks no game").read_text() == "closed "
 
 
-def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
+async def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-
-    async def use(pool: Workers) -> None:
+    async with workers(tmp_path, "LateCloses") as pool:
         begins = asyncio.create_task(pool.begin("a", prompt(str(marks))))
         await asyncio.sleep(0.1)
         await pool.cut_off("a")
@@ -346,29 +313,22 @@ def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         steps.cancel()
         await pool.cut_off("b")
-        for _ in range(100):
-            if marks.exists() and marks.read_text() == "closed closed ":
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("a session was left open")
-
-    run(tmp_path, "LateCloses", use)
+        async with asyncio.timeout(20):  # else a session was left open
+            while not marks.exists() or marks.read_text() != "closed closed ":
+                await asyncio.sleep(0.05)
 
 
-def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
-    async def use(pool: Workers) -> list[Outcome]:
+async def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
+    async with workers(tmp_path, "Stays", time_limit_s=0.3) as pool:
         await asyncio.gather(pool.begin("a", prompt()), pool.begin("b", prompt()))
-        return [await pool.step("a", SAID), await pool.cut_off("b", SAID)]
-
-    late, cut = run(tmp_path, "Stays", use, time_limit_s=0.3)
+        late, cut = [await pool.step("a", SAID), await pool.cut_off("b", SAID)]
     assert late.failure == "timeout" and "time_limit_s = 0.3" in late.detail
     assert cut.failure == "error" and "not '' or 'tool_call'" in cut.detail
 
 
-def test_a_process_with_stopped_calls_ends_after_its_sessions(tmp_path: Path) -> None:
+async def test_a_process_with_stopped_calls_ends_after_its_sessions(tmp_path: Path) -> None:
     """It starts no more sessions, and keeps those that are open."""
-
-    async def use(pool: Workers) -> None:
+    async with workers(tmp_path, "Mixed") as pool:
         await pool.begin("open", prompt())
         old = pool.places[0]
         assert old is not None
@@ -382,17 +342,14 @@ def test_a_process_with_stopped_calls_ends_after_its_sessions(tmp_path: Path) ->
             await asyncio.sleep(0.01)
         assert (await pool.step("new", SAID)).observation
 
-    run(tmp_path, "Mixed", use)
 
-
-def test_a_process_that_does_not_start_again_costs_calls_alone(
+async def test_a_process_that_does_not_start_again_costs_calls_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's code loaded once, so that a failure later is not its author's."""
     for name, value in (("FIRST_PAUSE_S", 0.01), ("PAUSE_S", 0.5)):
         monkeypatch.setattr(f"megarl.environments.workers.{name}", value)
-
-    async def use(pool: Workers) -> None:
+    async with workers(tmp_path, "Mixed") as pool:
         await pool.begin("a", prompt("die"))
         starts, tries = pool._start, []
 
@@ -409,5 +366,3 @@ def test_a_process_that_does_not_start_again_costs_calls_alone(
         monkeypatch.setattr(pool, "_start", starts)
         await asyncio.sleep(0.5)
         assert (await pool.begin("c", prompt())).observation == []
-
-    run(tmp_path, "Mixed", use)

@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 32_037, "apps": 9_181, "tests": 38_509, "tools": 7_962}
+LIMITS = {"core": 30_494, "apps": 8_219, "tests": 37_965, "tools": 8_227}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

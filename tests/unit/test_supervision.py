@@ -7,11 +7,8 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
+from support.commands import python, started, until
 
 from megarl.cluster import answers as answers_module
 from megarl.cluster import asking, rollout_client
@@ -33,7 +31,7 @@ from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
 from megarl.cluster.supervisor import EngineSupervisor, Watched
 from megarl.errors import EngineLost, EngineUnreachable, UserError
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
-from megarl.rollout.engine import Pulse
+from megarl.rollout.inference_engine import Pulse
 from megarl.rollout.pauses import Pauses
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
 from megarl.rollout.waits import PublishAgain, Rejoins, WaitProgress, Waits
@@ -101,38 +99,32 @@ def test_a_new_engine_after_the_result_is_left_to_the_next_publication() -> None
     assert rejoins.next("step 2", 0)
 
 
-def test_a_failure_ends_every_wait() -> None:
-    async def scene() -> None:
-        waits = Waits()
+async def test_a_failure_ends_every_wait() -> None:
+    waits = Waits()
 
-        async def forever() -> None:
-            await asyncio.sleep(60)
+    async def forever() -> None:
+        await asyncio.sleep(60)
 
-        first = asyncio.create_task(waits.until("step 1", 0, lambda: False))
-        second = asyncio.create_task(waits.result(forever))
-        await asyncio.sleep(0.01)
-        assert not first.done() and not second.done()
-        await waits.fail(RuntimeError("no engine starts"))
-        assert await asyncio.wait_for(first, 1) is None
-        with pytest.raises(RuntimeError, match="rollouts stopped: no engine starts"):
-            await asyncio.wait_for(second, 1)
-        await waits.fail(UserError("later"))
-        with pytest.raises(RuntimeError, match="no engine starts"):
-            waits.raise_failure()
-
-    asyncio.run(scene())
+    first = asyncio.create_task(waits.until("step 1", 0, lambda: False))
+    second = asyncio.create_task(waits.result(forever))
+    await asyncio.sleep(0.01)
+    assert not first.done() and not second.done()
+    await waits.fail(RuntimeError("no engine starts"))
+    assert await asyncio.wait_for(first, 1) is None
+    with pytest.raises(RuntimeError, match="rollouts stopped: no engine starts"):
+        await asyncio.wait_for(second, 1)
+    await waits.fail(UserError("later"))
+    with pytest.raises(RuntimeError, match="no engine starts"):
+        waits.raise_failure()
 
 
-def test_a_new_engine_wakes_a_waiting_rank() -> None:
-    async def scene() -> None:
-        waits = Waits()
-        waiting = asyncio.create_task(waits.until("eval 3", 0, lambda: False))
-        await asyncio.sleep(0.01)
-        waits.rejoins.engines.add(1)
-        await waits.notify()
-        assert await asyncio.wait_for(waiting, 1) == PublishAgain()
-
-    asyncio.run(scene())
+async def test_a_new_engine_wakes_a_waiting_rank() -> None:
+    waits = Waits()
+    waiting = asyncio.create_task(waits.until("eval 3", 0, lambda: False))
+    await asyncio.sleep(0.01)
+    waits.rejoins.engines.add(1)
+    await waits.notify()
+    assert await asyncio.wait_for(waiting, 1) == PublishAgain()
 
 
 # ---------------------------------------------------------------------------------- where requests go
@@ -143,19 +135,18 @@ class Engine:
     has a gate, once that is open.
     """
 
-    def __init__(self, *errors: Exception) -> None:
-        self.errors, self.seeds = list(errors), list[int]()
+    def __init__(self, *errors: Exception, spans: Any = ((0, 1),)) -> None:
+        self.errors, self.seeds, self.spans = list(errors), list[int](), list(spans)
         self.gate: asyncio.Event | None = None
 
-    async def generate(
-        self, prompt_ids: np.ndarray, segments: Sequence[Segment], *, seed: int, **rest: Any
-    ) -> Segment:
+    async def generate(self, *arguments: Any, seed: int, **rest: Any) -> Segment:
         self.seeds.append(seed)
         if self.errors:
             raise self.errors.pop(0)
         if self.gate is not None:
             await self.gate.wait()
-        return Segment("model", 1, None, [(0, 1)], "stop")
+        count = sum(number for _, number in self.spans)
+        return Segment("model", count, None, self.spans, "stop")
 
 
 def request(
@@ -172,86 +163,70 @@ def request(
     )
 
 
-def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
-    async def scene() -> None:
-        engines = [Engine(EngineLost("gone")), Engine()]
-        pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
-        await request(pool, 7, route)
-        assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7], 1)
-        await request(pool, 8)
-        assert engines[0].seeds == [7], "a lost engine gets no request"
-        pool.replace(0, fresh := Engine())
-        await asyncio.gather(*(request(pool, seed) for seed in range(4)))
-        assert fresh.seeds
-
-    asyncio.run(scene())
+async def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
+    engines = [Engine(EngineLost("gone")), Engine()]
+    pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
+    await request(pool, 7, route)
+    assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7], 1)
+    await request(pool, 8)
+    assert engines[0].seeds == [7], "a lost engine gets no request"
+    pool.replace(0, fresh := Engine())
+    await asyncio.gather(*(request(pool, seed) for seed in range(4)))
+    assert fresh.seeds
 
 
-def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_another() -> None:
+async def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_another() -> None:
     """Three groups of eight on two engines: whole groups while loads allow, and nothing is kept of
     a group that has ended.
     """
-
-    async def scene() -> None:
-        engines = [Engine(), Engine()]
-        for engine in engines:
-            engine.gate = asyncio.Event()
-        pool = EnginePool(engines, RolloutConfig(group_size=8))
-        running = []
-        for index in range(3):
-            prompt = replace(PROMPT, index=index)
-            running += [
-                asyncio.create_task(request(pool, 10 * index + n, prompt=prompt)) for n in range(8)
-            ]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        assert pool._load == [16, 8]
-        assert engines[0].seeds == [*range(8), *range(20, 28)]
-        assert engines[1].seeds == [*range(10, 18)]
-        # The next samples of the first group find its engine too far ahead.
-        more = asyncio.create_task(request(pool, 99, prompt=replace(PROMPT, index=0)))
-        await asyncio.sleep(0.01)
-        assert engines[1].seeds[-1] == 99
-        for engine in engines:
-            engine.gate.set()
-        await asyncio.gather(*running, more)
-        assert pool._load == [0, 0] and not pool._homes
-
-    asyncio.run(scene())
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        engine.gate = asyncio.Event()
+    pool = EnginePool(engines, RolloutConfig(group_size=8))
+    running = []
+    for index in range(3):
+        prompt = replace(PROMPT, index=index)
+        running += [
+            asyncio.create_task(request(pool, 10 * index + n, prompt=prompt)) for n in range(8)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert pool._load == [16, 8]
+    assert engines[0].seeds == [*range(8), *range(20, 28)]
+    assert engines[1].seeds == [*range(10, 18)]
+    # The next samples of the first group find its engine too far ahead.
+    more = asyncio.create_task(request(pool, 99, prompt=replace(PROMPT, index=0)))
+    await asyncio.sleep(0.01)
+    assert engines[1].seeds[-1] == 99
+    for engine in engines:
+        engine.gate.set()
+    await asyncio.gather(*running, more)
+    assert pool._load == [0, 0] and not pool._homes
 
 
-def test_without_a_living_engine_a_request_waits_for_the_next_one() -> None:
-    async def scene() -> None:
-        pool = EnginePool([Engine(EngineLost("gone"))], RolloutConfig())
-        running = asyncio.create_task(request(pool, 7))
-        await asyncio.sleep(0.05)
-        assert not running.done()
-        pool.replace(0, fresh := Engine())
-        await asyncio.wait_for(running, 1)
-        assert fresh.seeds == [7]
-
-    asyncio.run(scene())
+async def test_without_a_living_engine_a_request_waits_for_the_next_one() -> None:
+    pool = EnginePool([Engine(EngineLost("gone"))], RolloutConfig())
+    running = asyncio.create_task(request(pool, 7))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    pool.replace(0, fresh := Engine())
+    await asyncio.wait_for(running, 1)
+    assert fresh.seeds == [7]
 
 
-def test_a_late_loss_does_not_hit_the_engine_that_has_replaced() -> None:
-    async def scene() -> None:
-        pool = EnginePool([Engine()], RolloutConfig())
-        old = pool.engines[0]
-        pool.replace(0, Engine())
-        pool._lose(0, old)
-        await asyncio.wait_for(request(pool, 7), 1)
-
-    asyncio.run(scene())
+async def test_a_late_loss_does_not_hit_the_engine_that_has_replaced() -> None:
+    pool = EnginePool([Engine()], RolloutConfig())
+    old = pool.engines[0]
+    pool.replace(0, Engine())
+    pool._lose(0, old)
+    await asyncio.wait_for(request(pool, 7), 1)
 
 
-def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
-    async def scene() -> None:
-        engines = [Engine(EngineLost("gone")) for _ in range(MOST_LOSSES + 1)]
-        pool = EnginePool(engines, RolloutConfig())
-        with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
-            await asyncio.wait_for(request(pool, 7), 5)
-
-    asyncio.run(scene())
+async def test_a_request_that_costs_engine_after_engine_ends_the_run() -> None:
+    engines = [Engine(EngineLost("gone")) for _ in range(MOST_LOSSES + 1)]
+    pool = EnginePool(engines, RolloutConfig())
+    with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
+        await asyncio.wait_for(request(pool, 7), 5)
 
 
 class Held(Engine):
@@ -276,20 +251,15 @@ class Held(Engine):
         return self.pauses.within(last_s)
 
 
-def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
-    async def scene() -> None:
-        config = replace(RolloutConfig(), request_timeout_s=0.2)
-        engine = Held(0.7)
-        assert (
-            await asyncio.wait_for(request(EnginePool([engine], config), 7), 60)
-        ).num_tokens == 1
-        assert 1 <= engine.asked <= 20, "not asked without end"
-        began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"engine 0 did not answer prompt 3 within 0.2 s"):
-            await request(EnginePool([Held(0.7, answers=False)], config), 7)
-        assert 0.8 < time.monotonic() - began < 60, "held 0.7 s, and 0.2 s more"
-
-    asyncio.run(scene())
+async def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
+    config = replace(RolloutConfig(), request_timeout_s=0.2)
+    engine = Held(0.7)
+    assert (await asyncio.wait_for(request(EnginePool([engine], config), 7), 60)).num_tokens == 1
+    assert 1 <= engine.asked <= 20, "not asked without end"
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"engine 0 did not answer prompt 3 within 0.2 s"):
+        await request(EnginePool([Held(0.7, answers=False)], config), 7)
+    assert 0.8 < time.monotonic() - began < 60, "held 0.7 s, and 0.2 s more"
 
 
 def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,16 +279,13 @@ def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPat
     assert pauses.is_paused and pauses.within(1.0) == 1 and pauses.within(20.0) == 8
 
 
-def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
 
-    async def scene() -> None:
-        engine = Engine(EngineUnreachable("blip"), EngineUnreachable("blip"))
-        pool = EnginePool([engine], RolloutConfig())
-        await asyncio.wait_for(request(pool, 7), 5)
-        assert engine.seeds == [7, 7, 7]
-
-    asyncio.run(scene())
+    engine = Engine(EngineUnreachable("blip"), EngineUnreachable("blip"))
+    pool = EnginePool([engine], RolloutConfig())
+    await asyncio.wait_for(request(pool, 7), 5)
+    assert engine.seeds == [7, 7, 7]
 
 
 # ------------------------------------------------------------------------- when an engine is hung
@@ -350,52 +317,61 @@ def test_an_engine_without_work_or_paused_on_purpose_is_well(calm: Pulse) -> Non
 
 
 def test_silence_and_death_are_told_apart() -> None:
-    engine = Watched("handle", moved_at=0.0, asked="reference")
-    assert engine.problem(9.0, 10.0) == ""
-    assert engine.problem(11.0, 10.0) == "has not said for 11 s that it lives"
-    engine.hears(pulse(0, dead=True), 12.0)
-    assert engine.problem(12.0, 10.0) == "has lost one of vLLM's processes"
+    """Silence since a question, or since the start."""
+    for way in ({"asked": "reference"}, {"is_away": True}):
+        engine = Watched("handle", moved_at=0.0, **way)
+        assert engine.problem(9.0, 10.0) == ""
+        assert engine.problem(11.0, 10.0) == "has not said for 11 s that it lives"
+    engine.hears(pulse(5), 12.0)
+    assert engine.problem(23.0, 10.0) == "has made no step for 11 s, with 1 requests open"
+    engine.hears(pulse(0, dead=True), 24.0)
+    assert engine.problem(24.0, 10.0) == "has lost one of vLLM's processes"
 
 
 # ------------------------------------------------------------------------- how long a rank waits
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_rank_waits_as_long_as_there_is_progress(
-    moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The service answers after 3 s by a clock of the test; the rank allows 1 s of silence."""
-    now = [0.0]
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Time of a rank, and a fake service: it answers `answers_s` seconds after the clock began, and
+    says whenever it is asked for how long nothing has happened, by `silent`.
+    """
+    made = SimpleNamespace(now=0.0, answers_s=3.0, silent=lambda: 0.0, asked=[])
 
-    class Calls:
-        class silent_s:
-            @staticmethod
-            def remote() -> float:
-                return 0.0 if moves else now[0]
-
-        class take:
-            @staticmethod
-            def remote(*arguments: int) -> str:
-                return "reference"
+    def silent() -> float:
+        made.asked.append(made.now)
+        return made.silent()
 
     def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        now[0] += timeout
-        return (references, []) if now[0] > 3 else ([], references)
+        made.now += timeout
+        return (references, []) if made.now > made.answers_s else ([], references)
 
-    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: Calls)
+    calls = SimpleNamespace(
+        silent_s=SimpleNamespace(remote=silent), take=SimpleNamespace(remote=lambda *_: "reference")
+    )
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: calls)
     monkeypatch.setattr(rollout_client.ray, "wait", wait)
-    monkeypatch.setattr(rollout_client.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rollout_client, "PROGRESS_POLL_S", 0.3)
+    monkeypatch.setattr(rollout_client.time, "monotonic", lambda: made.now)
     monkeypatch.setattr(rollout_client, "ask", lambda asked, *rest: [None for _ in asked])
     monkeypatch.setattr(rollout_client, "ask_service", lambda call, *rest: call())
+    return made
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_rank_waits_as_long_as_there_is_progress(
+    moves: bool, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service answers after 3 s by a clock of the test; the rank allows 1 s of silence."""
+    clock.silent = lambda: 0.0 if moves else clock.now
+    monkeypatch.setattr(rollout_client, "PROGRESS_POLL_S", 0.3)
     client = rollout_client.RolloutClient(0, silence_s=1.0)
     if moves:
         assert client.take(4, lambda: None) is None
-        assert now[0] > 3
+        assert clock.now > 3
     else:
         with pytest.raises(RuntimeError, match=r"no engine has made a step .* rollouts of step 5"):
             client.take(4, lambda: None)
-        assert now[0] < 2
+        assert clock.now < 2
 
 
 def test_silence_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,44 +389,15 @@ def test_silence_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("data_rank", "questions"), [(0, 24), (1, 4)])
 def test_other_ranks_ask_less_often_for_progress(
-    data_rank: int, questions: int, monkeypatch: pytest.MonkeyPatch
+    data_rank: int, questions: int, clock: Any
 ) -> None:
     """In a wait of 120 s, of a run that allows 1,800 s of silence."""
-    now, asked = [0.0], list[float]()
-
-    def silent() -> float:
-        asked.append(now[0])
-        return 1.0
-
-    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        now[0] += timeout
-        return (references, []) if now[0] > 121 else ([], references)
-
-    calls = SimpleNamespace(
-        silent_s=SimpleNamespace(remote=silent), take=SimpleNamespace(remote=lambda *_: "reference")
-    )
-    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: calls)
-    monkeypatch.setattr(rollout_client.ray, "wait", wait)
-    monkeypatch.setattr(rollout_client.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rollout_client, "ask", lambda asked, *rest: [None for _ in asked])
-    monkeypatch.setattr(rollout_client, "ask_service", lambda call, *rest: call())
+    clock.answers_s, clock.silent = 121.0, lambda: 1.0
     assert rollout_client.RolloutClient(data_rank, silence_s=1800.0).take(4, lambda: None) is None
-    assert abs(len(asked) - questions) <= 1
+    assert abs(len(clock.asked) - questions) <= 1
 
 
 # --------------------------------------------------------------------- which weights have sampled
-
-
-class Sampled:
-    """An engine whose tokens are of given versions."""
-
-    def __init__(self, *versions: int) -> None:
-        self.versions = [(version, 2) for version in versions]
-
-    async def generate(
-        self, prompt_ids: np.ndarray, segments: Sequence[Segment], *, seed: int, **rest: Any
-    ) -> Segment:
-        return Segment("model", 2 * len(self.versions), None, self.versions, "stop")
 
 
 @pytest.mark.parametrize(
@@ -465,21 +412,18 @@ class Sampled:
         ((-1,), 0, True),
     ],
 )
-def test_tokens_of_older_weights_than_were_sent_are_refused(
+async def test_tokens_of_older_weights_than_were_sent_are_refused(
     versions: tuple[int, ...], on_engines: int | None, is_refused: bool
 ) -> None:
     """An engine that was left on an old version, or was never published to."""
-
-    async def scene() -> None:
-        pool = EnginePool([Sampled(*versions)], RolloutConfig())
-        pool.version = on_engines
-        if is_refused:
-            with pytest.raises(RuntimeError, match=r"engine 0 has sampled .* it is not trained on"):
-                await request(pool, 7)
-        else:
-            assert (await request(pool, 7)).versions[0][0] == versions[0]
-
-    asyncio.run(scene())
+    engine = Engine(spans=[(version, 2) for version in versions])
+    pool = EnginePool([engine], RolloutConfig())
+    pool.version = on_engines
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"engine 0 has sampled .* it is not trained on"):
+            await request(pool, 7)
+    else:
+        assert (await request(pool, 7)).versions[0][0] == versions[0]
 
 
 # ------------------------------------------------------------------------- the engines of a group
@@ -528,17 +472,13 @@ class FakeRay:
         actor.is_ready = True
 
 
-class Healthy:
-    def problem(self) -> str:
-        return ""
-
-
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two engines; `actors` has every actor that was started for it."""
     for module in (engines_module, answers_module, asking):
         monkeypatch.setattr(module, "ray", FakeRay)
-    monkeypatch.setattr(supervisor_module, "RayHealth", Healthy)
+    healthy = type("Healthy", (), {"problem": lambda self: ""})
+    monkeypatch.setattr(supervisor_module, "RayHealth", healthy)
     actors: list[Actor] = []
 
     def start(number: int) -> Actor:
@@ -579,6 +519,18 @@ def quorum(group: Any) -> Any:
     """As `group`; a publication needs one engine."""
     group._fewest = 1
     return group
+
+
+@pytest.fixture
+def supervisor(quorum: Any, monkeypatch: pytest.MonkeyPatch) -> EngineSupervisor:
+    """That of `quorum`, without its thread: a test lets it replace engines."""
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    quorum.broken = "by the test, so that its thread ends at once"
+    made = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
+    made.close(5.0)
+    made._close.clear()
+    quorum.broken, quorum.service = "", Actor()
+    return made
 
 
 def test_a_publication_does_not_wait_for_an_engine_that_starts(quorum: Any) -> None:
@@ -623,16 +575,10 @@ def test_an_engine_that_is_lost_in_a_publication_joins_at_the_next(
 
 
 def test_a_run_goes_on_without_an_engine_that_cannot_start(
-    quorum: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quorum: Any, supervisor: EngineSupervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The supervisor gives it up after three failures in a row, and ends the run with the last."""
-    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
     plain = quorum._start
-    quorum.broken = "by the test, so that its thread ends at once"
-    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
-    supervisor.close(5.0)
-    supervisor._close.clear()
-    quorum.broken, quorum.service = "", Actor()
 
     def fails(number: int) -> Any:
         made = plain(number)
@@ -657,15 +603,9 @@ def test_a_run_goes_on_without_an_engine_that_cannot_start(
 
 
 def test_the_supervisor_follows_an_engine_that_a_publication_started(
-    quorum: Any, monkeypatch: pytest.MonkeyPatch
+    quorum: Any, supervisor: EngineSupervisor
 ) -> None:
     """It is not late at once, and the service hears of it though it heard of one before."""
-    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
-    quorum.broken = "by the test, so that its thread ends at once"
-    supervisor = EngineSupervisor(quorum, stall_s=60.0, start_s=60.0, loads=False)
-    supervisor.close(5.0)
-    supervisor._close.clear()
-    quorum.broken, quorum.service = "", Actor()
     for _ in range(2):
         quorum.kill(1, quorum.handles[1])
         plain, quorum._start = quorum._start, lambda number: Actor(is_ready=False)
@@ -742,9 +682,7 @@ def test_ray_that_hangs_ends_a_wait_for_an_engine(
     health = type("Health", (), {"problem": lambda self: "Ray's head (GCS) hangs"})
     monkeypatch.setattr(supervisor_module, "RayHealth", health)
     supervisor = EngineSupervisor(group, stall_s=60.0, start_s=60.0, loads=False)
-    deadline = time.monotonic() + 10
-    while not group.broken and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: group.broken)
     assert group.broken.startswith("Ray's head (GCS) hangs; `--resume auto` goes on")
     never.set()
     supervisor.close(5.0)
@@ -771,14 +709,6 @@ def test_a_service_that_is_away_for_a_moment_is_asked_again(
         asking.ask_service(service.progress.remote, 1.0, "asking")
 
 
-def test_an_engine_that_is_away_since_its_start_is_silent() -> None:
-    engine = Watched("handle", moved_at=0.0, is_away=True)
-    assert engine.problem(9.0, 10.0) == ""
-    assert engine.problem(11.0, 10.0) == "has not said for 11 s that it lives"
-    engine.hears(pulse(5), 12.0)
-    assert engine.problem(23.0, 10.0) == "has made no step for 11 s, with 1 requests open"
-
-
 CLOSES = """
 import os, signal, sys
 from megarl import signals
@@ -801,9 +731,7 @@ except RuntimeError as error:
 
 def test_a_signal_does_not_interrupt_the_end_of_a_run_that_has_failed() -> None:
     """The other ranks fail once the service is gone, and torchrun then sends SIGTERM."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSES], capture_output=True, text=True, check=False
-    )
+    done = python("-c", CLOSES)
     assert (done.returncode, done.stdout) == (0, "closed\nfirst\n"), done.stderr
 
 
@@ -811,16 +739,12 @@ def test_a_killed_process_leaves_no_shared_memory() -> None:
     """Python's resource tracker, a process below it, removes it once the others are gone."""
     code = "from multiprocessing.shared_memory import SharedMemory as S; import time\n"
     code += "made = S(create=True, size=16); print(made.name, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
-        assert one.stdout is not None
-        segment = Path("/dev/shm") / one.stdout.readline().strip()  # noqa: S108
+    with started(code) as (one, said):
+        segment = Path("/dev/shm") / said  # noqa: S108
         assert segment.exists()
         born = psutil.Process(one.pid).create_time()
         processes = with_descendants((socket.gethostname(), one.pid, born))
         assert len(processes) == 2
-        deadline = time.monotonic() + 20
-        while not any(map(is_tracker, processes)):  # forked, but not yet another program
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: any(map(is_tracker, processes)))  # forked, but not yet another program
         end(processes, patience_s=0.0)
         assert not any(map(is_alive, processes)) and not segment.exists()

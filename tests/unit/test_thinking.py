@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.environments import ask, run
+from support.environments import ask, opened
 from support.tiny import write_tokenizer
 
 from megarl.chat_template import TAGS, tags_of
@@ -16,7 +16,6 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import Counted, answer_part
-from megarl.environments.scoring import Environment
 from megarl.environments.verifier_config import (
     FormatConfig,
     JsonSchemaConfig,
@@ -125,7 +124,7 @@ def test_majorities_count_what_follows_the_thinking() -> None:
     assert answer_part("<think>5</think>7<think>8", ()) == ""
 
 
-def test_tags_of_the_template_reach_the_verifier(tmp_path: Path) -> None:
+async def test_tags_of_the_template_reach_the_verifier(tmp_path: Path) -> None:
     """Also where they are special tokens, which decoding leaves out otherwise."""
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
@@ -135,13 +134,11 @@ def test_tags_of_the_template_reach_the_verifier(tmp_path: Path) -> None:
     opening, closing = map(codec.tokenizer.token_to_id, ["[THINK]", "[/THINK]"])
     ids = [opening, *codec.encode("5"), closing, *codec.encode("7")]
     assert codec.decode(ids) == "[THINK]5[/THINK]7" and codec.decode([*ids, 1]) == codec.decode(ids)
-
-    async def score(environment: Environment) -> list[bool]:
+    async with opened(EnvironmentConfig(), codec=codec) as environment:
         prompts = [Prompt(0, "", [1], one) for one in ("7", "5")]
         given = np.array(ids, np.int32)
-        return [(await environment.score(one, given, 4, False)).correct for one in prompts]
-
-    assert run(EnvironmentConfig(), score, codec=codec) == [True, False]
+        found = [(await environment.score(one, given, 4, False)).correct for one in prompts]
+    assert found == [True, False]
 
 
 def test_tags_are_a_pair() -> None:

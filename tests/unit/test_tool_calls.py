@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 from pydantic import BaseModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from make_calculator import write_model as write_calculator
+from support.rollouts import segment
 
 from megarl.apps.tools.functions import FunctionTool
 from megarl.apps.tools.markup import TurnMarkup
@@ -31,7 +31,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.tools_config import ToolsConfig
 from megarl.environments.user_calls import UserCalls
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Segment, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CALCULATOR = str(ROOT / "launch" / "environments" / "calculator.py")
@@ -180,7 +180,7 @@ unshown.__annotations__["a"] = type(os.scandir(os.curdir))
     ("function", "said"),
     [
         (untyped, "parameter 'b' has no type; write it as 'b: int'"),
-        (starred, r"takes \*numbers"),
+        (starred, "'numbers' has a star"),
         (positional, "'a' is positional only"),
         (foreign, "a type is unknown"),
         (unshown, "cannot be written as JSON"),
@@ -341,7 +341,7 @@ def naps(a: int) -> int:
 """
 
 
-def test_a_session_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a real worker process with vLLM's parser: right, wrong and unreadable calls, several
     at once, and the answer, which the recipe's verifier scores.
     """
@@ -357,8 +357,7 @@ def test_a_session_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def said(text: str, *, cut: bool = False) -> Segment:
         token_ids = codec.tokenizer.encode(text, add_special_tokens=False)
         token_ids += [] if cut else [codec.tokenizer.eos_token_id]
-        arrays = TokenArrays(np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32))
-        return Segment("model", len(token_ids), arrays, finish="length" if cut else "stop")
+        return segment(token_ids, finish="length" if cut else "stop")
 
     def calls(*made: str) -> str:
         return "".join(f"<tool_call>{one}</tool_call>" for one in made)
@@ -366,50 +365,47 @@ def test_a_session_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def to(name: str, **arguments: Any) -> str:
         return json.dumps({"name": name, "arguments": arguments})
 
-    async def go() -> None:
-        environment = Environment(config, codec)
-        prompt = Prompt(0, "", [3, 4], "42")
+    environment = Environment(config, codec)
+    prompt = Prompt(0, "", [3, 4], "42")
 
-        async def step(segment: Segment) -> Any:
-            answer = await environment.step("a", prompt, segment, num_tokens=9)
-            if isinstance(answer, Verdict):
-                return answer
-            text = codec.tokenizer.decode(answer.arrays.token_ids.tolist())
-            head, _, rest = text.partition("<tool_response>")
-            assert head == "" and rest.endswith("</tool_response><|im_start|>assistant"), text
-            return rest.removesuffix("</tool_response><|im_start|>assistant")
+    async def step(segment: Segment) -> Any:
+        answer = await environment.step("a", prompt, segment, num_tokens=9)
+        if isinstance(answer, Verdict):
+            return answer
+        text = codec.tokenizer.decode(answer.arrays.token_ids.tolist())
+        head, _, rest = text.partition("<tool_response>")
+        assert head == "" and rest.endswith("</tool_response><|im_start|>assistant"), text
+        return rest.removesuffix("</tool_response><|im_start|>assistant")
 
-        try:
-            await environment.start()
-            assert [tool["function"]["name"] for tool in environment.tools] == [
-                *("multiply", "add", "fails", "slow", "naps")
-            ]
-            assert await environment.begin("a", prompt) is None
-            assert await step(said(calls(to("multiply", a=6, b=7)))) == "42"
-            both = await step(said(calls(to("add", a=1, b=2), to("multiply", a=3, b=4))))
-            assert both == "3</tool_response><tool_response>12"
-            wrong = await step(said(calls(to("add", a="one", b=2))))
-            assert wrong.startswith("error: a: Input should be a valid integer"), wrong
-            assert "no tool 'divide'" in await step(said(calls(to("divide", a=1, b=2))))
-            assert "could not be read" in await step(said("<tool_call>{add 1 2}</tool_call>"))
-            assert await step(said(calls(to("fails", a=1)))) == "error: ValueError: no such number"
-            assert "did not answer within 0.5 s" in await step(said(calls(to("slow", a=1))))
-            # Each has its own limit, and waits for the only thread without one.
-            several = await step(said(calls(*(to("naps", a=n) for n in range(4)))))
-            assert several == "</tool_response><tool_response>".join("0123")
-            long = await step(said(calls(to("multiply", a=10**70, b=1))))
-            assert long == "1" + "0" * 59, "a long result is cut"
-            verdict = await step(said("42"))
-            assert (verdict.reward, verdict.correct) == (1.0, True)
-            assert verdict.metrics == {"tool_calls": 13.0, "tool_errors": 5.0}
-            for text, finish in (("<tool_call>{", "tool_call"), ("4", "")):
-                await environment.begin("a", prompt)
-                verdict = await step(said(text, cut=True))
-                assert (verdict.finish, verdict.reward, verdict.judged) == (finish, -1.0, False)
-        finally:
-            await environment.close()
-
-    asyncio.run(asyncio.wait_for(go(), 120))
+    try:
+        await environment.start()
+        assert [tool["function"]["name"] for tool in environment.tools] == [
+            *("multiply", "add", "fails", "slow", "naps")
+        ]
+        assert await environment.begin("a", prompt) is None
+        assert await step(said(calls(to("multiply", a=6, b=7)))) == "42"
+        both = await step(said(calls(to("add", a=1, b=2), to("multiply", a=3, b=4))))
+        assert both == "3</tool_response><tool_response>12"
+        wrong = await step(said(calls(to("add", a="one", b=2))))
+        assert wrong.startswith("error: a: Input should be a valid integer"), wrong
+        assert "no tool 'divide'" in await step(said(calls(to("divide", a=1, b=2))))
+        assert "could not be read" in await step(said("<tool_call>{add 1 2}</tool_call>"))
+        assert await step(said(calls(to("fails", a=1)))) == "error: ValueError: no such number"
+        assert "did not answer within 0.5 s" in await step(said(calls(to("slow", a=1))))
+        # Each has its own limit, and waits for the only thread without one.
+        several = await step(said(calls(*(to("naps", a=n) for n in range(4)))))
+        assert several == "</tool_response><tool_response>".join("0123")
+        long = await step(said(calls(to("multiply", a=10**70, b=1))))
+        assert long == "1" + "0" * 59, "a long result is cut"
+        verdict = await step(said("42"))
+        assert (verdict.reward, verdict.correct) == (1.0, True)
+        assert verdict.metrics == {"tool_calls": 13.0, "tool_errors": 5.0}
+        for text, finish in (("<tool_call>{", "tool_call"), ("4", "")):
+            await environment.begin("a", prompt)
+            verdict = await step(said(text, cut=True))
+            assert (verdict.finish, verdict.reward, verdict.judged) == (finish, -1.0, False)
+    finally:
+        await environment.close()
 
 
 def kit(folder: Path, **settings: Any) -> ToolKit:

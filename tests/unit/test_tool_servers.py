@@ -6,14 +6,15 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from mcp.server import MCPServer
-from support.environments import run
+from support.environments import opened
 from support.reward_servers import free_port, serving
 
 from megarl.apps.tools import servers
@@ -57,65 +58,53 @@ server.run("stdio")
 """
 
 
-def test_the_tools_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tools_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    (tmp_path / "server.py").write_text(SERVER)
     marks = tmp_path / "pids"
-
-    async def go() -> None:
-        server = ToolServer("numbers", f"{sys.executable} {tmp_path}/server.py {marks}")
-        try:
-            await server.start()
-            tools = {tool.schema["function"]["name"]: tool for tool in server.tools}
-            about = tools["double"].schema["function"]
-            assert about["description"] == "Twice a number."
-            assert about["parameters"]["properties"]["a"]["type"] == "integer"
-            assert await tools["double"].call('{"a": 21}', 5.0) == "42"
-            with pytest.raises(CallError, match="Error executing tool fails"):
-                await tools["fails"].call('{"a": 1}', 5.0)
-            with pytest.raises(CallError):
-                await tools["double"].call('{"a": "one"}', 5.0)
-            with pytest.raises(CallError, match="not an object"):
-                await tools["double"].call("[1]", 5.0)
-            with pytest.raises(CallError, match=r"did not answer within 0.5 s"):
-                await tools["waits"].call("{}", 0.5)
-            assert "SOME_API_KEY" not in await tools["secrets"].call("{}", 5.0)
-            with pytest.raises(
-                ToolUnavailable, match=r"ended during a call; it wrote: .*out of disk"
-            ):
-                await tools["ends"].call("{}", 5.0)
-            assert await tools["double"].call('{"a": 4}', 30.0) == "8", "it is started again"
-        finally:
-            await server.close()
-
-    asyncio.run(asyncio.wait_for(go(), 100))
+    async with tools_of(ToolServer("numbers", program(tmp_path, SERVER, str(marks)))) as tools:
+        about = tools["double"].schema["function"]
+        assert about["description"] == "Twice a number."
+        assert about["parameters"]["properties"]["a"]["type"] == "integer"
+        assert await tools["double"].call('{"a": 21}', 5.0) == "42"
+        with pytest.raises(CallError, match="Error executing tool fails"):
+            await tools["fails"].call('{"a": 1}', 5.0)
+        with pytest.raises(CallError):
+            await tools["double"].call('{"a": "one"}', 5.0)
+        with pytest.raises(CallError, match="not an object"):
+            await tools["double"].call("[1]", 5.0)
+        with pytest.raises(CallError, match=r"did not answer within 0.5 s"):
+            await tools["waits"].call("{}", 0.5)
+        assert "SOME_API_KEY" not in await tools["secrets"].call("{}", 5.0)
+        with pytest.raises(ToolUnavailable, match=r"ended during a call; it wrote: .*out of disk"):
+            await tools["ends"].call("{}", 5.0)
+        assert await tools["double"].call('{"a": 4}', 30.0) == "8", "it is started again"
     pids = [int(line) for line in marks.read_text().split()]
     assert len(pids) == 2
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     assert all(psutil.Process(pid).status() == "zombie" for pid in left), "nothing is left"
 
 
-def using(server: ToolServer, use: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
-    """Start a server, use its tools {name: tool}, and close it."""
-
-    async def whole() -> None:
-        try:
-            await server.start()
-            await use({tool.schema["function"]["name"]: tool for tool in server.tools})
-        finally:
-            await server.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 100))
+@asynccontextmanager
+async def tools_of(server: ToolServer) -> AsyncIterator[dict[str, Any]]:
+    """The tools {name: tool} of a server, which is started, and closed at the end."""
+    try:
+        await server.start()
+        yield {tool.schema["function"]["name"]: tool for tool in server.tools}
+    finally:
+        await server.close()
 
 
-async def nothing(_: object) -> None:
-    pass
+def program(folder: Path, text: str, words: str = "") -> str:
+    """The command of a Python program that is written to folder/server.py."""
+    (folder / "server.py").write_text(text)
+    return f"{sys.executable} {folder}/server.py {words}".strip()
 
 
-def refused(command: str, **settings: Any) -> str:
+async def refused(command: str, **settings: Any) -> str:
     """What is said of a server that does not start; in one line."""
     with pytest.raises(ValueError) as told:
-        using(ToolServer("broken", command, **settings), nothing)
+        async with tools_of(ToolServer("broken", command, **settings)):
+            pass
     assert "\n" not in str(told.value) and len(str(told.value)) < 2 * WORDS + 300
     return str(told.value)
 
@@ -135,7 +124,7 @@ sys.exit('ends')"""
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("text", "said"),
     [
         (DIES, "it wrote: no such folder: /data;"),
         (CHATTY, "it wrote: x+ the end;"),
@@ -145,9 +134,8 @@ sys.exit('ends')"""
     ],
     ids=["dies", "chatty", "banner", "other", "pipe kept open"],
 )
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, program: str, said: str) -> None:
-    (tmp_path / "server.py").write_text(program)
-    told = refused(f"{sys.executable} {tmp_path}/server.py")
+async def test_a_server_that_does_not_start_says_why(tmp_path: Path, text: str, said: str) -> None:
+    told = await refused(program(tmp_path, text))
     assert re.search(f"servers.broken: `.*` gave no list of tools.*{said}", told), told
 
 
@@ -165,13 +153,9 @@ for line in sys.stdin:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)"""
 
 
-def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text(PAGES)
-
-    async def use(tools: dict[str, Any]) -> None:
+async def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
+    async with tools_of(ToolServer("pages", program(tmp_path, PAGES))) as tools:
         assert list(tools) == ["tool0", "tool1", "tool2"]
-
-    using(ToolServer("pages", f"{sys.executable} {tmp_path}/server.py"), use)
 
 
 JUNK = """import json, os, sys
@@ -193,31 +177,22 @@ for line in sys.stdin:
     [r"b'\xff\xfe\n'", r"b'\xe2\x82\n'", r"b'caf\xe9\n\0\n[]\n'", r"b'x'*10**6+b'\n'"],
     ids=["no text", "half a character", "latin-1, NUL, batch", "long"],
 )
-def test_a_line_that_is_no_message_is_passed_over(
+async def test_a_line_that_is_no_message_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, junk: str
 ) -> None:
-    (tmp_path / "server.py").write_text(JUNK)
-
-    async def use(tools: dict[str, Any]) -> None:
+    async with tools_of(ToolServer("junk", program(tmp_path, JUNK, f'"{junk}"'))) as tools:
         for _ in range(2):
             assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
-
-    using(ToolServer("junk", f'{sys.executable} {tmp_path}/server.py "{junk}"'), use)
     assert caplog.text == "", "no traceback for each of them"
 
 
-def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
+async def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
     """The client would end the session of all calls."""
-    (tmp_path / "server.py").write_text(JUNK)
-
-    async def use(tools: dict[str, Any]) -> None:
+    async with tools_of(ToolServer("junk", program(tmp_path, JUNK, "'bytes()'"))) as tools:
         for bad in (r'{"a": "\ud800"}', r'{"\udfff": 1}', '{"a": %s}' % ("[" * 300 + "]" * 300)):
             with pytest.raises(CallError, match="the arguments cannot be sent"):
                 await tools["tool"].call(bad, 10.0)
         assert await tools["tool"].call(r'{"a": "\ud83d\ude00"}', 10.0) == "fine \u2713"
-
-    server = ToolServer("junk", f"{sys.executable} {tmp_path}/server.py 'bytes()'")
-    using(server, use)
 
 
 @pytest.mark.parametrize(
@@ -225,20 +200,16 @@ def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
     [("a line\\n", 10), ("a line\\n", 10**6), ("no line", 10**6)],
     ids=["few lines", "many", "one without end"],
 )
-def test_what_a_server_writes_is_passed_on_within_bounds(
+async def test_what_a_server_writes_is_passed_on_within_bounds(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, times: int
 ) -> None:
-    program = f"""import os, sys\nsys.stderr.write("{text}" * {times} + "the end\\n")\n{JUNK}"""
-    (tmp_path / "server.py").write_text(program)
-
-    async def use(tools: dict[str, Any]) -> None:
+    loud = f"""import os, sys\nsys.stderr.write("{text}" * {times} + "the end\\n")\n{JUNK}"""
+    ends = """bytes() if not asked["params"]["arguments"] else os._exit(1)"""
+    async with tools_of(ToolServer("loud", program(tmp_path, loud, f"'{ends}'"))) as tools:
         assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
         for _ in range(2):
             with pytest.raises(ToolUnavailable, match=r"it wrote: .*the end"):
                 await tools["tool"].call('{"end": 1}', 10.0)
-
-    ends = """bytes() if not asked["params"]["arguments"] else os._exit(1)"""
-    using(ToolServer("loud", f"{sys.executable} {tmp_path}/server.py '{ends}'"), use)
     wrote = capfd.readouterr().err
     if times == 10:
         assert wrote == ("a line\n" * 10 + "the end\n") * 2, "of each start"
@@ -247,11 +218,11 @@ def test_what_a_server_writes_is_passed_on_within_bounds(
         assert wrote.count("\nenvironment.tools.servers.loud: the rest of what") == 2
 
 
-def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "START_WITHIN_S", 0.5)
-    assert "`sleep 60` gave no list of tools within 0.5 s; run" in refused("sleep 60")
+    assert "`sleep 60` gave no list of tools within 0.5 s; run" in await refused("sleep 60")
     monkeypatch.setattr(servers, "START_WITHIN_S", 60.0)
-    assert "broken: `false` gave no list of tools (" in refused("false")
+    assert "broken: `false` gave no list of tools (" in await refused("false")
 
 
 # --------------------------------------------------------------------------------------------- HTTP
@@ -305,7 +276,7 @@ async def answer(send: Any, status: int, kind: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("json", [True, False], ids=["json", "sse"])
-def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: bool) -> None:
+async def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: bool) -> None:
     monkeypatch.setenv("NUMBERS_TOKEN", "hush")
     app = Http(json=json)
 
@@ -340,12 +311,13 @@ def test_the_tools_of_a_server_over_http(monkeypatch: pytest.MonkeyPatch, json: 
         assert len(set(app.sessions)) == 3
 
     with serving(app, path="/mcp", lifespan="on") as address:
-        using(ToolServer("numbers", address, {}, "NUMBERS_TOKEN"), use)
+        async with tools_of(ToolServer("numbers", address, {}, "NUMBERS_TOKEN")) as tools:
+            await use(tools)
         monkeypatch.setenv("NUMBERS_TOKEN", "wrong")
-        told = refused(address, token_variable="NUMBERS_TOKEN")  # noqa: S106 - a name
+        told = await refused(address, token_variable="NUMBERS_TOKEN")  # noqa: S106 - a name
         assert "HTTP 401 Unauthorized: who are you, Bearer ***?" in told
         assert "export NUMBERS_TOKEN (environment.tools.server_tokens.broken)" in told
-        told = refused(address)
+        told = await refused(address)
         assert "HTTP 401" in told and "set environment.tools.server_tokens.broken" in told
 
 
@@ -376,7 +348,7 @@ SAID = '{"content": [{"type": "text", "text": "FILL AUTH"}], "isError": WRONG}'
         ("tools/call", "AUTH"),
     ],
 )
-def test_a_token_that_a_server_echoes_is_told_to_nobody(
+async def test_a_token_that_a_server_echoes_is_told_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     method: str,
@@ -407,14 +379,11 @@ def test_a_token_that_a_server_echoes_is_told_to_nobody(
 
     told: list[str] = []
 
-    async def use(tools: dict[str, Any]) -> None:
-        told.append(json.dumps(tools["tool"].schema))
-        told.append(await tools["tool"].call("{}", 10.0))
-
     with serving(app, path="/mcp") as address:
-        server = ToolServer("echo", address, {}, "ECHO_TOKEN")
         try:
-            using(server, use)
+            async with tools_of(ToolServer("echo", address, {}, "ECHO_TOKEN")) as tools:
+                told.append(json.dumps(tools["tool"].schema))
+                told.append(await tools["tool"].call("{}", 10.0))
         except (ValueError, CallError, ToolUnavailable) as error:
             told.append(str(error))
     whole = "\n".join([*told, caplog.text])
@@ -434,20 +403,21 @@ async def page(scope: Any, receive: Any, send: Any) -> None:
     await answer(send, 200, "text/html", b"<html>" * 1000)
 
 
-def test_an_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "ConnectError" in refused(f"http://127.0.0.1:{free_port()}/mcp")
+async def test_an_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ConnectError" in await refused(f"http://127.0.0.1:{free_port()}/mcp")
     with serving(page, path="/") as address:
-        assert "HTTP 200 OK: <html><html>" in refused(address)
+        assert "HTTP 200 OK: <html><html>" in await refused(address)
     monkeypatch.setattr(servers, "START_WITHIN_S", 0.5)
     with serving(silent, path="/") as address:
-        assert "gave no list of tools within 0.5 s; set the address" in refused(address)
+        assert "gave no list of tools within 0.5 s; set the address" in await refused(address)
 
 
-def test_a_server_that_goes_away_costs_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_goes_away_costs_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBERS_TOKEN", "hush")
     port = free_port()
-
-    async def use(tools: dict[str, Any]) -> None:
+    first = serving(Http(json=True), port, "/mcp", lifespan="on")
+    address = first.__enter__()
+    async with tools_of(ToolServer("numbers", address, {}, "NUMBERS_TOKEN")) as tools:
         assert await tools["double"].call('{"a": 1}', 60.0) == "2"
         await asyncio.to_thread(first.__exit__, None, None, None)
         with pytest.raises(ToolUnavailable, match="ConnectError"):
@@ -457,25 +427,20 @@ def test_a_server_that_goes_away_costs_the_call(monkeypatch: pytest.MonkeyPatch)
                 await tools["double"].call('{"a": 1}', 60.0)
             assert await tools["double"].call('{"a": 2}', 60.0) == "4"
 
-    first = serving(Http(json=True), port, "/mcp", lifespan="on")
-    address = first.__enter__()
-    using(ToolServer("numbers", address, {}, "NUMBERS_TOKEN"), use)
 
-
-def test_a_worker_process_reaches_a_server_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_process_reaches_a_server_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token's variable is passed on to the worker process, and required before the run."""
     with serving(Http(json=True), path="/mcp", lifespan="on") as address:
         tools = ToolsConfig(servers={"numbers": address}, server_tokens={"numbers": "SOME_TOKEN"})
-
-        async def use(environment: Any) -> list[str]:
-            await environment.start()
-            return [tool["function"]["name"] for tool in environment.tools]
-
         monkeypatch.delenv("SOME_TOKEN", raising=False)
         with pytest.raises(ValueError, match=r"tools.server_tokens.numbers names SOME_TOKEN, but"):
-            run(EnvironmentConfig(tools=tools), use)
+            async with opened(EnvironmentConfig(tools=tools)) as environment:
+                await environment.start()
         monkeypatch.setenv("SOME_TOKEN", "hush")
-        assert run(EnvironmentConfig(tools=tools), use) == ["double", "waits"]
+        async with opened(EnvironmentConfig(tools=tools)) as environment:
+            await environment.start()
+            names = [tool["function"]["name"] for tool in environment.tools]
+            assert names == ["double", "waits"]
 
 
 @pytest.mark.parametrize(
@@ -502,7 +467,7 @@ def test_wrong_settings_of_servers(
     ("settings", "seen"),
     [({}, ""), ({"pass_variables": ("A_KEY",)}, "A_KEY"), ({"isolate": False}, "A_KEY B_KEY")],
 )
-def test_tools_get_the_variables_that_the_recipe_names(
+async def test_tools_get_the_variables_that_the_recipe_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], seen: str
 ) -> None:
     """In a worker process as in a run: what a function and a server see is in their descriptions."""
@@ -523,9 +488,7 @@ def test_tools_get_the_variables_that_the_recipe_names(
     )
     config = EnvironmentConfig(tools=tools, **settings)
 
-    async def use(environment: Any) -> list[str]:
+    async with opened(config) as environment:
         await environment.start()
-        return [tool["function"]["description"].strip() for tool in environment.tools]
-
-    told = run(config, use)
+        told = [tool["function"]["description"].strip() for tool in environment.tools]
     assert told == [f"sees: {seen}".strip()] * 2

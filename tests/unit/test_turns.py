@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rollouts import dealt
 
 from megarl.environments.scoring import observed
 from megarl.errors import EngineLost
 from megarl.rollout.attempts import Attempts, request_seed
-from megarl.rollout.batch import shares
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.requests import EnginePool
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
@@ -44,7 +44,7 @@ class RandomEngine:
         *,
         seed: int,
         max_tokens: int,
-        temperature: float,
+        **rest: object,
     ) -> Segment:
         await asyncio.sleep(0)
         assert max_tokens > 0
@@ -208,16 +208,7 @@ def test_rows_of_random_sessions(seed: int) -> None:
         Group(n, PROMPT, [Rollout(0, 0, segments, verdict, 0)])
         for n, (segments, verdict) in enumerate(found)
     ]
-    made = shares(
-        step=0,
-        drawn=groups,
-        accepted=groups,
-        seconds=1.0,
-        num_data_ranks=2,
-        num_mini_batches=2,
-        micro_batch_tokens=128,
-        transcripts=0,
-    )
+    made = dealt(groups, num_data_ranks=2, num_mini_batches=2, micro_batch_tokens=128)
     rows = {
         int(samples.ids[n]): (samples, slice(samples.offsets[n], samples.offsets[n + 1]))
         for rank in range(2)
@@ -246,30 +237,23 @@ def test_rows_of_random_sessions(seed: int) -> None:
         assert totals[n] == sum(rewards)
 
 
-def test_a_cancelled_rollout_ends_its_session() -> None:
+async def test_a_cancelled_rollout_ends_its_session() -> None:
     class Stuck(RandomEngine):
         async def generate(self, *_: object, **__: object) -> Segment:  # type: ignore[override]
             await asyncio.sleep(60)
             raise AssertionError
 
-    async def go() -> set[str]:
-        environment = RandomEnvironment(random.Random(3))
-        attempts = Attempts(
-            EnginePool([Stuck(0, random.Random(0))], RolloutConfig()), environment, 0, 20
-        )
-        tasks = [
-            asyncio.create_task(attempts.attempt(PROMPT, n, temperature=1.0)) for n in range(5)
-        ]
-        await asyncio.sleep(0.05)
-        begun = set(environment.open)
-        assert begun
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.05)
-        return environment.open
-
-    assert asyncio.run(go()) == set()
+    environment = RandomEnvironment(random.Random(3))
+    pool = EnginePool([Stuck(0, random.Random(0))], RolloutConfig())
+    attempts = Attempts(pool, environment, 0, 20)
+    tasks = [asyncio.create_task(attempts.attempt(PROMPT, n, temperature=1.0)) for n in range(5)]
+    await asyncio.sleep(0.05)
+    assert environment.open
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    assert not environment.open
 
 
 def test_a_first_observation_beyond_the_budget_is_a_failure() -> None:
@@ -286,12 +270,3 @@ def test_a_first_observation_beyond_the_budget_is_a_failure() -> None:
     assert [(part.kind, part.num_tokens) for part in segments] == [("model", 1)]
     assert verdict.failure == "error" and verdict.judged and not environment.open
     assert "has 10 tokens, but rollout.max_new_tokens is 10" in verdict.detail
-
-
-class Sessions(RandomEnvironment):
-    """A session begins without an observation, and never twice under one key."""
-
-    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        assert key not in self.open
-        self.open.add(key)
-        return None

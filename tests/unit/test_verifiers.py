@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.environments import ask, run, verdicts
+from support.rollouts import segment
 from support.tiny import write_tokenizer
 
 from megarl.apps.verifiers.numeric import numbers
@@ -36,7 +37,7 @@ from megarl.environments.verifier_config import (
     RegexConfig,
 )
 from megarl.environments.verifiers import load_verifier
-from megarl.types import Prompt, Segment, TokenArrays, Verdict
+from megarl.types import Prompt, Segment, Verdict
 
 
 def house(name: str, settings: Any = None, **others: Any) -> EnvironmentConfig:
@@ -495,7 +496,7 @@ def test_tokens_of_a_session_are_those_that_the_model_generated(tmp_path: Any) -
     )
     own = LengthConfig(shortest=10, longest=100)
     short = np.array(codec.encode("7"), np.int32)
-    part = Segment("model", 1, TokenArrays(short, np.zeros(1, np.float32)), finish="stop")
+    part = segment(short)
     prompt = Prompt(0, "", [1], "7")
 
     async def of_session(environment: Environment) -> Segment | Verdict:

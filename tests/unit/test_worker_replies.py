@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.environments import run, verdicts
+from support.environments import opened, together, verdicts
 
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.scoring import Environment
 from megarl.types import Prompt, Verdict
 
 OWN = r"""
@@ -176,16 +175,15 @@ def check(texts: Sequence[str], found: Sequence[Verdict]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timeout(120 + COUNT)
 @pytest.mark.parametrize("function", ["score", "score_later"])
-def test_every_verdict_belongs_to_its_response(own: str, function: str) -> None:
+async def test_every_verdict_belongs_to_its_response(own: str, function: str) -> None:
     texts = responses(COUNT)
     config = EnvironmentConfig(verifier=f"{own}:{function}", num_workers=2)
-
-    async def use(environment: Environment) -> list[Verdict]:
+    async with opened(config) as environment:
         asked = [environment.score(PROMPT, text, 1, False) for text in texts]
-        return await asyncio.gather(*asked)
-
-    check(texts, run(config, use, within_s=60 + COUNT * 0.2))
+        found = await asyncio.gather(*asked)
+    check(texts, found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -217,14 +215,11 @@ def test_a_plain_call_is_made_again_once_and_a_hang_never(own: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_dead_process_is_noticed_while_its_child_lives(own: str) -> None:
+async def test_a_dead_process_is_noticed_while_its_child_lives(own: str) -> None:
     """The child holds the channel open."""
     config = EnvironmentConfig(verifier=f"{own}:score", time_limit_s=20.0)
-
-    async def use(environment: Environment) -> Verdict:
-        return await environment.score(PROMPT, "1 dies", 1, False)
-
-    found = run(config, use)
+    async with opened(config) as environment:
+        found = await environment.score(PROMPT, "1 dies", 1, False)
     assert (found.failure, found.detail) == (
         "error",
         "the verifier's process ended with exit code 3",
@@ -235,16 +230,12 @@ def test_calls_of_an_async_function_wait_beside_one_another(own: str) -> None:
     """Each has a time limit of its own."""
     texts = [*("x" * size for size in range(7)), "never"]
 
-    async def use(environment: Environment) -> list[Verdict]:
-        asked = [environment.score(PROMPT, text, 1, False) for text in texts]
-        return await asyncio.gather(*asked)
-
-    together = EnvironmentConfig(verifier=f"{own}:together", concurrency=8, time_limit_s=3.0)
-    *found, never = run(together, use)
+    eight = EnvironmentConfig(verifier=f"{own}:together", concurrency=8, time_limit_s=3.0)
+    *found, never = together(eight, *texts)
     assert [one.reward for one in found] == list(range(7))
     assert (never.failure, never.detail) == (
         "timeout",
         "no verdict within environment.time_limit_s = 3 s",
     )
     too_few = EnvironmentConfig(verifier=f"{own}:together", concurrency=7, time_limit_s=1.0)
-    assert "timeout" in [one.failure for one in run(too_few, use)]
+    assert "timeout" in [one.failure for one in together(too_few, *texts)]

@@ -60,7 +60,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Write a random model into `folder`, one tensor in memory at a time; returns what it is."""
     import torch
 
-    from megarl.checkpoints.checkpoint_files import INDEX, split_outputs, write_safetensors
+    from megarl.checkpoints.export import INDEX, safetensors_header, split_outputs
     from megarl.parallel.tensor import whole_shapes
     from megarl.trainer.config import ModelConfig
     from megarl.trainer.loading import empty_model
@@ -75,10 +75,11 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     file_bytes = int(FILE_SHARE * sum(sizes) * dtype.itemsize)
     outputs, index = split_outputs(folder, shapes, dtypes, file_bytes)
     for output in outputs:
-        drawn = (
-            torch.empty(size, dtype=dtype).normal_(std=0.02) for size in output.owned.sizes.values()
-        )
-        write_safetensors(output, dtypes, drawn)
+        with output.path.open("wb") as file:
+            file.write(safetensors_header(output, dtypes))
+            for size in output.owned.sizes.values():
+                drawn = torch.empty(size, dtype=dtype).normal_(std=0.02)
+                file.write(drawn.view(torch.uint8).numpy().data)
     if index is not None:
         (folder / INDEX).write_text(json.dumps(index))
     itemsize = max(dtype.itemsize, getattr(torch, args.dtype).itemsize)

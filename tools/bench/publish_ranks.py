@@ -38,9 +38,9 @@ from megarl.weight_sync.checksums import signed
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
 from megarl.weight_sync.parameters import engine_owned, training_shards
-from megarl.weight_sync.route import Route, RouteSpec
-from megarl.weight_sync.transports.shared_counters import SharedCounters, wait_until
-from megarl.weight_sync.transports.transport_table import RECEIVERS
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.transports.base import wait_until
+from megarl.weight_sync.transports.shared_memory import SharedCounters
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -279,7 +279,7 @@ class Trainer:
         policy = SimpleNamespace(zero_stage=task["zero"], **shared)
         limits: Any = {"bucket_mib": bucket_mib, "timeout_s": task["deadline"]}
         publish = WeightSyncConfig(transport=transport, probe_every=0, replacements=0, **limits)
-        settings: dict[str, Any] = dict.fromkeys(("dtype", "precision"), "bfloat16")
+        text: Any = {"vocab_size": 2, "max_tokens": 2, "seed": 0, "tolerance": 0.0}
         return wire.Publisher(
             publish,
             table=case.table,
@@ -288,10 +288,8 @@ class Trainer:
             num_engines=task["engines"],
             engine_tensor=task["engine_tensor"],
             mesh=SimpleNamespace(layout=case.layout, world=case.trainers),  # type: ignore[arg-type]
-            vocabulary=2,
-            max_tokens=2,
-            seed=0,
-            **settings,
+            dtype="bfloat16",
+            probe=Probe.random(dtypes=["bfloat16"], **text),
         )
 
     def _per_parameter(self, through: str) -> None:
@@ -373,19 +371,12 @@ class Reader:
         way, received = (turn["transport"], turn["bucket_mib"]), -self.padding
         if way not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
-            spec = RouteSpec(**info["spec"])
-            place = spec.destination(self.engine, self.part)
-            route = Route.of_destination(spec, self.case.table, place)
-            kind = RECEIVERS[info["transport"]]
-            receiver = kind(route, self.engine, self.part, info["init_info"])
-            self.ends[way] = receiver, receive.BucketReceiver(route, receiver)
-        _, intake = self.ends[way]
-        digests = [0] * len(intake.route.tensors)
-        seconds = dict.fromkeys(("wait", "digest", "install"), 0.0)
+            made = receive.InitInfo(**info)
+            self.ends[way] = receive.BucketReceiver(made, self.case.table, self.part)
+        intake = self.ends[way]
         version = broadcast_object(0, self.case.wire)
-        watch = receive.deadline_watch(self.case.task["deadline"])
-        for bucket, buffers in intake.buckets(version, watch, seconds):
-            intake.digest(bucket, buffers, digests, seconds)
+        for bucket, buffers in intake.buckets(version, self.case.task["deadline"]):
+            intake.digest(bucket, buffers)
             started_at = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())
             for name, buffer in buffers.items() if turn["way"] == "publish + copy" else ():
@@ -393,9 +384,8 @@ class Reader:
                 # As an engine: the transport waits for copies that were only started.
                 running = self.buffers[name][start : start + len(buffer)]
                 running.copy_(buffer, non_blocking=True)
-            seconds["install"] += time.perf_counter() - started_at
-        told = {"version": version, "digests": list(map(signed, digests)), "seconds": seconds}
-        gather_objects([told], self.case.wire)
+            intake.seconds["install"] += time.perf_counter() - started_at
+        gather_objects([intake.status(version)], self.case.wire)
         return received
 
     def _per_parameter(self, through: str) -> int:

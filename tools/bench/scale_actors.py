@@ -23,7 +23,7 @@ from megarl.cluster.stored_arrays import stored
 from megarl.ledger.recorder import Recorder
 from megarl.private_folder import MARK
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
-from megarl.rollout.engine import Pulse
+from megarl.rollout.inference_engine import Pulse
 from megarl.rollout.service import RolloutService
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 

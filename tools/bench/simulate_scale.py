@@ -164,14 +164,11 @@ def plans(engines: int) -> dict[str, Any]:
     table = parameter_table(MODEL)
     shards = {name: [one.dim, *one.edges] for name, one in training_shards(table, 8).items()}
     spec = RouteSpec(
-        data=8,
-        sequence=1,
-        tensor=8,
+        degrees=[8, 1, 8],
         zero_stage=3,
         shards=shards,
         engines=engines,
         engine_tensor=8,
-        shared=True,
         dtype="bfloat16",
         bucket_bytes=8 * 2**20,
         table=table_fingerprint(table),

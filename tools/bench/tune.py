@@ -2,13 +2,14 @@
 the same machine, model and data; CPU only.
 
     python tools/bench/tune.py [--json] [--kinds preference,sft] [--rounds 3] [--steps 8]
-                               [--trl-env FOLDER]
+                               [--rows 32] [--padded 8] [--model FOLDER] [--trl-env FOLDER]
 
-A step is 32 pairs, or 64 demonstrations, in float32, with one AdamW step. The model is the random
-Qwen2 of e2e.py. Prompts have 12 to 24 tokens, responses 20 to 400, most of them short. Both pack:
+A step is 32 pairs (`--rows`), or twice as many demonstrations, in float32, with one AdamW step. The
+model is the random Qwen2 of e2e.py, or that of `--model`, f.e. one that tools/real_model.py made.
+Prompts have 12 to 24 tokens, responses 20 to 400, most of them short. Both pack:
 megarl up to 8,192 tokens in a row; TRL's SFT in blocks of 2,048 (`packing`), while its DPO has no
-packing that runs on a CPU, and pads eight pairs to their longest. The reference's log-probs are
-computed before training by both, and are not measured.
+packing that runs on a CPU, and pads eight pairs (`--padded`) to their longest. The reference's
+log-probs are computed before training by both, and are not measured.
 
 What is measured: tokens of prompts and responses, padding not counted, by the seconds from a step's
 begin to its end; of TRL by a TrainerCallback, of megarl by `time/step_s`. The first step is left
@@ -40,12 +41,10 @@ from e2e_task import (
     write_task,
 )
 
-ROWS = {"preference": 32, "sft": 64}
-"""Rows of one optimizer step."""
+KINDS = {"preference": 1, "sft": 2}
+"""{kind: rows of one optimizer step for each of `--rows`}."""
 BLOCK_TOKENS = 2048
 """Tokens of a row of TRL's packing."""
-ROWS_AT_ONCE = 8
-"""Padded pairs of one forward pass of TRL's DPO."""
 SPREADS = (Setting(2, 1), Setting(1, 2))
 DEADLINE_S = 900.0
 RECIPE = f"""
@@ -55,44 +54,64 @@ training: {{micro_batch_tokens: {MICRO_BATCH_TOKENS},
 observe: {{tensorboard: false, progress: false}}
 """
 OPTIONS = {
-    "--kinds": (list(ROWS), "what is trained", tuple(ROWS)),
+    "--kinds": (list(KINDS), "what is trained", tuple(KINDS)),
     "--rounds": (3, "runs of each system in each way"),
     "--steps": (8, "timed steps of a run"),
+    "--rows": (32, "pairs of a step; of demonstrations twice as many"),
+    "--padded": (8, "pairs of one forward pass of TRL's DPO; fewer where memory is short"),
+    "--model": ("", "folder of a model; without it a random one"),
     "--trl-env": (TRL_ENV, "folder of TRL's environment"),
 }
 
 
-def write_data(folder: Path, steps: int) -> dict[str, float]:
+def words_of(model: Path) -> list[str]:
+    """Texts of one token each, from which the data's texts are put together: letters for the random
+    model, else words of the model's vocabulary with the space before them.
+    """
+    from transformers import AutoTokenizer
+
+    vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    spaced = [
+        f" {word[1:]}" for word in sorted(vocabulary) if word[0] == "Ġ" and word[1:].isalpha()
+    ]
+    return [word for word in spaced if word.isascii()] or list(LETTERS)
+
+
+def write_data(folder: Path, words: list[str], rows: int, steps: int) -> dict[str, float]:
     """Rows for `steps` steps of both kinds; returns the mean tokens of a step of each."""
     draw, tokens = random.Random(SEED), {}
 
-    def text(shortest: int, longest: int) -> str:
+    def text(shortest: int, longest: int) -> tuple[str, int]:
         length = shortest + int((longest - shortest) * draw.random() ** 3)
-        return "".join(draw.choices(LETTERS, k=length))
+        return "".join(draw.choices(words, k=length)), length
 
-    for kind, per_step in ROWS.items():
+    for kind, times in KINDS.items():
         names = ("chosen", "rejected") if kind == "preference" else ("completion",)
         count, lines = 0, []
-        for _ in range(per_step * steps):
-            prompt = text(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS)
-            row = {"prompt": prompt} | {name: text(20, 400) for name in names}
-            count += sum(len(prompt) + len(row[name]) + 1 for name in names)
+        for _ in range(rows * times * steps):
+            prompt, before = text(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS)
+            row = {"prompt": prompt}
+            for name in names:
+                row[name], length = text(20, 400)
+                count += before + length + 1
             lines.append(json.dumps(row) + "\n")
         (folder / f"{kind}.jsonl").write_text("".join(lines))
         tokens[kind] = count / steps
     return tokens
 
 
-def settings_of(kind: str, work: Path, setting: Setting, steps: int) -> dict[str, object]:
+def settings_of(
+    kind: str, work: Path, setting: Setting, args: argparse.Namespace
+) -> dict[str, object]:
     """{setting: value} of a run of megarl, on top of `RECIPE`."""
     section = "preferences" if kind == "preference" else "demonstrations"
     own = {"reference.cache": work / "reference"}
     if kind == "sft":
         own = {"demonstrations.response_column": "completion"}
     return {
-        "steps": steps,
-        "samples_per_step": ROWS[kind],
-        "model.path": work / "task" / "model",
+        "steps": 1 + args.steps,
+        "samples_per_step": KINDS[kind] * args.rows,
+        "model.path": args.model,
         f"{section}.source": work / "task" / f"{kind}.jsonl",
         f"{section}.max_tokens": 4096,
         f"{section}.shuffle": False,
@@ -101,16 +120,22 @@ def settings_of(kind: str, work: Path, setting: Setting, steps: int) -> dict[str
     }
 
 
-def trl_given(kind: str, work: Path, setting: Setting, steps: int, tokens: float) -> dict[str, Any]:
+def trl_given(
+    kind: str, work: Path, setting: Setting, args: argparse.Namespace, tokens: float
+) -> dict[str, Any]:
     """The run as trl_side.py takes it. `tokens`: of a step."""
-    rows = ROWS[kind] // setting.processes
-    arguments: dict[str, Any] = {"max_steps": steps, "learning_rate": LEARNING_RATE, "seed": SEED}
+    rows = KINDS[kind] * args.rows // setting.processes
+    arguments: dict[str, Any] = {
+        "max_steps": 1 + args.steps,
+        "learning_rate": LEARNING_RATE,
+        "seed": SEED,
+    }
     if kind == "preference":
         arguments |= {
             "beta": 0.1,
             "max_length": 4096,
-            "per_device_train_batch_size": min(ROWS_AT_ONCE, rows),
-            "gradient_accumulation_steps": max(1, rows // ROWS_AT_ONCE),
+            "per_device_train_batch_size": min(args.padded, rows),
+            "gradient_accumulation_steps": max(1, rows // args.padded),
             "precompute_ref_log_probs": True,
         }
     else:
@@ -123,7 +148,7 @@ def trl_given(kind: str, work: Path, setting: Setting, steps: int, tokens: float
         }
     return {
         "trainer": "DPO" if kind == "preference" else "SFT",
-        "model": str(work / "task" / "model"),
+        "model": str(args.model),
         "rows": str(work / "task" / f"{kind}.jsonl"),
         "arguments": arguments,
     }
@@ -131,25 +156,26 @@ def trl_given(kind: str, work: Path, setting: Setting, steps: int, tokens: float
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both systems in turns, each with both ways to use the cores."""
-    python, steps, made = make_trl_environment(args.trl_env), 1 + args.steps, []
+    python, made = make_trl_environment(args.trl_env), []
     with tempfile.TemporaryDirectory(prefix="tune-") as name:
         work = Path(name)
         parameters = write_task(work / "task")
-        tokens = write_data(work / "task", steps)
+        args.model = Path(args.model or work / "task" / "model").absolute()
+        tokens = write_data(work / "task", words_of(args.model), args.rows, 1 + args.steps)
 
         def one_run(kind: str, system: str, setting: Setting) -> float:
             """Tokens a second."""
             if system == "megarl":
-                settings = settings_of(kind, work, setting, steps)
+                settings = settings_of(kind, work, setting, args)
                 rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
                 found = rows[1:]
                 saved = next((work / "run" / "checkpoints").glob("step_*")) / "model"
-                change = weight_change(work / "task" / "model", saved)
+                change = weight_change(args.model, saved)
                 seconds = [one["time/step_s"] for one in found]
                 per_s = (one["tokens/trained_per_s"] for one in found)
                 trained = sum(rate * s for rate, s in zip(per_s, seconds, strict=True))
             else:
-                given = trl_given(kind, work, setting, steps, tokens[kind])
+                given = trl_given(kind, work, setting, args, tokens[kind])
                 answer = run_trl(python, work, setting, given, DEADLINE_S)
                 first, *rest = answer["steps"]
                 change, seconds = answer["weight_change"], [step["step_s"] for step in rest]

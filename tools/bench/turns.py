@@ -33,7 +33,6 @@ from launch_ranks import share_of
 
 from megarl.apps.runs.command_checks import check_rollout
 from megarl.cluster.process_env import prepare_environment
-from megarl.cluster.remote import EngineActor, GenerateRequest
 from megarl.config import RunConfig, longest_request, read
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
@@ -41,6 +40,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.rollout.attempts import Attempts
 from megarl.rollout.config import EngineConfig, RolloutConfig
+from megarl.rollout.engine import Engine
 from megarl.rollout.requests import EnginePool
 from megarl.types import Group, Prompt, Rollout, Samples, Segment
 
@@ -71,7 +71,7 @@ OPTIONS = {
 }
 
 
-class RecordedEngine(EngineActor):
+class RecordedEngine(Engine):
     """An engine that keeps vLLM's own account of each request: (prompt tokens, generated tokens,
     their log-probs).
     """
@@ -102,7 +102,8 @@ class Here:
     ) -> Segment:
         asked["max_tokens"] = self._tokens or asked["max_tokens"]
         earlier = [part.arrays.token_ids for part in segments]
-        made = await self._engine.serve(GenerateRequest(prompt_ids, earlier, **asked))
+        token_ids = np.concatenate([prompt_ids, *earlier]).tolist()
+        made = await self._engine.generate(token_ids, **asked)
         return replace(made, finish="stop") if self._tokens else made
 
     async def paused_s(self, last_s: float) -> float:
@@ -213,10 +214,9 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
     )
     environment = Environment(config, Codec.of(tokenizer))
-    started = await engine.start()
+    await engine.start()
+    of_engine = psutil.Process().children(recursive=True)
     await environment.start()
-    own = psutil.Process().pid
-    of_engine = [psutil.Process(pid) for _, pid, _ in started["processes"] if pid != own]
     pool = EnginePool([Here(engine, args.tokens)], RolloutConfig(request_timeout_s=600.0))
     attempts = Attempts(pool, environment, 1, longest)
     rounds = []

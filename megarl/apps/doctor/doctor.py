@@ -1,113 +1,50 @@
 """`megarl doctor`: what this machine has, and whether that is enough for a run.
 
-Checks run in parallel, each with a deadline. To add one, write a function () -> list[Finding] and
-list it in `CHECKS`. Whatever may hang or crash (CUDA, Ray, vLLM, compilers) runs in a process of
-its own, which is killed with everything it started when its time is up. Checks change nothing and
-touch no process of others.
+Checks run in parallel threads, within one deadline. To add one, write a function without arguments
+that yields a `Finding` (status, what was found, what to do about it) for each line of the table,
+and list the function in `CHECKS`. Whatever may hang or crash (CUDA, Ray, vLLM, compilers) runs in a
+process of its own, which is killed with everything it started when its time is up. Checks change no
+settings of the machine and touch no process that they have not started.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from megarl.apps.doctor.communication import (
-    check_gloo,
-    check_hub,
-    check_memfd,
-    check_port,
-    check_ray,
-)
-from megarl.apps.doctor.findings import Finding, ask_python, core_share, run_program
-from megarl.apps.doctor.machine import (
-    check_accelerators,
-    check_disk,
-    check_leftovers,
-    check_memory,
-    check_shared_memory,
-)
-from megarl.apps.doctor.software import (
-    check_accelerated,
-    check_compiler,
-    check_packages,
-    check_python,
-    check_vllm,
-)
+from megarl.apps.doctor import communication, machine, software
+from megarl.apps.doctor.findings import Finding
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.cluster.process_env import prepare_environment
 from megarl.console import result
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.isolation import MOVES_SINCE, landlock_version
+from megarl.errors import UserError
 from megarl.schema import require
 
 
-def check_headers() -> list[Finding]:
-    """Whether there is a Python.h, with which Triton builds the launcher of every kernel and torch
-    its C++ extensions.
+def check_isolation() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if Linux
+    (Landlock) can keep the process of a user's verifier from looking into other processes,
+    otherwise `warn`.
     """
-    include = sysconfig.get_paths()["include"]
-    if (Path(include) / "Python.h").is_file():
-        return [Finding("Python headers", "ok", include)]
-    version = sysconfig.get_python_version()
-    fix = f"install python{version}-dev (Debian) or python{version}-devel (Fedora)"
-    # Without a GPU, Triton compiles nothing.
-    status = "FAIL" if shutil.which("nvidia-smi") else "warn"
-    found = f"no Python.h in {include}: Triton and torch cannot compile kernels"
-    return [Finding("Python headers", status, found, fix)]
-
-
-def check_toolkit() -> list[Finding]:
-    """Whether the CUDA toolkit, if there is one, is of torch's CUDA. None is needed: torch, Triton
-    and vLLM bring their own compiled kernels and assembler.
-    """
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    beside = Path(home, "bin", "nvcc")
-    nvcc = str(beside) if beside.is_file() else shutil.which("nvcc")
-    if nvcc is None:
-        return [Finding("CUDA toolkit", "ok", "none, and none is needed")]
-    told = run_program([nvcc, "-V"], within_s=20)
-    found = re.search(r"release (\d+\.\d+)", told.output)
-    built = ask_python("import torch; print(torch.version.cuda or '')").output
-    if found is None or not built:
-        what = f"{nvcc}: {told.last_error}" if found is None else f"{found[1]}; torch is for CPUs"
-        return [Finding("CUDA toolkit", "ok", f"{what}; it is not used")]
-    return [toolkit_finding(found[1], built, nvcc)]
-
-
-def toolkit_finding(toolkit: str, cuda: str, nvcc: str) -> Finding:
-    """The finding on a toolkit of version `toolkit` beside torch built for version `cuda`."""
-    shown = f"{toolkit} at {nvcc}, torch is for CUDA {cuda}"
-    if toolkit.split(".")[0] == cuda.split(".")[0]:
-        return Finding("CUDA toolkit", "ok", shown)
-    fix = (
-        f"set CUDA_HOME to a toolkit of CUDA {cuda.split('.')[0]}, or take nvcc off PATH and unset"
-        " CUDA_HOME: what vLLM (FlashInfer) compiles at run time would fail or not load"
-    )
-    return Finding("CUDA toolkit", "warn", shown, fix)
-
-
-def check_isolation() -> list[Finding]:
-    """Whether the process of a user's verifier can be kept from looking into other processes."""
     version = landlock_version()
     if version < MOVES_SINCE:
         found = "no Landlock of version 2 here: verifiers can look into other processes"
         fix = "Linux 5.19 or newer, with landlock in the kernel's parameter lsm="
-        return [Finding("isolation of verifiers", "warn", found, fix)]
-    return [Finding("isolation of verifiers", "ok", f"Landlock {version}")]
+        yield Finding("warn", found, fix)
+    else:
+        yield Finding("ok", f"Landlock {version}")
 
 
-def check_sandbox() -> list[Finding]:
-    """Whether the verifier `code` can run programs in namespaces here."""
+def check_sandbox() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if the
+    verifier `code`, which runs programs that a model writes, can run them in Linux namespaces here,
+    otherwise `warn`.
+    """
     try:
         sandbox = Sandbox(CodeConfig())
         try:
@@ -117,82 +54,87 @@ def check_sandbox() -> list[Finding]:
         require(results[0]["status"] == "ok", f"a program ended with {results[0]['status']}")
     except (OSError, RuntimeError, ValueError) as error:
         fix = "only for the verifier code: allow user namespaces, or set environment.code.sandbox"
-        return [Finding("sandbox for programs", "warn", str(error)[:200], fix)]
-    return [Finding("sandbox for programs", "ok", sandbox.protection)]
+        yield Finding("warn", str(error)[:200], fix)
+    else:
+        yield Finding("ok", sandbox.protection)
 
 
 ALL_WITHIN_S = 55.0
-"""Seconds until all checks have ended; one that has not is reported as late."""
+"""Seconds until all checks have ended; one that has not by then gets the status `late`."""
 IDLE = 0.85
-"""Share of a core that a thread gets at least where no other program takes it."""
+"""Fraction of a core, 0 to 1, that a thread gets at least where no other program competes for
+it."""
 
 
-CHECKS: dict[str, Callable[[], list[Finding]]] = {
-    "Python": check_python,
-    "packages": check_packages,
-    "optional kernels": check_accelerated,
-    "accelerators": check_accelerators,
-    "memory": check_memory,
-    "/dev/shm": check_shared_memory,
-    "disk": check_disk,
-    "ports": check_port,
-    "memfd_create": check_memfd,
-    "gloo, two ranks": check_gloo,
-    "Ray starts and stops": check_ray,
-    "vLLM imports": check_vllm,
-    "C++ compiler": check_compiler,
-    "Python headers": check_headers,
-    "CUDA toolkit": check_toolkit,
-    "Hugging Face hub": check_hub,
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "packages": software.check_packages,
+    "optional kernels": software.check_accelerated,
+    "accelerators": machine.check_accelerators,
+    "memory": machine.check_memory,
+    "/dev/shm": machine.check_shared_memory,
+    "disk": machine.check_disk,
+    "memfd_create": communication.check_memfd,
+    "gloo, two ranks": communication.check_gloo,
+    "Ray starts and stops": communication.check_ray,
+    "vLLM imports": software.check_vllm,
+    "C++ compiler": software.check_compiler,
+    "Python headers": software.check_headers,
+    "CUDA toolkit": software.check_toolkit,
     "sandbox for programs": check_sandbox,
     "isolation of verifiers": check_isolation,
-    "left-over processes": check_leftovers,
 }
-"""{name: function of a check}, in the order in which the results are printed."""
+"""{name of a check: function that makes it}, in the order in which the results are printed."""
 
 
 def run_checks(
-    checks: dict[str, Callable[[], list[Finding]]], *, within_s: float = ALL_WITHIN_S
+    checks: dict[str, Callable[[], Iterator[Finding]]], *, within_s: float = ALL_WITHIN_S
 ) -> list[Finding]:
-    """All findings, in the order of `checks`.
+    """Run `checks`, {name: function that yields findings}, in parallel threads, and return all
+    findings (status, what was found, advice, name of the check) in the order of `checks`. Blocks
+    for about `within_s` seconds at most.
 
-    A check that raises counts as a failure, and so does one that is late, but for a warning where
-    other programs keep this machine busy, at the start or in the end.
+    A check that raises gives a finding with the status `FAIL`. A check that is late gives `FAIL`
+    too, or `warn` where other programs keep this machine busy.
     """
-    share = core_share()
-    deadline = time.monotonic() + within_s
+    share, deadline = core_share(), time.monotonic() + within_s
     pool = ThreadPoolExecutor(len(checks))
-    started_at: dict[str, Future[list[Finding]]] = {
-        name: pool.submit(check) for name, check in checks.items()
-    }
+    futures = {name: pool.submit(lambda check=check: [*check()]) for name, check in checks.items()}
     findings: list[Finding] = []
-    for name, future in started_at.items():
+    for name, future in futures.items():
         try:
-            findings += future.result(max(0.0, deadline - time.monotonic()))
-        except NotInTime:
-            findings.append(
-                Finding(name, "late", f"no answer within {within_s:g} s", "look for what hangs")
-            )
+            found = future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            found = [Finding("late", f"no answer within {within_s:g} s", "look for what hangs")]
         except Exception as error:  # the other checks still count
             fix = "this is an error of megarl's; please report it"
-            findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix))
+            found = [Finding("FAIL", f"{type(error).__name__}: {error}", fix)]
+        findings += [replace(one, check=one.check or name) for one in found]
     pool.shutdown(wait=False, cancel_futures=True)
-    if not any(finding.status == "late" for finding in findings):
-        return findings
-    share = min(share, core_share())
-    return [_of_load(one, share) if one.status == "late" else one for one in findings]
+    late = [one for one in findings if one.status == "late"]
+    share = min(share, core_share()) if late else 1.0
+    for one in late:
+        found = f"{one.found}; other programs leave a thread {share:.0%} of a core"
+        fix = "try again when the machine is less busy"
+        busy = replace(one, status="warn", found=found, fix=fix)
+        findings[findings.index(one)] = replace(one, status="FAIL") if share > IDLE else busy
+    return findings
 
 
-def _of_load(late: Finding, share: float) -> Finding:
-    """What to make of a late check where a thread gets `share` of a core."""
-    if share > IDLE:
-        return replace(late, status="FAIL")
-    found = f"{late.found}; other programs leave a thread {share:.0%} of a core"
-    return replace(late, status="warn", found=found, fix="try again when the machine is less busy")
+def core_share(spin_s: float = 0.3) -> float:
+    """Fraction of one core's time that this thread gets, measured with a busy loop of `spin_s`
+    seconds: near 1 unless other threads want more cores than there are.
+    """
+    wall, own = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall < spin_s:
+        pass
+    return (time.thread_time() - own) / (time.perf_counter() - wall)
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """The findings as text: a line for each, and a line for the fix where there is one."""
+    """The findings as text of aligned columns, joined by newlines: a line with status, name of the
+    check and what was found for each finding, and a line with the advice where there is one.
+    `findings`: at least one.
+    """
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -203,44 +145,28 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the findings as a table, or as one JSON object with `--json`.
+    """Run all checks and print the findings on standard output: a table with a verdict or, with
+    `--json`, one JSON object with the keys `ok`, `seconds` and `findings`. `arguments`: the words
+    after `megarl doctor`.
 
-    Returns the exit code: 0 if nothing failed, 1 if something did, 2 for an unknown argument.
+    Returns the exit code: 0 if nothing failed, 1 if something did. Raises `UserError` for a word
+    other than `--json`.
     """
     unknown = [word for word in arguments if word != "--json"]
     if unknown:
-        print(
-            f"megarl: error: megarl doctor does not know {unknown[0]!r}; it takes --json or"
-            " nothing",
-            file=sys.stderr,
-        )
-        return 2
+        raise UserError(f"megarl doctor does not know {unknown[0]!r}; it takes --json or nothing")
     prepare_environment(1)  # Ray and vLLM run with the settings of a run
     started_at = time.monotonic()
     findings = run_checks(CHECKS)
-    failed = [finding for finding in findings if finding.status == "FAIL"]
-    warned = [finding for finding in findings if finding.status == "warn"]
+    failed = sum(finding.status == "FAIL" for finding in findings)
+    warned = sum(finding.status == "warn" for finding in findings)
+    seconds = round(time.monotonic() - started_at, 1)
     if "--json" in arguments:
-        seconds = round(time.monotonic() - started_at, 1)
-        result(
-            json.dumps(
-                {
-                    "ok": not failed,
-                    "seconds": seconds,
-                    "findings": [asdict(finding) for finding in findings],
-                }
-            )
-        )
+        told = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
+        result(json.dumps(told))
     else:
         result(findings_table(findings))
-        verdict = (
-            "this machine can run megarl"
-            if not failed
-            else f"{len(failed)} to fix before a run can start"
-        )
-        result(f"\n{verdict}; {len(warned)} warnings; {time.monotonic() - started_at:.0f} s")
+        verdict = f"{failed} to fix before a run can start"
+        verdict = verdict if failed else "this machine can run megarl"
+        result(f"\n{verdict}; {warned} warnings; {seconds:.0f} s")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

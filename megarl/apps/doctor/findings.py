@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import psutil
 
 PROCESS_WITHIN_S = 45.0
-"""Deadline in seconds of a program. Starting Ray or importing vLLM takes half of it on a busy
-machine with two cores and cold disks."""
+"""Default deadline in seconds of a program that a check runs. Starting Ray or importing vLLM takes
+half of it on a busy machine with two cores and cold disks."""
 
 
 GIB = 2**30
@@ -25,112 +24,98 @@ GIB = 2**30
 
 
 Status = Literal["ok", "warn", "FAIL", "late"]
-"""`late`: a program did not end in time. On a busy machine that says little, so that
-`megarl.apps.doctor.doctor.run_checks` makes a warning of it there, and a failure elsewhere."""
+"""`FAIL`: a run cannot start or would break; `warn`: a run can start. `late`: a program did not end
+in time, which `megarl.apps.doctor.doctor.run_checks` turns into `warn` if other programs keep the
+machine busy, and into `FAIL` otherwise."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check: one line of the table."""
+    """Result of a check, one line of the table that `megarl doctor` prints: a status, what was
+    found and what to do about it, as text of one line each.
+    """
 
-    check: str
-    """What was checked."""
     status: Status
     found: str
-    """What was found."""
+    """What was found, as text of one line."""
     fix: str = ""
-    """What to do about it; empty if nothing is to be done."""
+    """What the user can do about it, as text of one line; empty if nothing is to be done."""
+    check: str = ""
+    """What was checked; if empty, `run_checks` puts the check's name in `CHECKS` here."""
 
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """Outcome of a program that was run with a deadline."""
+    """Outcome of a program that `run_program` ran with a deadline: exit status, standard output,
+    and the last line of standard error.
+    """
 
     code: int | None
-    """Exit status, or None where the deadline passed."""
+    """Exit status, negative for a signal; None where the deadline passed, 1 if the program could
+    not be started."""
     output: str
-    """Standard output."""
+    """Standard output without white space at its ends; empty where the deadline passed."""
     last_error: str
-    """Last line of standard error."""
+    """Last line of standard error that is not blank, at most 200 characters, or else why the
+    program failed."""
 
-    def failure(self, check: str, fix: str) -> Finding:
-        """The finding of a check whose program has failed or was late, be it by a deadline of its
-        own.
+    def finding(self, good: str, fix: str) -> Finding:
+        """The outcome as a finding: `ok` with the text `good` if the program's exit status is 0,
+        else `last_error` with the advice `fix`. The status is then `late` if the deadline passed or
+        the program itself reports a timeout, otherwise `FAIL`.
         """
+        if self.code == 0:
+            return Finding("ok", good)
         late = self.code is None or re.search("time(d|s)?[ -]?out", self.last_error, re.IGNORECASE)
-        return Finding(check, "late" if late else "FAIL", self.last_error, fix)
-
-
-def core_share(spin_s: float = 0.3) -> float:
-    """Share of one core's time that this thread gets, measured with a loop of `spin_s` seconds:
-    near 1 unless other threads want more cores than there are.
-    """
-    wall, own = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall < spin_s:
-        pass
-    return (time.thread_time() - own) / (time.perf_counter() - wall)
+        return Finding("late" if late else "FAIL", self.last_error, fix)
 
 
 def run_program(
-    command: list[str], *, within_s: float, environment: dict[str, str] | None = None
+    command: list[str],
+    *,
+    within_s: float = PROCESS_WITHIN_S,
+    environment: Mapping[str, str] | None = None,
 ) -> ProgramOutcome:
-    """Run `command` for at most `within_s` seconds, then kill every process that it started.
-
-    `environment` is added to the current one.
+    """Run `command` (no shell) in the temporary folder for at most `within_s` seconds, then kill
+    every process of its session and their descendants. Blocks until then. `environment` is added to
+    that of this process. A program that cannot be started gives the exit status 1; nothing is
+    raised for it.
     """
-    settings = os.environ | (environment or {})
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            env=settings,
-            cwd=tempfile.gettempdir(),  # no file of the user shadows a package
-        )
-    except OSError as error:
-        return ProgramOutcome(1, "", str(error))
-    code: int | None
-    try:
-        out, err = process.communicate(timeout=within_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        code = None
-    _end(process)
-    if code is None:
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # a process that is left has the pipe open
-            process.communicate(timeout=1.0)
-        return ProgramOutcome(None, "", f"no answer within {within_s:g} s")
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    return ProgramOutcome(code, out.strip(), lines[-1][:200] if lines else f"exit code {code}")
+    # Files and not pipes, which a process that is left would keep open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+                cwd=tempfile.gettempdir(),  # no file of the user shadows a package
+            )
+        except OSError as error:
+            return ProgramOutcome(1, "", str(error))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(within_s)
+        code = process.poll()
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(one.pid) == process.pid:
+                    for doomed in (*one.children(recursive=True), one):
+                        doomed.kill()
+        if code is None:
+            return ProgramOutcome(None, "", f"no answer within {within_s:g} s")
+        told: list[str] = []
+        for file in (out, err):
+            file.seek(0)
+            told.append(file.read().decode(errors="replace"))
+    lines = [line.strip() for line in told[1].splitlines() if line.strip()]
+    return ProgramOutcome(code, told[0].strip(), lines[-1][:200] if lines else f"exit code {code}")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a process, its session and its descendants."""
-    doomed: set[int] = set()
-    with contextlib.suppress(psutil.Error):
-        doomed |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError):
-            if os.getsid(pid) == process.pid:
-                doomed.add(pid)
-    for pid in doomed:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def ask_python(
-    program: str, *arguments: str, within_s: float = PROCESS_WITHIN_S, **environment: str
-) -> ProgramOutcome:
-    """Run a Python program with this interpreter for at most `within_s` seconds.
-
-    `arguments` are its command line, `environment` is added to the current one.
+def ask_python(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
+    """Run `program`, the text of a Python program, with this interpreter for at most
+    `PROCESS_WITHIN_S` seconds, and wait for its end. `arguments` are its sys.argv[1:];
+    `environment` is added to the variables of this process.
     """
-    return run_program(
-        [sys.executable, "-c", program, *arguments], within_s=within_s, environment=environment
-    )
+    return run_program([sys.executable, "-c", program, *arguments], environment=environment)

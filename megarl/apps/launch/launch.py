@@ -1,17 +1,17 @@
-"""`megarl launch`: one recipe on this machine, or on all nodes of a Slurm allocation.
+"""`megarl launch`: start the run of one recipe on this machine, or on all nodes of a Slurm
+allocation.
 
-    recipe --launch_plan--> Plan, Gpus --launch_processes--> processes --launch_run--> exit code
+    recipe --launch_plan--> LaunchPlan, Gpus --launch_processes--> processes
+    processes --launch_run--> exit code
 
-Whatever ends it, what it started has ended, and nothing else has.
+Whatever ends `megarl launch`, every process that it started has ended then, and no other one has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,12 @@ from pathlib import Path
 from megarl import config as configs
 from megarl.apps.launch.launch_plan import (
     Gpus,
+    LaunchPlan,
     Options,
-    Plan,
     ProgramCommand,
-    deal,
     deal_cpu,
-    make_plan,
-    make_supervised_plan,
+    deal_gpus,
+    make_launch_plan,
     parse_options,
 )
 from megarl.apps.launch.launch_processes import (
@@ -36,33 +35,37 @@ from megarl.apps.launch.launch_processes import (
     by_hand,
     processes,
     refuse_port,
-    refuse_transport,
 )
-from megarl.apps.launch.launch_run import Launch, Launcher, announce
+from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
 from megarl.config import RunConfig, SftConfig
 from megarl.console import result
 from megarl.errors import UserError
+from megarl.parallel.devices import driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
 SECTIONS = {"teacher": configs.DistillConfig, "demonstrations": SftConfig}
-"""{section of a recipe: the configuration that alone has it}."""
+"""{section of a recipe: the configuration class that alone has it}; a recipe without any of these
+sections is a `RunConfig`, that of `megarl train`."""
 
 
 def main(arguments: list[str]) -> int:
-    """`megarl launch`: start Ray and the trainer ranks, or with --dry-run print the commands.
-    Returns the exit code.
+    """Run `megarl launch`: start Ray and the trainer ranks of a recipe on all nodes and wait for
+    their end; with `--dry-run` print placement and commands on standard output instead.
+    `arguments`: the words after `megarl launch`. Returns the exit code: that of the ranks that
+    failed first, or 0. Raises `UserError` for a mistake in arguments or recipe, and `EndedBySignal`
+    if a signal ends the run.
     """
     try:
         options = parse_options(arguments)
         written = configs.written_tree(options.recipe)
         own = os.uname().nodename
-        planned = options.num_nodes is not None  # for nodes that this process need not be on
+        planned = options.nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
-        num_nodes = options.num_nodes or len(hosts)
+        num_nodes = options.nodes or len(hosts)
         refuse_port(options, num_nodes)
         # Every recipe without a section that only another command has is one of `megarl train`.
         kind = next((one for section, one in SECTIONS.items() if section in written), RunConfig)
@@ -76,23 +79,21 @@ def main(arguments: list[str]) -> int:
             not options.requeue or options.dry_run or "SLURM_JOB_ID" in os.environ,
             "--requeue is for a job of Slurm, and this is none; leave it out",
         )
-        plan = plan_of(config, options)
+        try:
+            plan = make_launch_plan(config, options)
+        except ValueError as error:
+            raise ValueError(f"{options.recipe}: {error}") from error
         gpus = find_gpus(plan, options, num_nodes)
         if isinstance(config, RunConfig):
-            refuse_transport(config.weight_sync.transport, gpus)
+            refuse_placement(config, plan, gpus)
     except ValueError as error:
         raise UserError(str(error)) from error
     by_us = not planned or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, command, at)
-    facts = {
-        "recipe": str(Path(options.recipe).resolve()),
-        "folder": plan.folder,
-        "host": " ".join(hosts),
-        "python": sys.executable,
-    }
-    if options.overrides:
-        facts["overrides"] = " ".join(options.overrides)
+    facts = {"recipe": str(Path(options.recipe).resolve()), "folder": plan.folder}
+    facts |= {"host": " ".join(hosts), "python": sys.executable}
+    facts |= {"overrides": " ".join(options.overrides)} if options.overrides else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
     from megarl.apps.launch.placement_table import placement
 
@@ -117,27 +118,7 @@ def main(arguments: list[str]) -> int:
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)
-    return run_launch(Launch(started, hosts, at, logs, more_s), job if options.requeue else "")
-
-
-def plan_of(config: RunConfig | SftConfig, options: Options) -> Plan:
-    """Plan how many trainer ranks and engines a launch starts and how many GPUs they need, for a
-    recipe of `megarl train` or `megarl sft`. Raises `ValueError`, which begins with the path of the
-    recipe, if recipe and options contradict each other.
-    """
-    try:
-        if isinstance(config, SftConfig):
-            return make_supervised_plan(config, options)
-        return make_plan(config, options)
-    except ValueError as error:
-        raise ValueError(f"{options.recipe}: {error}") from error
-
-
-def run_launch(launch: Launch, again: str) -> int:
-    """Run a launch; returns the exit code. `again`: number of the Slurm job to put back into the
-    queue after SIGTERM, or when a node does not answer; empty for none.
-    """
-    launcher, interrupted = Launcher(launch), False
+    launcher, interrupted = Launcher(started, hosts, at, logs, more_s), False
     try:
         code = launcher.run()
         if code != 0 and launcher.silent:
@@ -148,12 +129,33 @@ def run_launch(launch: Launch, again: str) -> int:
         interrupted = ended.number != signal.SIGINT
         raise
     finally:
-        if again and interrupted:
-            announce(requeue(again))
+        if options.requeue and interrupted:
+            announce(requeue(job))
+
+
+def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
+    """Check the placement of a run before it starts: raises `ValueError` if the inference engines,
+    or the transport of weights from trainer ranks to engines, do not work on the GPUs and nodes
+    that `gpus` gives to the processes of `plan`.
+    """
+    # Imported here: transformers takes seconds, and other mistakes are told without it.
+    from megarl.checks.engine_checks import check_placement
+
+    check_placement(
+        config,
+        len(plan.roles["policy"].ranks),
+        plan.num_ranks,
+        shares_gpus=not gpus.on_cpu,
+        started=False,
+        hosts=len({gpu.node for gpu in sum(gpus.engines, gpus.ranks)}),
+    )
 
 
 def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
-    """Addresses of a run that this process starts on `hosts`, of which it is on the first."""
+    """Choose the address of the first node and free ports for Ray and torchrun, for a run that this
+    process starts on `hosts`, names of nodes of which the first is this machine. With one host,
+    only loopback is used.
+    """
     several = len(hosts) > 1
     return Addresses(
         head=hosts[0] if several else "127.0.0.1",
@@ -167,7 +169,10 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
 
 
 def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addresses) -> list[str]:
-    """The lines that tell which processes are started."""
+    """What a run's start looks like to the user: lines, without newlines, with the command of each
+    process in `started`, with the `srun` in front where `hosts`, the names of the nodes, are
+    several. `at`: address and ports of the run.
+    """
     lines: list[str] = []
     if any(one.kind == "ray" for one in started):
         lines += [f"on the CPU: the rollout service, and Ray on port {at.ray_port}", ""]
@@ -179,58 +184,54 @@ def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addres
 
 
 def refuse_owned(config: RunConfig | SftConfig) -> None:
-    """Raise `UserError` if another run owns the run folder: rank 0 takes the folder later, but Ray
-    has started by then.
+    """Raise `UserError` if another live run owns the run folder `config.folder`. Trainer rank 0
+    takes the folder too, but only after Ray has started. Waits up to
+    `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another machine lives.
     """
+    patience_s = config.training.checkpoint.owner_timeout_s
     try:
-        # A folder that cannot be written is rank 0's to explain.
-        with contextlib.suppress(OSError):
-            take(
-                Path(config.folder), patience_s=config.training.checkpoint.owner_timeout_s
-            ).release()
+        take(Path(config.folder), patience_s=patience_s).release()
     except ValueError as error:
         raise UserError(str(error)) from None
+    except OSError:
+        pass  # a folder that cannot be written is rank 0's to explain
 
 
-def find_gpus(plan: Plan, options: Options, num_nodes: int) -> Gpus:
-    """Assign GPUs to the plan's processes: those in CUDA_VISIBLE_DEVICES, none if it is set to
-    nothing, and all of the node without it, on `num_nodes` nodes alike. A dry run assumes the nodes
-    that the options name, or without that variable one node with as many GPUs as are needed.
+def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:
+    """Assign GPUs to the trainer ranks and engines of `plan`, on `num_nodes` nodes that are all
+    alike: those in CUDA_VISIBLE_DEVICES, none if that variable is empty, and all GPUs of this node
+    if it is not set. With `--cpu` nodes alone are assigned. A dry run assumes the nodes and GPUs
+    that the options name; without options and variable, one node with as many GPUs as are needed.
+    Returns the GPU of each rank and the GPUs of each engine. Raises `ValueError` if there are too
+    few.
     """
-    if options.on_cpu:
+    if options.cpu:
         return deal_cpu(plan, num_nodes)
     if options.gpus_per_node:
-        count, each = options.num_nodes or 1, options.gpus_per_node
+        count, each = options.nodes or 1, options.gpus_per_node
         nodes = [[str(gpu) for gpu in range(each)] for _ in range(count)]
         words = f"--nodes {count} x --gpus-per-node {each} are {count * each}"
-        return deal(plan, nodes, words)
+        return deal_gpus(plan, nodes, words)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        hides_all = not visible.strip()
-        found = f"CUDA_VISIBLE_DEVICES is {visible}"
-        if hides_all:
-            found = "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it to use them"
-            found += ", or set --gpus-per-node" if options.dry_run else ""
-        found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
-        names = [] if hides_all else gpu_names(visible)
-        return deal(plan, [names] * num_nodes, found)
-    if options.dry_run and num_nodes == 1:
-        return deal(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
-    listed = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60
-        ).stdout
-    count = sum(line.startswith("GPU") for line in listed.splitlines())
-    found = f"nvidia-smi lists {count} GPUs" + (
-        f" on this one of {num_nodes} nodes" if num_nodes > 1 else ""
-    )
-    return deal(plan, [[str(gpu) for gpu in range(count)]] * num_nodes, found)
+    if visible is None and options.dry_run and num_nodes == 1:
+        return deal_gpus(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
+    if visible is None:
+        names = [str(gpu) for gpu in range(len(driver_gpus()))]
+        found = f"nvidia-smi lists {len(names)} GPUs"
+    elif visible.strip():
+        names, found = gpu_names(visible), f"CUDA_VISIBLE_DEVICES is {visible}"
+    else:
+        names = []
+        found = "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it to use them"
+        found += ", or set --gpus-per-node" if options.dry_run else ""
+    found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
+    return deal_gpus(plan, [names] * num_nodes, found)
 
 
 def gpu_names(visible: str) -> list[str]:
-    """The GPUs that a CUDA_VISIBLE_DEVICES of `visible` names. Raises `ValueError` for an empty, a
-    negative or a repeated name, and for one that hides all GPUs.
+    """The GPUs (indices or UUIDs) in `visible`, a value of CUDA_VISIBLE_DEVICES such as "0,1".
+    Raises `ValueError` for an empty, a negative or a repeated name, and for Slurm's `NoDevFiles`,
+    which hides all GPUs.
     """
     names = [name.strip() for name in visible.split(",")]
     known = [name for name in names if name]

@@ -1,15 +1,18 @@
-"""What `megarl launch` would start, computed before anything is: ranks, engines, and the GPU of
-each.
+"""What `megarl launch` would start, computed before anything is started: trainer ranks, inference
+engines, and the GPU of each.
 
-    arguments --parse--> Options,  recipe + Options --make_plan--> Plan,  Plan + GPUs --deal--> Gpus
+    arguments --parse_options--> Options,  recipe + Options --make_launch_plan--> LaunchPlan
+    LaunchPlan + GPUs of the nodes --deal_gpus or deal_cpu--> Gpus
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megarl.config import RunConfig, SftConfig
 from megarl.parallel.layout import resolve
@@ -21,145 +24,156 @@ NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-nod
 SWITCHES = ("--cpu", "--dry-run", "--requeue")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Parsed command line of `megarl launch`."""
+class Options(argparse.Namespace):
+    """Parsed command line of `megarl launch`: path of the recipe, an attribute for each option,
+    None or False where the option is not given, and `overrides` of the recipe's settings.
+    """
 
     recipe: str
-    num_train_gpus: int | None = None
-    num_engine_gpus: int | None = None
+    gpus_train: int | None = None
+    gpus_engine: int | None = None
     port: int | None = None
-    num_nodes: int | None = None
+    nodes: int | None = None
     gpus_per_node: int | None = None
-    on_cpu: bool = False
+    cpu: bool = False
     dry_run: bool = False
     requeue: bool = False
-    overrides: tuple[str, ...] = ()
-    """Overrides of settings in the recipe, in the form that `megarl train` accepts."""
+    overrides: Sequence[str] = ()
+    """The words behind `--`, such as `["--steps", "10"]`: settings that replace those of the
+    recipe, in the form that `megarl train` accepts."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The processes of a run: trainer ranks, one for each GPU, and engines."""
+class LaunchPlan:
+    """How many processes a run has, before they are assigned to GPUs: trainer ranks, one for each
+    GPU, with the ranks and layout of each role, and inference engines. A role is a model with a
+    task: policy, critic, reference, ...
+    """
 
     folder: str
-    """The run folder."""
+    """Path of the run folder, as in the recipe."""
     roles: dict[str, RolePlace]
-    """{role: its ranks and layout}, the policy's first."""
+    """{role: its trainer ranks, and their data, sequence and tensor-parallel layout}; the policy
+    comes first."""
     num_ranks: int
-    """Ranks of all roles together."""
+    """Number of trainer ranks of all roles together; roles may share ranks."""
     num_engines: int
     tensor: int
-    """Tensor-parallel ranks of each engine."""
+    """Tensor-parallel GPUs of each engine."""
     colocated: bool
-    """Whether the engines use the GPUs of the policy's ranks."""
+    """Whether the engines use the GPUs of the policy's ranks, in turns with these."""
     save_within_s: float = SAVE_WITHIN_S
-    """The recipe's `training.checkpoint.save_within_s`."""
+    """Seconds that writing a checkpoint may take after a signal: the recipe's
+    `training.checkpoint.save_within_s`."""
     hidden: str = ""
-    """Name of the environment variable that Ray's processes do not get: the reward servers'
-    token."""
+    """Name of the environment variable with the token for reward servers, which Ray's processes do
+    not get; empty for none."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the trainer ranks and the engines together."""
+        """Number of GPUs that the trainer ranks and the engines need together."""
         return self.num_ranks + (0 if self.colocated else self.num_engines * self.tensor)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of a node."""
+    """A GPU, by the number of its node (from 0) and its name in CUDA_VISIBLE_DEVICES; with an empty
+    name, a slot of the node for one process of a run on the CPU.
+    """
 
     node: int
     """Number of the node, from 0."""
     name: str
-    """The GPU as CUDA_VISIBLE_DEVICES names it; empty for a place on the CPU."""
+    """The GPU as CUDA_VISIBLE_DEVICES names it, an index or a UUID; empty on the CPU."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """Which GPUs a plan's processes use; with `on_cpu`, on which nodes they are."""
+    """Placement of a run on GPUs: the GPU of each trainer rank, the GPUs of each engine, and those
+    that are free, each as the number of its node and its name in CUDA_VISIBLE_DEVICES. With
+    `on_cpu` nodes alone are assigned, and the names are empty.
+    """
 
     ranks: list[Gpu]
-    """GPU of each trainer rank."""
+    """GPU of each trainer rank, by rank."""
     engines: list[list[Gpu]]
-    """For each engine, its GPUs. For disaggregated engines Ray decides which engine gets which of
-    these sets."""
+    """The GPUs of each engine. Where engines have GPUs of their own (disaggregated), Ray decides
+    which engine gets which of these lists."""
     free: list[Gpu]
-    """GPUs that nothing uses."""
+    """GPUs that no rank and no engine uses."""
     num_nodes: int = 1
     on_cpu: bool = False
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(
+            f"{message.removeprefix('argument ').replace(': ', ' ', 1)}; megarl launch --help names"
+            " the options, and settings of the recipe go after -- (megarl launch RECIPE.yaml"
+            " --cpu -- --steps 10)"
+        )
+
+
+def _whole(value: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,4}", value):
+        raise argparse.ArgumentTypeError(f"is '{value}'; set it to a whole number of at least 1")
+    return int(value)
+
+
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse the command line. Raises `ValueError` that names the wrong argument and what to write
+    """Parse the words after `megarl launch`: the path of the recipe, options such as `--nodes 2`,
+    and behind `--` settings of the recipe, which become `overrides`. Returns an object with an
+    attribute for each option. Raises `ValueError` that names the wrong argument and what to write
     instead.
     """
-    words, overrides = list(arguments), ()
-    if "--" in words:
-        cut = words.index("--")
-        words, overrides = words[:cut], tuple(words[cut + 1 :])
-    numbers: dict[str, int] = {}
-    switches: set[str] = set()
-    recipes: list[str] = []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in NUMBERS:
-            if not equals:
-                require(bool(words), f"{name} needs a value")
-                value = words.pop(0)
-            require(
-                re.fullmatch("[1-9][0-9]{0,4}", value) is not None,
-                f"{name} is '{value}'; set it to a whole number of at least 1",
-            )
-            numbers[name] = int(value)
-        elif word in SWITCHES:
-            switches.add(word)
-        elif word.startswith("-"):
-            known = ", ".join((*NUMBERS, *SWITCHES))
-            raise ValueError(
-                f"unknown option '{word}'; known are {known} and --help; settings of the recipe go"
-                " after -- (megarl launch RECIPE.yaml -- --steps 10)"
-            )
-        else:
-            recipes.append(word)
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("recipe")
+    for option in NUMBERS:
+        parser.add_argument(option, type=_whole)
+    for option in SWITCHES:
+        parser.add_argument(option, action="store_true")
+    found = parser.parse_intermixed_args(words[:cut], Options())
+    found.overrides = words[cut + 1 :]
     require(
-        len(recipes) == 1,
-        f"megarl launch takes one recipe, but {len(recipes)} were given ({' '.join(recipes)});"
-        " write: megarl launch RECIPE.yaml [OPTIONS] [-- OVERRIDES]",
-    )
-    planned = [name for name in ("--nodes", "--gpus-per-node") if name in numbers]
-    require(
-        not planned or "--dry-run" in switches,
-        f"{' and '.join(planned)} plan a run without starting it: megarl launch starts this node,"
-        " or all nodes of a Slurm allocation; add --dry-run, which prints what to start on each"
-        " node",
+        found.dry_run or not (found.nodes or found.gpus_per_node),
+        "--nodes and --gpus-per-node plan a run without starting it: megarl launch starts this"
+        " node, or all nodes of a Slurm allocation; add --dry-run, which prints what to start on"
+        " each node",
     )
     require(
-        "--gpus-per-node" not in numbers or "--cpu" not in switches,
+        not (found.gpus_per_node and found.cpu),
         "--gpus-per-node and --cpu exclude each other; leave one out",
     )
     require(
-        "--nodes" not in numbers or "--gpus-per-node" in numbers or "--cpu" in switches,
+        not found.nodes or found.gpus_per_node or found.cpu,
         "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
     )
-    return Options(
-        recipes[0],
-        *(numbers.get(name) for name in NUMBERS),
-        on_cpu="--cpu" in switches,
-        dry_run="--dry-run" in switches,
-        requeue="--requeue" in switches,
-        overrides=overrides,
-    )
+    return found
 
 
-def make_plan(config: RunConfig, options: Options) -> Plan:
-    """The plan of a recipe's trainer ranks and engines. Raises `ValueError` if the options
-    contradict the recipe, or if ranks and layouts of the roles do not fit.
+def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchPlan:
+    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and layout
+    of each model (policy, critic, ...), and inference engines with their number of GPUs. Supervised
+    fine-tuning (`SftConfig`) has ranks of one model and no engines. Raises `ValueError` if
+    `--gpus-train` or `--gpus-engine` contradict the recipe, or if ranks and layouts do not fit.
     """
-    rollout, training = config.rollout, config.training
-    colocated = rollout.placement == "colocated"
+    training = config.training
+    within_s = training.checkpoint.save_within_s
     num_ranks = count_ranks(config, options)
+    if isinstance(config, SftConfig):
+        require(
+            options.gpus_engine is None,
+            f"--gpus-engine is {options.gpus_engine}, but megarl sft has no engines; leave it out",
+        )
+        wanted = training.layout
+        layout = resolve(
+            data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
+        )
+        roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
+        return LaunchPlan(config.folder, roles, num_ranks, 0, 1, False, within_s)
+    rollout = config.rollout
     try:
         roles = role_places(config, num_ranks)
     except ValueError as error:
@@ -167,17 +181,10 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
     policy = roles["policy"]
     engines, tensor = rollout.num_engines, rollout.engine.tensor
     require(
-        options.num_engine_gpus in (None, engines * tensor),
-        f"--gpus-engine is {options.num_engine_gpus}, but rollout.num_engines {engines} x"
+        options.gpus_engine in (None, engines * tensor),
+        f"--gpus-engine is {options.gpus_engine}, but rollout.num_engines {engines} x"
         f" rollout.engine.tensor {tensor} needs {engines * tensor}; set --gpus-engine to"
         f" {engines * tensor}, or rollout.num_engines to match",
-    )
-    require(
-        not colocated or engines * tensor == len(policy.ranks),
-        f"rollout.placement is 'colocated', but rollout.num_engines {engines} x"
-        f" rollout.engine.tensor {tensor} = {engines * tensor} engine ranks cannot share the GPUs"
-        f" of the policy's {len(policy.ranks)} ranks; set rollout.num_engines so that they are as"
-        " many",
     )
     samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
     require(
@@ -185,50 +192,28 @@ def make_plan(config: RunConfig, options: Options) -> Plan:
         f"a mini-batch has {samples} samples for {policy.layout.data} data ranks; raise"
         " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
     )
-    return Plan(
+    return LaunchPlan(
         config.folder,
         roles,
         num_ranks,
         engines,
         tensor,
-        colocated,
-        training.checkpoint.save_within_s,
+        rollout.placement == "colocated",
+        within_s,
         config.environment.remote.token_variable,
     )
 
 
-def make_supervised_plan(config: SftConfig, options: Options) -> Plan:
-    """The plan of a run on a data set: ranks of one model, and no engines. Raises `ValueError` if
-    the options contradict the recipe.
+def count_ranks(config: RunConfig | SftConfig, options: Options) -> int:
+    """Number of trainer ranks of a run, of all its models together: `--gpus-train` or, without it,
+    the ranks of the policy's layout plus those that other models have of their own (`critic.ranks`
+    and so on). Raises `ValueError` if `--gpus-train` differs from that sum, or if a model names a
+    rank that is not below the number.
     """
-    wanted = config.training.layout
-    require(
-        options.num_engine_gpus is None,
-        f"--gpus-engine is {options.num_engine_gpus}, but megarl sft has no engines; leave it out",
-    )
-    num_ranks = options.num_train_gpus or wanted.data * wanted.sequence * wanted.tensor
-    require(
-        num_ranks > 0,
-        "training.layout.data is 0, so the recipe leaves the number of ranks open; set"
-        " --gpus-train",
-    )
-    layout = resolve(
-        data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
-    )
-    roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
-    training = config.training
-    within_s = training.checkpoint.save_within_s
-    return Plan(config.folder, roles, num_ranks, 0, 1, False, within_s)
-
-
-def count_ranks(config: RunConfig, options: Options) -> int:
-    """Number of trainer ranks of all roles together: `--gpus-train`, or as many as the policy's
-    layout and the roles on ranks of their own have. Raises `ValueError` if these differ, or if a
-    role has a rank beyond them.
-    """
-    layout, given = config.training.layout, options.num_train_gpus
+    layout, given = config.training.layout, options.gpus_train
     rest = layout.sequence * layout.tensor
-    apart = {name: role.ranks for name, role in config.other_roles.items() if role.ranks}
+    roles = config.other_roles if isinstance(config, RunConfig) else {}
+    apart = {name: role.ranks for name, role in roles.items() if role.ranks}
     num_apart = len({rank for ranks in apart.values() for rank in ranks})
     beside = f", and {' and '.join(apart)} have {num_apart} ranks of their own" if apart else ""
     num_ranks = given or (layout.data * rest and layout.data * rest + num_apart)
@@ -264,13 +249,14 @@ def count_ranks(config: RunConfig, options: Options) -> int:
     return num_ranks
 
 
-def deal(plan: Plan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
-    """Assign the GPUs of one or several `nodes` to trainer ranks and engines: every node that has
-    ranks has equally many, on its first GPUs, and engines get the GPUs that are left, each engine
-    on one node. A colocated engine e shares the GPUs of the policy's ranks [e * tensor, (e + 1) *
-    tensor).
+def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
+    """Assign GPUs to the trainer ranks and engines of `plan`. `nodes`: the GPU names of each node,
+    as in CUDA_VISIBLE_DEVICES. Every node that has ranks has equally many, on its first GPUs;
+    engines get the GPUs that are left, each engine on one node. A colocated engine e shares the
+    GPUs of the policy's ranks [e * tensor, (e + 1) * tensor), where `tensor` is its number of GPUs.
 
-    `found` says where the list of GPUs comes from, for the `ValueError` raised if it is too short.
+    `found`: where the list of GPUs comes from, in words, for the message of the `ValueError` raised
+    if there are too few GPUs or they do not fit.
     """
     pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
     have = sum(map(len, pool))
@@ -300,10 +286,12 @@ def deal(plan: Plan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
     )
 
 
-def deal_cpu(plan: Plan, num_nodes: int) -> Gpus:
-    """The nodes of trainer ranks and engines that run on the CPU: every node that has ranks has
-    equally many, as many nodes as possible have ranks, and engines go to the nodes in turn, to the
-    last one first.
+def deal_cpu(plan: LaunchPlan, num_nodes: int) -> Gpus:
+    """Assign nodes to the trainer ranks and engines of a run on the CPU; the result has the number
+    of a node in the place of each GPU. Every node that has ranks has equally many, as many nodes as
+    possible have ranks, and engines go to the nodes in turn, the last node first; a colocated
+    engine is on the node of its ranks. Raises `ValueError` if a colocated engine would be on
+    several nodes.
     """
     hosts = max(hosts for hosts in range(1, num_nodes + 1) if plan.num_ranks % hosts == 0)
     each = plan.num_ranks // hosts
@@ -322,7 +310,7 @@ def deal_cpu(plan: Plan, num_nodes: int) -> Gpus:
 
 
 def _engines(
-    plan: Plan, ranks: Sequence[Gpu], left: Sequence[Sequence[Gpu]]
+    plan: LaunchPlan, ranks: Sequence[Gpu], left: Sequence[Sequence[Gpu]]
 ) -> list[list[Gpu]] | None:
     """The GPUs of each engine, given the GPU of each rank and those left on each node; None if an
     engine would be on several nodes.
@@ -343,13 +331,16 @@ def _engines(
 
 @dataclass(frozen=True)
 class ProgramCommand:
-    """A program to start with the variables in `environment` added."""
+    """Command line of a program: `words` to run without a shell, with the variables in
+    `environment` added to those of the process that starts it. `str` of it is a line to paste into
+    a shell.
+    """
 
     environment: dict[str, str]
     words: list[str]
 
     def __str__(self) -> str:
-        """The command as one line for a shell, which waits for the program to end."""
+        """The command as one line to paste into a shell, which waits for the program to end."""
         settings = [
             f"{name}={shlex.quote(value) if value else ''}"
             for name, value in self.environment.items()

@@ -1,10 +1,10 @@
 """The processes of a run as data: Ray on every node that has engines or ranks of the policy, and
 torchrun on every node that has trainer ranks.
 
-    Plan, Gpus, Addresses --processes--> [Process(kind, node, command), ...]
+    LaunchPlan, Gpus, Addresses --processes--> [Process(kind, node, command), ...]
 
-`megarl launch` starts them, here or through `srun`; a dry run prints them, for several nodes also
-without Slurm as commands to start by hand.
+`megarl launch` starts these processes, here or through `srun`. A dry run prints their commands; for
+several nodes outside Slurm, as commands to start by hand.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.apps.launch.launch_plan import Gpu, Gpus, Options, Plan, ProgramCommand
+from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, Options, ProgramCommand
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
 from megarl.private_folder import MARK
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
 HEAD = "NODE0"
-"""Placeholder for the address of the first node."""
+"""Placeholder for the address of the first node in commands that the user starts by hand."""
 RAY_PORT, TORCH_PORT = 6379, 29500
 RAY_OPTIONS = (
     "--disable-usage-stats",
@@ -32,37 +32,43 @@ RAY_OPTIONS = (
     "--max-worker-port=0",
     "--dashboard-agent-listen-port=0",
 )
-"""Options of every `ray start`. At port 0 the system chooses."""
+"""Options of every `ray start`. With 0 as a port, the system chooses one."""
 HEAD_OPTIONS = (*RAY_OPTIONS, "--include-dashboard=false")
-"""Options of a `ray start --head`."""
+"""Options of `ray start --head`, with which Ray starts on the first node."""
 TAKEN_PORTS = {
     TORCH_PORT: "torchrun's --master-port",
     8265: "that of Ray's dashboard",
     10001: "that of Ray's client server",
 }
-"""{port: what has it on node 0}. Ray refuses its own two even if nothing listens there."""
+"""{port: what uses it on the first node, in words}. Ray refuses its own two even if nothing listens
+there."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the processes of a run find each other, and how they are called."""
+    """Where the processes of a run find each other (address of the first node and ports for Ray and
+    torchrun), and by which Python interpreter Ray and torchrun are called.
+    """
 
     head: str = HEAD
-    """Address of node 0."""
+    """Host name or IP address of the first node."""
     ray_port: int = RAY_PORT
     torch_port: int = TORCH_PORT
     """Port of torchrun's rendezvous on node 0; not used on one node."""
     client_port: int = 0
     """Port of Ray's client server on node 0; 0 for Ray's default."""
     state: str = ""
-    """The launch's folder in /tmp of every node; empty for commands that are started by hand."""
+    """Absolute path of the launch's private folder, which each node has in its own /tmp; empty for
+    commands that the user starts by hand."""
     python: str = ""
-    """The interpreter, by its path; empty for the programs `ray` and `megarl` on PATH."""
+    """Path of the Python interpreter; empty to call the programs `ray` and `megarl` on PATH."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, on one node."""
+    """A process that `megarl launch` has to start: the number of its node, the command, and its
+    kind, `ray` for a node of Ray, `ranks` for torchrun with all trainer ranks of the node.
+    """
 
     kind: Literal["ray", "ranks"]
     node: int
@@ -71,8 +77,8 @@ class Process:
 
 
 def refuse_port(options: Options, num_nodes: int) -> None:
-    """Raise `ValueError` if `--port` of a run on several nodes is a port that something else has
-    there.
+    """Raise `ValueError` if `--port`, the port of Ray's head, is one that torchrun or another part
+    of Ray uses on the first node. With one node, any port passes.
     """
     used = TAKEN_PORTS.get(options.port or RAY_PORT)
     require(
@@ -82,23 +88,14 @@ def refuse_port(options: Options, num_nodes: int) -> None:
     )
 
 
-def refuse_transport(transport: str, gpus: Gpus) -> None:
-    """Raise `ValueError` if weights have to go to another node by a transport that works within
-    one.
-    """
-    used = {gpu.node for gpu in gpus.ranks} | {gpu.node for one in gpus.engines for gpu in one}
-    require(
-        len(used) == 1 or transport in ("point_to_point", "disk"),
-        f"weight_sync.transport is {transport!r}, which works within one node, but ranks and"
-        f" engines are on {len(used)}; set it to 'point_to_point'",
-    )
-
-
 def processes(
-    plan: Plan, gpus: Gpus, options: Options, command: str, at: Addresses
+    plan: LaunchPlan, gpus: Gpus, options: Options, command: str, at: Addresses
 ) -> list[Process]:
-    """The processes of a run in the order of their start: Ray's head on node 0, Ray on the other
-    nodes, then the trainer ranks node by node, which run `megarl COMMAND`.
+    """Make the commands that start a run, in the order in which they have to run: Ray's head on
+    node 0, Ray on the other nodes, then torchrun on each node with trainer ranks. Returns one
+    object (node, command, kind) for each process. `plan`, `gpus`: the ranks and engines, and where
+    they are; `command`: the subcommand of megarl that the ranks run, such as "train" or "sft";
+    `at`: addresses and ports.
     """
     engines = {gpu.node for one in gpus.engines for gpu in one}
     hosts = sorted({gpu.node for gpu in gpus.ranks})
@@ -114,8 +111,9 @@ def processes(
 
 
 def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
-    """The lines that a dry run prints for a run on several nodes that something else than Slurm
-    starts: for each node its processes.
+    """The lines, without newlines, that a dry run prints for a run on several nodes outside Slurm:
+    instructions, then for each node the commands to start by hand. `found`: all processes of the
+    run, as `processes` returns them; `num_nodes`: number of its nodes.
     """
     lines = [
         "megarl launch starts several nodes in an allocation of Slurm. Elsewhere, write the address"
@@ -129,7 +127,7 @@ def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
     return lines
 
 
-def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> ProgramCommand:
+def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     """The command that starts Ray on a node: the head on node 0."""
     mine = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
     words = ["ray", "start"]
@@ -145,17 +143,14 @@ def _ray(node: int, plan: Plan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     else:
         words += [f"--address={at.head}:{at.ray_port}", *RAY_OPTIONS]
     words += [f"--temp-dir={at.state}/{node}"] if at.state else []
-    hidden = {plan.hidden: ""} if plan.hidden else {}
-    visible = {"CUDA_VISIBLE_DEVICES": _names(mine)}
-    patience = _patience(plan) if at.python else {}
     settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 and at.python else {})
-    return ProgramCommand(settings | _mark(at) | patience | hidden | visible, words)
+    return _command(settings, {plan.hidden: ""} if plan.hidden else {}, mine, plan, at, words)
 
 
 def _torchrun(
     node: int,
     num_hosts: int,
-    plan: Plan,
+    plan: LaunchPlan,
     gpus: Gpus,
     options: Options,
     command: str,
@@ -177,21 +172,22 @@ def _torchrun(
     words += [str(Path(options.recipe).resolve()), *options.overrides]
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
-    environment = joins | {"CUDA_VISIBLE_DEVICES": _names(mine)}
-    return ProgramCommand(ray | _mark(at) | _patience(plan) | environment, words)
+    return _command(ray, joins, mine, plan, at, words)
 
 
-def _names(gpus: Sequence[Gpu]) -> str:
-    """GPUs as CUDA_VISIBLE_DEVICES lists them; empty on the CPU."""
-    return ",".join(gpu.name for gpu in gpus if gpu.name)
-
-
-def _patience(plan: Plan) -> dict[str, str]:
-    """Setting that has torchrun and `node_process` wait longer for a checkpoint after a signal."""
-    if plan.save_within_s <= SAVE_WITHIN_S:
-        return {}
-    return {SHUTDOWN: str(SHUTDOWN_S + math.ceil(plan.save_within_s - SAVE_WITHIN_S))}
-
-
-def _mark(at: Addresses) -> dict[str, str]:
-    return {MARK: at.state} if at.state else {}
+def _command(
+    settings: dict[str, str],
+    more: dict[str, str],
+    gpus: Sequence[Gpu],
+    plan: LaunchPlan,
+    at: Addresses,
+    words: list[str],
+) -> ProgramCommand:
+    """The command `words` with the environment of the launch's processes on `gpus`."""
+    marks = {MARK: at.state} if at.state else {}
+    # torchrun and `node_process` wait longer for a checkpoint after a signal.
+    more_s = math.ceil(plan.save_within_s - SAVE_WITHIN_S)
+    if more_s > 0 and words[0] != "ray":
+        marks |= {SHUTDOWN: str(SHUTDOWN_S + more_s)}
+    visible = ",".join(gpu.name for gpu in gpus if gpu.name)  # empty on the CPU
+    return ProgramCommand(settings | marks | more | {"CUDA_VISIBLE_DEVICES": visible}, words)

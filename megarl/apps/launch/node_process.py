@@ -1,16 +1,16 @@
-"""Runs one process of a launch on its node, under the launcher's orders:
+"""Program that runs one process of a launch on its node, under the orders of `megarl launch`:
 
     python -m megarl.apps.launch.node_process ray|ranks PROGRAM [ARGUMENT ...]
 
 Standard input carries the orders, from the launcher on the same machine or through `srun`: a line
 `end` sends SIGTERM to the program, a line `kill` kills it. The end of the input, which also comes
-when the launcher is killed or its node dies, kills it too. Once the program has ended, all its
-descendants are killed, also those whose parents have ended. The exit code is the program's, or 128
-+ the number of the signal that ended it.
+when the launcher is killed or its node dies, kills the program too. Once the program has ended, all
+its descendants are killed, also those whose parents have ended. The exit code is the program's, or
+128 + the number of the signal that ended it.
 
 Slurm sends the SIGTERM of `scancel` to every process of a job, and `srun` then takes no orders, but
-closes the input: the program has some time to end. Ray must outlive the ranks, which need it for
-their last checkpoint, so its processes start with the signal blocked, and inherit that.
+closes the input: the program has some time to end. Ray must outlive the trainer ranks, which need
+it for their last checkpoint, so its processes start with the signal blocked, and inherit that.
 """
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.2
+MARGIN_S = 15.0
+"""Seconds that processes have to end once they have been told to, beyond the seconds that torchrun
+waits for its ranks."""
 END, KILL = b"end\n", b"kill\n"
-RAY_STARTS = 3
-"""Times that Ray is started. It gives its own processes 30 s, which cannot be set and which a busy
-machine exceeds."""
-RAY_STARTS_WITHIN_S = 60.0
-"""Seconds after which a Ray that ends had started."""
+RAY_STARTS, RAY_STARTS_WITHIN_S = 3, 60.0
+"""Number of times that Ray is started where it fails, and seconds after which a Ray that ends
+counts as one that had started. Ray gives its own processes 30 s to start, which cannot be set and
+which a busy machine exceeds."""
 SIGNAL_FOLLOWS_S = 3.0
-"""Seconds that Slurm's signal may come after the end of the input that it has caused."""
-ENDS_WITHIN_S = 15.0
-"""Seconds, beyond those that torchrun waits for its ranks, that the program has to end after a
-signal to the whole job."""
+"""Seconds within which Slurm's SIGTERM follows the end of the input that it has caused."""
 
 
 def main(kind: str, words: Sequence[str]) -> int:
-    """Run the program `words`; see the module. Returns the exit code."""
-    adopt_orphans()
+    """Run the program `words` (Ray or torchrun) on its node until it ends, obeying orders on
+    standard input, a line `end` (SIGTERM) or `kill`, and kill its descendants. `kind`: "ray" or
+    "ranks"; Ray is started again if it fails at once. Returns the exit code, 128 + the signal's
+    number for a signal. Call it once, in the main thread of a process of its own: it sets signal
+    handlers.
+    """
+    if sys.platform == "linux":  # be the parent of each descendant whose own parent ends
+        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
     told_at: list[float] = []  # when the program was told to end
 
     def hear(number: int, frame: object) -> None:
@@ -93,13 +99,15 @@ def main(kind: str, words: Sequence[str]) -> int:
 
 
 def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
-    """Wait until the program ends, carrying out orders meanwhile. `told_at`: the times at which it
-    was told to end, to which a signal handler adds.
+    """Block until `program` ends, carrying out the orders on standard input meanwhile: a line `end`
+    sends SIGTERM, a line `kill` kills it, the end of the input kills it after seconds in which it
+    may end. `told_at`: the times (time.monotonic) at which the program was told to end, added to
+    here and by a signal handler.
     """
     orders, closed_at = b"", 0.0
     while program.poll() is None:
         if closed_at:
-            ends_within_s = ENDS_WITHIN_S + float(os.environ.get(SHUTDOWN, SHUTDOWN_S))
+            ends_within_s = MARGIN_S + float(os.environ.get(SHUTDOWN, SHUTDOWN_S))
             patience_s = ends_within_s if told_at else SIGNAL_FOLLOWS_S
             if time.monotonic() > closed_at + patience_s:
                 program.kill()
@@ -116,15 +124,10 @@ def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
                 program.terminate()
 
 
-def adopt_orphans() -> None:
-    """On Linux, make this process the parent of each descendant whose own parent ends."""
-    if sys.platform == "linux":
-        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1)
-
-
 def kill_descendants() -> None:
-    """Kill all processes below this one. Those that a driver holds are left after two seconds."""
+    """Kill all descendants of this process (SIGKILL) and wait for their end, half a second at most;
+    those that cannot end yet, because a driver holds them, are then left.
+    """
     import psutil
 
     for _ in range(10):

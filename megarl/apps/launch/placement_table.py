@@ -1,35 +1,29 @@
-"""The picture of a run's placement: a table with a row for each role and each engine.
+"""The placement of a run as text: a table with a line for each role (policy, critic, ...) and each
+inference engine.
 
-recipe, Plan, Gpus --placement--> text: model, layout, ranks, GPUs and memory of each
+recipe, LaunchPlan, Gpus --placement--> text: model, layout, ranks, GPUs and memory of each
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.apps.launch.launch_plan import Gpu, Gpus, Plan
+from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
 from megarl.config import RunConfig, SftConfig, longest_request
-from megarl.trainer.config import (
-    CriticConfig,
-    ModelConfig,
-    RewardModelRoleConfig,
-    TeacherConfig,
-    TrainingConfig,
-)
+from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
 from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
-from megarl.trainer.places import RolePlace, policy_as_reference, reference_adapter, role_training
+from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import kept_memory, most_share, working_memory
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.parameters import ParameterSpec
 
 WIDTH = 120
-"""Most characters of a line."""
+"""Most characters of a line of the text."""
 LIST_WIDTH = 16
 """Characters after which a list of ranks or GPUs goes on in the next line."""
 SHORT = 12
@@ -37,13 +31,21 @@ SHORT = 12
 GIB = 2**30
 
 
+HEADS = {CriticConfig: "value", RewardModelRoleConfig: "scalar", TeacherConfig: "states"}
+"""{configuration class of a role: the output of its model}, for roles whose models do not give
+log-probs of tokens."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """What runs as a role or an engine, and where."""
+    """One line of the table of a run's placement that `megarl launch` prints: what runs as a model
+    of the trainer (policy, critic, ...) or as an engine, with its size and layout, on which ranks
+    and GPUs, and its bytes of memory on each GPU.
+    """
 
     name: str
     status: str
-    """trained, frozen, or vLLM for an engine."""
+    """"trained" or "frozen" for a role, "vLLM" for an engine."""
     model: str
     parameters: int | None
     """Number of parameters; None if the model's config.json is not known."""
@@ -51,12 +53,13 @@ class Row:
     ranks: Sequence[int]
     gpus: Sequence[Gpu]
     memory: Memory | None
-    """Memory on each GPU; None if it is not known."""
+    """Bytes on each GPU; None if the model's config.json is not known."""
 
 
-def placement(config: RunConfig | SftConfig, plan: Plan, gpus: Gpus) -> str:
-    """The picture of where a run's roles and engines are: ASCII lines of at most `WIDTH`
-    characters.
+def placement(config: RunConfig | SftConfig, plan: LaunchPlan, gpus: Gpus) -> str:
+    """The table that `megarl launch` prints: on which GPUs a run's models (policy, critic, ...) and
+    engines are, and how much memory they need. Returns ASCII lines of at most 120 characters,
+    joined by newlines. Models whose config.json is not on this machine have "?" for their sizes.
     """
     notes: dict[str, None] = {}
     rows = [_role_row(name, config, plan, gpus, notes) for name in plan.roles]
@@ -71,12 +74,15 @@ def placement(config: RunConfig | SftConfig, plan: Plan, gpus: Gpus) -> str:
         engines = range(plan.num_engines)
         rows += [_engine_row(number, config, plan, gpus, notes) for number in engines]
     users: dict[Gpu, list[Row]] = {}
-    for row in rows:
-        for gpu in row.gpus if not gpus.on_cpu else ():
+    for row in rows if not gpus.on_cpu else ():
+        for gpu in row.gpus:
             users.setdefault(gpu, []).append(row)
-    lines = _table(rows, gpus, {gpu for gpu, found in users.items() if len(found) > 1})
-    lines += _shared_lines(users, takes_turns=plan.colocated)
-    for note in [*_crossing(plan, gpus), *notes]:
+    users = {gpu: found for gpu, found in users.items() if len(found) > 1}
+    lines = _table(rows, gpus, users.keys())
+    notes = dict.fromkeys(
+        [*_shared(users, takes_turns=plan.colocated), *_crossing(plan, gpus), *notes]
+    )
+    for note in notes:
         lines += textwrap.wrap(
             note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
         )
@@ -84,7 +90,9 @@ def placement(config: RunConfig | SftConfig, plan: Plan, gpus: Gpus) -> str:
 
 
 def compressed(numbers: Sequence[int | str]) -> str:
-    """Numbers in their order, with runs of successors as first-last: 0-3,7."""
+    """`numbers` as text, in their order, with successive ones as first-last: "0-3,7" for 0, 1, 2,
+    3, 7. Names that are no numbers stay as they are.
+    """
     parts: list[list[int | str]] = []
     for number in numbers:
         last = str(parts[-1][-1]) if parts else ""
@@ -96,7 +104,9 @@ def compressed(numbers: Sequence[int | str]) -> str:
 
 
 def places_of(gpus: Sequence[Gpu]) -> str:
-    """Nodes with their GPUs, "NODES: GPUS; ...", nodes with the same GPUs together."""
+    """Text that says on which nodes and GPUs `gpus` are, "NODES: GPUS; ...", with nodes that have
+    the same GPUs together, such as "0-1: 0-7; 2: 0-3".
+    """
     by_node: dict[int, list[str]] = {}
     for gpu in gpus:
         names = by_node.setdefault(gpu.node, [])
@@ -112,7 +122,7 @@ def places_of(gpus: Sequence[Gpu]) -> str:
 
 
 def _role_row(
-    name: str, config: RunConfig | SftConfig, plan: Plan, gpus: Gpus, notes: dict[str, None]
+    name: str, config: RunConfig | SftConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
 ) -> Row:
     """The row of a role; adds to `notes` what the reader has to know about it."""
     place = plan.roles[name]
@@ -120,13 +130,10 @@ def _role_row(
     if isinstance(config, RunConfig) and name != "policy":
         role, training = config.other_roles[name], role_training(config, name)
     model = role.model if role is not None and role.model.path else config.model
-    trains, head = role is None or isinstance(role, CriticConfig), "logprobs"
-    if role is not None:
-        judges, teaches = isinstance(role, RewardModelRoleConfig), isinstance(role, TeacherConfig)
-        head = "value" if trains else "scalar" if judges else "states" if teaches else "logprobs"
+    trains, head = role is None or isinstance(role, CriticConfig), HEADS.get(type(role), "logprobs")
     mine = [gpus.ranks[rank] for rank in place.ranks]
     layout = place.layout
-    shown = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"
+    degrees = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"
     status = "trained" if trains else "frozen"
     if name == "reference" and isinstance(config, RunConfig) and policy_as_reference(config):
         needs = (
@@ -135,76 +142,47 @@ def _role_row(
             else "without its adapters, and needs no memory"
         )
         notes[f"the reference is the policy {needs}"] = None
-        return Row(name, status, model.path, None, shown, place.ranks, mine, Memory(0))
+        return Row(name, status, model.path, None, degrees, place.ranks, mine, Memory(0))
     table = _known_table(model, notes)
     memory = None
     if table is not None:
         table = with_head(table, head)
         memory = role_memory(table, layout, training, trains=trains)
         if memory.host:
-            notes[
-                f"{name}: {_on_host(training)} in the host's memory,"
-                f" {memory.host / GIB:.1f} GiB a rank"
-            ] = None
-    is_rl = isinstance(config, RunConfig)
-    if is_rl and memory is not None and table is not None and trains and gpus.ranks:
-        shapes = local_config(model.path) or {}
-        notes[_step_note(name, config, table, shapes, training, place)] = None
+            sums = training.offload_gradients == "step"
+            what = "optimizer states are" if sums else "gradients and optimizer states are"
+            size = f"{memory.host / GIB:.1f} GiB a rank"
+            notes[f"{name}: {what} in the host's memory, {size}"] = None
+        if isinstance(config, RunConfig) and trains and gpus.ranks:
+            terms = working_memory(
+                table,
+                local_config(model.path) or {},
+                layout,
+                training,
+                longest=longest_request(config),
+                samples=config.rollout.groups_per_step * config.rollout.group_size,
+            )
+            whole = f"{(memory.total + sum(terms.values())) / GIB:.1f} GiB"
+            shown = ", ".join(f"{term} {size / GIB:.1f}" for term, size in terms.items())
+            notes[f"{name}: a step needs at most {whole} a GPU, beside the sum {shown}"] = None
     if training.lora.is_on and trains:
         notes[f"{name}: LoRA trains adapters of rank {training.lora.rank} alone"] = None
     if head == "states":
         notes[
             "the policy's ranks also hold their rows of the teacher's output head, not counted"
         ] = None
-    return Row(name, status, model.path, _count(table), shown, place.ranks, mine, memory)
-
-
-def _on_host(training: TrainingConfig) -> str:
-    """What `training.offload_optimizer` keeps on the host, with its verb."""
-    sums = training.offload_gradients == "step"
-    return "optimizer states are" if sums else "gradients and optimizer states are"
-
-
-def _step_note(
-    name: str,
-    config: RunConfig,
-    table: Sequence[ParameterSpec],
-    model: Mapping[str, Any],
-    training: TrainingConfig,
-    place: RolePlace,
-) -> str:
-    """What a step of a trained role needs on its largest rank, in all and term by term."""
-    terms = working_memory(
-        table,
-        model,
-        place.layout,
-        training,
-        longest=longest_request(config),
-        samples=config.rollout.groups_per_step * config.rollout.group_size,
-    )
-    whole = role_memory(table, place.layout, training, trains=True).total + sum(terms.values())
-    shown = ", ".join(f"{term} {size / GIB:.1f}" for term, size in terms.items())
-    return f"{name}: a step needs at most {whole / GIB:.1f} GiB a GPU, beside the sum {shown}"
+    return Row(name, status, model.path, _count(table), degrees, place.ranks, mine, memory)
 
 
 def _engine_row(
-    number: int, config: RunConfig, plan: Plan, gpus: Gpus, notes: dict[str, None]
+    number: int, config: RunConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
 ) -> Row:
     """The row of an inference engine."""
-    table, engine = _known_table(config.model, notes), config.rollout.engine
-    memory = None
-    if table is not None:
-        memory = Memory(engine_memory(table, plan.tensor, engine.dtype))
-    return Row(
-        f"engine {number}",
-        "vLLM",
-        config.model.path,
-        _count(table),
-        f"tensor {plan.tensor}",
-        (),
-        gpus.engines[number],
-        memory,
-    )
+    table, path = _known_table(config.model, notes), config.model.path
+    dtype = config.rollout.engine.dtype
+    memory = None if table is None else Memory(engine_memory(table, plan.tensor, dtype))
+    layout, mine = f"tensor {plan.tensor}", gpus.engines[number]
+    return Row(f"engine {number}", "vLLM", path, _count(table), layout, (), mine, memory)
 
 
 def _count(table: Sequence[ParameterSpec] | None) -> int | None:
@@ -230,23 +208,16 @@ def _known_table(model: ModelConfig, notes: dict[str, None]) -> list[ParameterSp
 
 
 def local_config(path: str) -> dict[str, Any] | None:
-    """The content of a model's config.json, from its folder or from the cache of the Hugging Face
-    hub; None if neither has it. Asks no network.
+    """The content of a model's config.json as a dict. `path`: a folder, or a name on the Hugging
+    Face hub, looked up in the local cache without network. None if the file is missing or unusable.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
-        import huggingface_hub
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
-        except HFValidationError:  # a path that is no hub name
-            return None
-        if not isinstance(cached, str):
-            return None
-        file = Path(cached)
     try:
-        found = json.loads(file.read_text())
+        if not file.is_file():
+            import huggingface_hub
+
+            file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
+        found = json.loads(Path(file).read_text())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -255,45 +226,32 @@ def local_config(path: str) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------ lines
 
 
-def _table(rows: Sequence[Row], gpus: Gpus, shared: set[Gpu]) -> list[str]:
+def _table(rows: Sequence[Row], gpus: Gpus, shared: Collection[Gpu]) -> list[str]:
     """The table, its title and its legend."""
     on_gpus = not gpus.on_cpu
-    unit = "GPU" if on_gpus else "rank"
     head = ["role", "", "model", "params", "layout", "ranks", "node: GPUs" if on_gpus else "node"]
     head += ["weights", "grads", "optim", "sum"]
     cells = [head]
     for row in rows:
         where = "CPU" if gpus.on_cpu and gpus.num_nodes == 1 else places_of(row.gpus)
-        where += " *" if shared & set(row.gpus) else ""
-        count = "?" if row.parameters is None else f"{row.parameters / 1e9:.2f} B"
-        if row.parameters is not None and row.parameters < 1e8:
-            count = f"{row.parameters / 1e6:.2f} M"
+        where += " *" if {*shared} & {*row.gpus} else ""
+        count, sizes = row.parameters, ["?"] * 4
+        said = "?" if count is None else f"{count / 1e9:.2f} B"
+        if count is not None and count < 1e8:
+            said = f"{count / 1e6:.2f} M"
         if row.memory == Memory(0):
-            count = "-"
-        found = row.memory
-        sizes = ["?"] * 4
-        if found is not None:
+            said = "-"
+        if row.memory is not None:
+            found = row.memory
             parts = (found.weights, found.gradients, found.optimizer, found.total)
             sizes = [f"{part / GIB:.2f}" if part else "-" for part in parts]
         ranks = compressed(row.ranks) or "-"
-        cells.append(
-            [
-                row.name,
-                row.status,
-                row.model,
-                count,
-                row.layout,
-                ranks,
-                where,
-                *sizes,
-            ]
-        )
+        cells.append([row.name, row.status, row.model, said, row.layout, ranks, where, *sizes])
     if on_gpus:
         free = places_of(gpus.free) or "none"
         cells.append(["free", *["-"] * 5, free, *["-"] * 4])
-    title = f"placement; memory in GiB a {unit}"
     return [
-        title,
+        f"placement; memory in GiB a {'GPU' if on_gpus else 'rank'}",
         "",
         *_aligned(cells),
         "",
@@ -342,38 +300,30 @@ def _wrap(text: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _shared_lines(users: Mapping[Gpu, Sequence[Row]], *, takes_turns: bool) -> list[str]:
-    """For each set of roles and engines on the same GPUs, a line with the sum of their memory.
-    `takes_turns`: whether engines sleep while the roles on their GPUs train.
+def _shared(users: Mapping[Gpu, Sequence[Row]], *, takes_turns: bool) -> Iterator[str]:
+    """For each set of roles and engines on the same GPUs, a note with the sum of their memory.
+    `users`: what is on a GPU, of those that are shared. `takes_turns`: whether engines sleep while
+    the roles on their GPUs train.
     """
     groups: dict[tuple[str, ...], list[Gpu]] = {}
-    sums: dict[tuple[str, ...], list[Memory | None]] = {}
-    for gpu, found in users.items():
-        if len(found) > 1:
-            names = tuple(row.name for row in found)
-            groups.setdefault(names, []).append(gpu)
-            sums[names] = [row.memory for row in found]
-    lines = []
+    for gpu, rows in users.items():
+        groups.setdefault(tuple(row.name for row in rows), []).append(gpu)
     for names, gpus in groups.items():
-        parts = [one.total for one in sums[names] if one is not None]
+        parts = [row.memory.total for row in users[gpus[0]] if row.memory is not None]
         known = f"{sum(parts) / GIB:.2f} GiB" if len(parts) == len(names) else "memory unknown"
         turns = takes_turns and any(name.startswith("engine") for name in names)
         asleep = ", in turns: the engine sleeps while the roles train" if turns else ""
-        shared = f"* shared, {places_of(gpus)}: {' + '.join(names)} = {known} a GPU{asleep}"
-        lines += textwrap.wrap(shared, WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return lines
+        yield f"* shared, {places_of(gpus)}: {' + '.join(names)} = {known} a GPU{asleep}"
 
 
-def _crossing(plan: Plan, gpus: Gpus) -> list[str]:
+def _crossing(plan: LaunchPlan, gpus: Gpus) -> Iterator[str]:
     """A warning for each role whose tensor-parallel ranks are not all on one node."""
-    found = []
     for name, place in plan.roles.items():
         tensor = place.layout.tensor
         groups = [place.ranks[n : n + tensor] for n in range(0, len(place.ranks), tensor)]
-        spread = Counter(len({gpus.ranks[rank].node for rank in group}) > 1 for group in groups)
-        if spread[True]:
-            found.append(
-                f"! {name}: {spread[True]} of {len(groups)} tensor-parallel groups are on several"
+        spread = sum(len({gpus.ranks[rank].node for rank in group}) > 1 for group in groups)
+        if spread:
+            yield (
+                f"! {name}: {spread} of {len(groups)} tensor-parallel groups are on several"
                 f" nodes, which is slow; set {'training' if name == 'policy' else name}.layout"
             )
-    return found

@@ -1,4 +1,4 @@
-"""Slurm: the nodes of the allocation that this process is in, and `srun` as the way to start a
+"""Slurm: the hosts of the allocation in which this process runs, and `srun` as the way to start a
 process on one of them.
 """
 
@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from megarl.schema import require
 
-NUMBERS = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
-NAME = rf"(?:[\w.-]|{NUMBERS})+"
-"""Regular expression of a name in a list of nodes: it may have ranges of numbers in brackets."""
-
 
 def allocated_hosts(environment: Mapping[str, str], own: str) -> list[str]:
-    """The hosts of the Slurm allocation in their order, from Slurm's variables in `environment`;
-    [own] outside Slurm. Raises `ValueError` if Slurm started several copies of this command.
+    """The host names of the Slurm allocation in its order, from Slurm's variables in `environment`
+    (such as `os.environ`); [own] outside Slurm, with `own` the name of this host. Raises
+    `ValueError` if Slurm started several copies of this command, or if `scontrol` cannot list the
+    hosts.
     """
     if not environment.get("SLURM_JOB_ID"):
         return [own]
@@ -27,40 +25,22 @@ def allocated_hosts(environment: Mapping[str, str], own: str) -> list[str]:
         tasks == "1" or not in_step or environment.get("SLURM_STEP_NUM_TASKS") == "1",
         f"srun started this command {tasks} times; start it once: srun --nodes=1 --ntasks=1",
     )
-    return expanded_hosts(environment.get("SLURM_JOB_NODELIST") or own)
-
-
-def expanded_hosts(nodes: str) -> list[str]:
-    """Host names of a list as Slurm writes it: "gpu[08-10],login" is gpu08, gpu09, gpu10, login.
-
-    Raises `ValueError` for a list that cannot be read.
-    """
-    require(
-        re.fullmatch(f"{NAME}(,{NAME})*", nodes) is not None,
-        f"SLURM_JOB_NODELIST is '{nodes[:80]}', which is not a list of nodes as Slurm writes it",
-    )
-    return [host for part in re.finditer(NAME, nodes) for host in _expanded_part(part[0])]
-
-
-def _expanded_part(part: str) -> list[str]:
-    """The host names of a name with at most one number range in each pair of brackets."""
-    found = re.search(r"\[([\d,-]+)\]", part)
-    if found is None:
-        return [part]
-    rest = _expanded_part(part[found.end() :]) or [""]
-    hosts = []
-    for one in found[1].split(","):
-        first, _, last = one.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            # "08" keeps its width.
-            name = f"{part[: found.start()]}{number:0{len(first)}d}"
-            hosts += [name + end for end in rest]
-    return hosts
+    nodes = environment.get("SLURM_JOB_NODELIST") or own
+    if not {",", "["} & set(nodes):
+        return [nodes]
+    try:
+        return _scontrol("show", "hostnames", nodes).split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"scontrol cannot say which nodes SLURM_JOB_NODELIST '{nodes[:80]}' has"
+            f" ({_told(error)}); put Slurm's programs on PATH"
+        ) from error
 
 
 def requeue(job: str) -> str:
-    """Put the running job with the number `job`, this one, back into Slurm's queue; returns what
-    was done, or why nothing was, in words. A job that is being cancelled stays so.
+    """Put this running job, whose number in Slurm is `job`, back into Slurm's queue. Returns a
+    sentence for the user: what was done, or why nothing was. A job that is being cancelled is not
+    put back.
     """
     try:
         shown = _scontrol("--oneliner", "show", "job", job)
@@ -71,14 +51,14 @@ def requeue(job: str) -> str:
             )
         _scontrol("requeue", job)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        return f"job {job} could not be put back into the queue: {told.strip()}"
+        return f"job {job} could not be put back into the queue: {_told(error)}"
     return f"job {job} is put back into the queue"
 
 
 def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
-    """A warning, or "": Slurm kills a cancelled job sooner after its SIGTERM (`KillWait`) than a
-    checkpoint may take, `training.checkpoint.save_within_s`.
+    """A warning for the user, or "" outside Slurm and where there is nothing to warn of: Slurm
+    kills a cancelled job sooner after its SIGTERM (`KillWait`) than `save_within_s`, the seconds
+    that writing a checkpoint may take. `environment`: Slurm's variables, such as `os.environ`.
     """
     if not environment.get("SLURM_JOB_ID"):
         return ""
@@ -96,6 +76,10 @@ def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
     )
 
 
+def _told(error: Exception) -> str:
+    return (getattr(error, "stderr", None) or str(error)).strip()
+
+
 def _scontrol(*words: str, timeout_s: float = 60) -> str:
     """Standard output of scontrol."""
     done = subprocess.run(
@@ -110,9 +94,10 @@ def _scontrol(*words: str, timeout_s: float = 60) -> str:
 
 
 def srun(host: str, words: Sequence[str]) -> list[str]:
-    """The command that runs `words` once on `host`, a node of the allocation, beside other steps.
+    """The command, as a list of words without a shell, that runs the command `words` once on
+    `host`, a node of the allocation, beside other job steps.
 
-    The step may use all of the node: what it gets of GPUs and threads is in `words`.
+    The step may use all of the node: its GPUs and threads have to be set by `words` itself.
     """
     options = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mem=0"]
     return ["srun", *options, "--cpu-bind=none", "--export=ALL", *words]

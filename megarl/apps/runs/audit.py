@@ -1,13 +1,18 @@
-"""What became of every group of a run, from its ledger, and whether that can be true.
+"""Audit of a run's ledger: what became of every group of rollouts, and whether that can be true.
+
+A group is the rollouts of one prompt; its ordinal is the position of the prompt in the run's
+training order, from 0. The ledger is the run's file of events: groups are dispatched to the
+engines, finished, accepted for a step or rejected, and trained on.
 
 The audit goes through the events once and keeps, of finished steps, only their counts. Each event
 must be possible after those before: then every group of the steps that count was trained or
-rejected exactly once, none was skipped or older than the run allows, and those sent out again after
-a resume have kept prompt and seed. Under `rollout.dispatch: ordered` groups are decided on in
-order. Under any other policy a group may overtake others, one that is too old for every step to
-come must be rejected as stale, no other may be, and at most `max_open` groups are open. Under
-`windowed` a batch has every group that finished before it was complete. A ledger that was cut off
-anywhere passes, since a run may be killed at any time.
+rejected exactly once, none was skipped or older than the run allows, and groups that were sent out
+again after a resume have kept prompt and seed. Under `rollout.dispatch: ordered` groups are
+accepted or rejected in the order of their ordinals. Under any other policy a group may overtake
+others, one that is too old for every step to come must be rejected as stale, no other may be, and
+at most `max_open` groups are open. Under `windowed` a batch has every group that finished before
+the batch was complete. A ledger that was cut off anywhere passes, since a run may be killed at any
+time.
 """
 
 from __future__ import annotations
@@ -36,56 +41,69 @@ from megarl.ledger.events import (
 from megarl.types import START, Cursor
 
 LISTED = 5
-"""Contradictions that are kept; those that follow are often consequences."""
+"""Number of contradictions that are kept as text; those that follow are often consequences."""
 
 
 @dataclass
 class UntrainedGroup:
-    """A group that is neither void nor of a trained step."""
+    """A group (the rollouts of one prompt) that is not part of a trained step: in flight, finished,
+    or chosen or rejected for a step that is not trained yet.
+    """
 
     version: int
-    """Trainer version when the group was dispatched."""
+    """Weight version of the trainer, which is the number of trained steps, when the group was
+    dispatched."""
     finished: Finished | None = None
     due: int | None = None
-    """Under `windowed`, step whose batch has the group, as it was finished when that was told."""
+    """Under `windowed`, the step (from 1) whose batch must have the group, because the group was
+    finished before that batch was complete."""
     step: int | None = None
-    """Step that it was drawn for."""
+    """Step (from 1) for whose batch the group was accepted or rejected; None before that."""
     is_accepted: bool = False
     why: str = ""
-    """Why it was rejected."""
+    """Why the group was rejected, such as "stale"; empty if it was not."""
 
 
 @dataclass
 class Step:
-    """What is kept of a trained step."""
+    """Counts that are kept of a trained step: groups (rollouts of one prompt) trained on, and
+    groups rejected.
+    """
 
     cursor: Cursor
-    """The groups that the steps up to this one have used."""
+    """Which groups the steps up to this one have used: all ordinals below `first`, and those in
+    `beyond`."""
     trained: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """{why: groups}"""
+    """{why: number of groups rejected for this step}"""
     ages: Counter[int] = field(default_factory=Counter)
-    """{age in versions: rollouts of the groups that were trained on}"""
+    """{age: number of rollouts trained on}; the age of a rollout is the number of weight versions
+    that its oldest token is behind the weights with which the step began."""
 
 
 class Audit:
-    """The state of a run after the events so far; `take` adds the next."""
+    """What became of a run's groups (rollouts of one prompt), as its ledger, the file of events,
+    tells it, and the contradictions in it. Call `take` with each event in order, then `finish`, and
+    read the attributes; the function `audit` does all of it.
+    """
 
     def __init__(self) -> None:
         self.contradictions: list[str] = []
-        """The first contradictions; empty if the ledger can be true."""
+        """The first `LISTED` contradictions, as text; empty if the ledger can be true."""
         self.num_contradictions = 0
         self.dispatched = self.void = self.restores = self.cut_bytes = 0
-        """Groups sent to the engines; those made void by resuming; times that the run was resumed;
-        bytes of torn tails that were cut off."""
+        """Numbers of: groups sent to the engines; groups made void by a resume, which generates
+        them again; resumes; bytes of an incomplete last line that were cut off the ledger."""
         self.first_step, self.first_cursor = 0, START
-        """Steps before the ledger begins, and the groups that they have used."""
+        """Number of steps that were trained before the ledger begins, and the groups that these
+        steps have used."""
         self.steps: list[Step] = []
-        """The trained steps that count, from `first_step` on."""
+        """The trained steps, in order; the first is step `first_step` + 1. Steps that a resume has
+        undone are removed."""
         self.open: dict[int, UntrainedGroup] = {}
-        """Groups of no trained step, by ordinal."""
+        """{ordinal: group} of the groups that are part of no trained step."""
         self.ended: Ended | None = None
-        """The last event, if the run ended and was not killed."""
+        """The event with which the run ended in order; None while it runs or if it was killed."""
         self._limits = Started(0, 0, max_staleness=0, groups_per_step=0, max_draws=0)
         """The present start, with the run's limits."""
         self._is_started = False
@@ -104,48 +122,60 @@ class Audit:
         self._told_step = 0
         """Step of the newest decision since the present start; 0 for none."""
         self.receipts: dict[int, list[str]] = {}
-        """{version: receipts} of the weights published since the present start."""
+        """{weight version: hex digests of the weights} published to the engines since the last
+        start or resume of the run."""
         self._event = 0
 
     # -------------------------------------------------------------------------------------- results
 
     @property
     def done(self) -> int:
-        """Steps that are trained."""
+        """Number of steps that are trained, those before the ledger begins included."""
         return self.first_step + len(self.steps)
 
     @property
     def cursor(self) -> Cursor:
-        """The groups that the trained steps have used."""
+        """Which groups (rollouts of one prompt) the trained steps have used: all positions in the
+        training order below its `first`, and those in its `beyond`.
+        """
         return self.steps[-1].cursor if self.steps else self.first_cursor
 
     @property
     def trained(self) -> int:
-        """Groups that are trained on."""
+        """Number of groups (rollouts of one prompt) that are trained on, in the steps that the
+        ledger has; steps that a resume has undone do not count.
+        """
         return sum(step.trained for step in self.steps)
 
     @property
     def rejected(self) -> Counter[str]:
-        """{why: rejected groups}, those drawn for a step that is not trained yet included."""
+        """{why: number of groups, the rollouts of one prompt, that were rejected}, also for a step
+        that is not trained yet. Reasons are words such as "stale".
+        """
         untrained = Counter(life.why for life in self.open.values() if life.why)
         return sum((step.rejected for step in self.steps), untrained)
 
     @property
     def in_flight(self) -> list[int]:
-        """Ordinals of the groups that are dispatched, and neither trained, rejected nor void."""
+        """Groups that were sent to the engines and have neither been trained on nor rejected nor
+        made void by a resume, as ascending positions of their prompts in the training order.
+        """
         return sorted(ordinal for ordinal, life in self.open.items() if not life.why)
 
     @property
     def ages(self) -> Counter[int]:
-        """{age in versions: rollouts that are trained on}. A rollout's age is that of its oldest
-        token.
+        """{age: number of rollouts that are trained on}; the age of a rollout is the number of
+        weight versions that its oldest token is behind the weights with which its step began.
         """
         return sum((step.ages for step in self.steps), Counter())
 
     # --------------------------------------------------------------------------------------- events
 
     def take(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event of the ledger, the run's file of events. An impossible event is
+        reported in `num_contradictions` and, as text, in `contradictions`; nothing is raised for
+        it.
+        """
         self._event += 1
         if not isinstance(event, Started):
             what = f"{type(event).__name__.lower()} after the run has ended"
@@ -167,15 +197,18 @@ class Audit:
             case Published(version, receipts):
                 what = f"version {version} is published"
                 self._check(version == self.done, f"{what}, but {self.done} steps are trained")
-                is_first = self.receipts.setdefault(version, receipts) is receipts
-                self._check(is_first, f"{what} twice")
+                self._check(version not in self.receipts, f"{what} twice")
+                self.receipts[version] = receipts
             case Ended(step):
                 what = f"the run ended after {step} steps, {self.done} are trained"
                 self._check(step == self.done, what)
                 self.ended = event
 
     def finish(self) -> None:
-        """Compare the totals, after the last event."""
+        """Compare the numbers of groups (rollouts of one prompt), after the last event: those
+        dispatched must all be trained, rejected, in flight or void (undone by a resume). A
+        difference is reported in `contradictions`.
+        """
         parts = self.trained + sum(self.rejected.values()) + len(self.in_flight) + self.void
         self._check(
             parts == self.dispatched,
@@ -188,8 +221,8 @@ class Audit:
         # An older checkpoint than the one that the ledger begins with becomes its beginning.
         if not self._is_started or event.step < self.first_step:
             self.first_step, self.first_cursor = event.step, cursor
-        what = "a new run starts in the ledger of another"
-        self._check(is_restored or not self._is_started, what)
+        is_first = not self._is_started
+        self._check(is_restored or is_first, "a new run starts in the ledger of another")
         self._limits, self._is_started, self.ended = event, True, None
         self.restores += is_restored
         self.cut_bytes += event.cut_bytes
@@ -207,9 +240,8 @@ class Audit:
         )
         self.open, self.receipts = {}, {}
         self._next = self._decided = event.cursor
-        self._used = set(event.used)
+        self._used, self._has_dispatched = set(event.used), False
         self._decided_step, self._told_step = event.step + 1, 0
-        self._has_dispatched = False
 
     def _carry(self, event: Carried) -> None:
         ordinal, what = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
@@ -278,22 +310,19 @@ class Audit:
             self._wrong(f"{what}, but is {'decided on already' if life else 'not in flight'}")
             return
         life.why = event.why if isinstance(event, Rejected) else ""
-        if life.why == STALE:
-            self._sweep(event, life)
-        else:
-            self._check(life.finished is not None, f"{what}, but is not finished")
         life.step, life.is_accepted = event.step, isinstance(event, Accepted)
-
-    def _sweep(self, event: Accepted | Rejected, life: UntrainedGroup) -> None:
-        """Look at a group that is rejected for its age, before it has finished."""
+        if life.why != STALE:
+            self._check(life.finished is not None, f"{what}, but is not finished")
+            return
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
-        age = event.step - life.version
-        why = "it is finished" if life.finished is not None else ""
-        if age <= self._limits.max_staleness:
-            why = f"step {event.step + 1} would find it {age} versions old"
-        if self._limits.dispatch == ORDERED:
+        age, why = event.step - life.version, ""
+        if policy == ORDERED:
             why = "groups are used in order"
-        self._check(not why, f"group {event.ordinal} is rejected as stale, but {why}")
+        elif age <= self._limits.max_staleness:
+            why = f"step {event.step + 1} would find it {age} versions old"
+        elif life.finished is not None:
+            why = "it is finished"
+        self._check(not why, f"{what} as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
         self._check(
@@ -370,7 +399,11 @@ def _told(cursor: Cursor) -> str:
 
 
 def audit(events: Iterable[Event]) -> Audit:
-    """The audit of a whole ledger."""
+    """Audit the ledger of a run, its file of events about groups (the rollouts of one prompt):
+    returns an object with what became of the groups (`trained`, `rejected`, `in_flight`, ...) and
+    with the `contradictions` between events, as text. `events`: all, oldest first, gone through
+    once. Raises nothing for a contradiction.
+    """
     found = Audit()
     for event in events:
         found.take(event)

@@ -7,33 +7,27 @@ one goes on with each line as a text of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megarl import console
 from megarl.errors import UserError
 from megarl.schema import require
 
 CONTEXT = 4096
-"""Tokens of a conversation, unless the model has fewer positions."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Its mistakes are those of every command."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"megarl chat: {message}; see megarl chat --help")
+"""Most tokens of a conversation; fewer if the model has fewer positions."""
 
 
 def main(arguments: list[str]) -> int:
-    """Answer `--prompt`, or each line of standard input until it ends. Raises `UserError` for a
-    model that cannot be read.
+    """The command `megarl chat MODEL [options]`: print the model's answer to `--prompt`, or to each
+    line of standard input until it ends, on standard output. `arguments`: the words after `chat`.
+    Returns the exit code 0. Raises `UserError` for wrong options, for a model that cannot be read,
+    and for a conversation that fills the context.
     """
-    parser = _Parser(add_help=False)
+    parser = console.Arguments("megarl chat")
     parser.add_argument("model")
     parser.add_argument("--prompt")
     parser.add_argument("--system", default="")
@@ -59,8 +53,9 @@ def main(arguments: list[str]) -> int:
 
 
 def model_of(named: str) -> str:
-    """Path or hub name of the model to load. For a run folder: the model in its newest checkpoint;
-    anything else is returned as it is. Raises `UserError` if a run has no checkpoint yet.
+    """Path or Hugging Face hub name of the model to load for `named`, the command's argument. For a
+    run folder: the path of the model in its newest checkpoint; anything else is returned as it is.
+    Raises `UserError` if a run has no checkpoint yet.
     """
     from megarl.checkpoints.progress import newest_first
 
@@ -90,7 +85,10 @@ def questions(prompt: str | None) -> Iterator[str]:
 
 
 class Chat:
-    """A conversation with a model: each answer sees all earlier questions and answers."""
+    """A conversation with a model through a vLLM engine in this process: each answer sees all
+    earlier questions and answers if the model has a chat template; without one, each question is a
+    text of its own, which the model continues.
+    """
 
     def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
         """Load a model into a vLLM engine and begin a conversation with it.
@@ -126,8 +124,10 @@ class Chat:
         self._number, self._max_tokens, self._temperature = 0, max_tokens, temperature
 
     def reply(self, text: str) -> Iterator[str]:
-        """Iterate over the pieces of the model's answer to `text`. Raises `UserError` if the
-        conversation fills the context, or if the chat template refuses it.
+        """Ask `text` and iterate over the pieces of the model's answer, in order, as the engine
+        generates them. Read all pieces before the next call: only then does the answer become part
+        of the conversation. Raises `UserError` if the conversation fills the context, or if the
+        chat template refuses it.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

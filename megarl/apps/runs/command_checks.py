@@ -1,5 +1,5 @@
 """Checks of `megarl rollout` and `megarl replay` before anything heavy starts, and the command line
-of the latter: a run folder in the place of a recipe.
+of `megarl replay`, which has a run folder where other commands have a recipe.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 
 def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl rollout`, which runs as one rank. Returns what the checks have
-    loaded. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl rollout`, which runs as one process, before anything heavy starts:
+    settings, model and data. `ranks`: number of processes, None for that of the launcher's
+    environment variables. Returns the tokenizer, model configuration and prompts that were loaded.
+    Raises `ValueError` if a check fails.
     """
     from megarl.checks.preflight import check_run, ranks_to_check
-    from megarl.parallel.mesh import local_device
 
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl rollout runs as one process, but was started as {size} ranks")
-    return check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
+    return check_run(config, num_ranks=1, new=False)
 
 
 def arguments(words: list[str]) -> tuple[str, list[str]]:
-    """(class in `megarl.config`, command line with a recipe first) for the command line `words` of
-    `megarl replay`, which has a run folder first. Raises `ValueError` where that is no run folder.
+    """Turn the words after `megarl replay`, RUN [--setting=value ...], into those of a command with
+    a recipe: returns (name of the recipe's class in `megarl.config`, [path of RUN/recipe.yaml,
+    settings of the replay, ...]). Raises `ValueError` if RUN has no recipe.yaml.
     """
     run, rest = Path(words[0]), words[1:]
     recipe = run / "recipe.yaml"
@@ -46,8 +48,9 @@ def arguments(words: list[str]) -> tuple[str, list[str]]:
 
 
 def steps_to_replay(config: RunConfig) -> int:
-    """Number of steps of `replay.run` that are trained again: those it has finished, at most
-    `replay.steps`. Raises `ValueError` if there are none.
+    """Number of steps that `megarl replay` trains again: `replay.steps` or, if that is 0, all that
+    the run `replay.run` has finished. Raises `ValueError` if the run has finished none, or fewer
+    than `replay.steps`.
     """
     metrics = Path(config.replay.run) / METRICS
     done = max((record["step"] for record in read_records(metrics)), default=0)
@@ -62,14 +65,16 @@ def steps_to_replay(config: RunConfig) -> int:
 
 
 def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl replay` for this run's ranks, or for `ranks` ranks. Prompts,
-    verifiers and engines are not looked at: a replay does not need them. Raises `ValueError`.
+    """Run all checks of `megarl replay`, which trains again on recorded batches, before anything
+    heavy starts: settings, model, layout and the batches; prompts, verifiers and engines are not
+    needed. `ranks`: number of processes to check for, None for that of the launcher's environment
+    variables. Returns the tokenizer, model configuration and layout. Raises `ValueError` if a check
+    fails.
     """
     from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
-    from megarl.checks.layout_checks import check_cut, check_layout
+    from megarl.checks.layout_checks import check_cut, check_layout, check_role
     from megarl.checks.model_checks import check_export, check_model, stop_tokens
     from megarl.checks.preflight import find_checkpoint, ranks_to_check
-    from megarl.checks.roles import check_role
     from megarl.rollout.batch_files import refuse_gaps
     from megarl.trainer.context import RunInputs, trained_roles
     from megarl.trainer.loading import check_weights

@@ -1,80 +1,78 @@
-"""The picture of a run's last steps in the report: a row for each process, coloured by what it
-does, and the share of the time in which it waits or has nothing to do.
+"""Chart of a run's last steps in `report.html`: a row for each process, coloured by what the
+process does, and the fraction of the time in which it waits or has nothing to do.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from megarl.activity.files import FOLDER, Life, of_run, read_lives, seconds
 from megarl.activity.spans import KINDS, Event, micros
 
 STEPS = 6
-"""Steps that the picture shows."""
+"""Number of steps that the chart shows."""
 CELLS = 1200
-"""Pieces of equal length that a row is made of; each has the colour of what fills it last."""
+"""Number of pieces of equal length that a row consists of; a piece has the colour of the activity
+that fills it last."""
 MOST_ROWS = 40
-"""Processes that the picture shows."""
+"""Most processes that the chart shows."""
 COLOURS: dict[str, int] = {
     **{"generate": 1, "train": 2, "score": 3, "publish": 4, "wait": 5, "logprobs": 6},
     **{"optimizer": 7, "checkpoint": 8, "evaluate": 9, "load": 10},
 }
-"""{kind: number of its colour in the style sheet}"""
+"""{kind of an activity: number of its colour in the style sheet}"""
 
 Row = list[Event | None]
-"""The span that a process is in, in each of `CELLS` pieces of the picture; None for nothing."""
+"""For each of the `CELLS` pieces of a row the activity that the process is in (a span, as a trace
+event with `name`, `cat` and `ts` in microseconds); None for nothing."""
 
 
-def last_steps(run: Path) -> str:
-    """HTML of the picture, or "" for a run that has recorded no step."""
+def last_steps(run: Path) -> dict[str, Any] | None:
+    """Data of the chart in a run's report that shows what each process did in the last 6 steps, for
+    the page's template; None for a run that has recorded no step. `run`: path of the run folder.
+
+    Returns a dict with the keys:
+        about: what the chart shows, in words.
+        cells: 1200, the number of pieces of equal time of a row.
+        legend: {kind of activity: number of its colour}.
+        marks: (name, position from 0 to 1 in the row) of each step's beginning.
+        rows: for each process (name, its bars, its idle time in words); a bar is (first piece,
+            number of pieces, number of its colour, words).
+    """
     lives = of_run(read_lives(run / FOLDER, only_last=True))
     leader = next((life for life in lives if life.process == "rank0" and life.steps), None)
     if leader is None:
-        return ""
+        return None
     marks = leader.steps[-STEPS:]
     # Without the end of the run, which takes seconds.
     ends = [leader.ended_at(span) for span in leader.spans.values()] if leader.closed else []
     first, last = marks[0]["ts"], max(ends or [micros(life.last) for life in lives])
     if last <= first:
-        return ""
+        return None
     # A part of a process, such as "engine0-core", records only a part of what it does.
     active = [life for life in lives if life.spans and "-" not in life.process][:MOST_ROWS]
-    rows = {escape(life.process): cells(life, first, last) for life in active}
-    lead = next(iter(rows.values()))
-    kinds = {span["cat"] for row in rows.values() for span in row if span is not None}
-    legend = "".join(
-        f'<li><i class="key bars" style="--c:var(--c{COLOURS[kind]})"></i>{kind}</li>'
-        for kind in KINDS
-        if kind in kinds
-    )
-    at = {step["name"]: (step["ts"] - first) / (last - first) for step in marks}
-    lines = "".join(f"M{CELLS * place:.1f} 0V10" for place in at.values())
-    axis = "".join(
-        f'<span style="left:{100 * one:.2f}%">{escape(name)}</span>' for name, one in at.items()
-    )
-    drawn = "".join(
-        f'<div class="who">{name}</div><div class="lane"><svg viewBox="0 0 {CELLS} 10"'
-        f' preserveAspectRatio="none" role="img">{_row(row, (last - first) / 1e6 / CELLS)}'
-        f'<path d="{lines}" stroke="var(--ink)" stroke-width="1" opacity=".35"'
-        ' vector-effect="non-scaling-stroke"/></svg></div>'
-        for name, row in rows.items()
-    )
-    words = "".join(f"<li>{name}: {escape(idle(row, lead))}</li>" for name, row in rows.items())
-    return (
-        '<figure class="lanes"><figcaption><h3>What each process did</h3>'
-        f"<p>the last {len(marks)} steps, {seconds((last - first) / 1e6)}</p></figcaption>"
-        f'<ul class="legend">{legend}</ul><div class="grid">{drawn}'
-        f'<div></div><div class="steps">{axis}</div></div><ul class="idle">{words}</ul></figure>'
-    )
+    rows = {life.process: cells(life, first, last) for life in active}
+    lead, total_s = next(iter(rows.values())), (last - first) / 1e6
+    drawn = {span["cat"] for row in rows.values() for span in row if span is not None}
+    return {
+        "about": f"the last {len(marks)} steps, {seconds(total_s)}",
+        "cells": CELLS,
+        "legend": {kind: COLOURS[kind] for kind in KINDS if kind in drawn},
+        "marks": [(step["name"], (step["ts"] - first) / (last - first)) for step in marks],
+        "rows": [
+            (name, _bars(row, total_s / CELLS), idle(row, lead)) for name, row in rows.items()
+        ],
+    }
 
 
 def cells(life: Life, first: int, last: int) -> Row:
-    """What the process does in each piece from `first` to `last`, in microseconds: the innermost
-    span; of several that do not lie in each other, one that does not wait.
+    """What the process `life` does in each of 1200 equal pieces of the time from `first` to `last`,
+    in microseconds since the epoch: a list of the innermost activities (dicts with `name`, `cat`
+    and `ts`), None for nothing. Of several that do not lie in each other, one that does not wait.
     """
     found: Row = [None] * CELLS
     order = {
@@ -91,8 +89,10 @@ def cells(life: Life, first: int, last: int) -> Row:
 
 
 def idle(row: Row, leader: Row) -> str:
-    """The share of the time in which a process waits or does nothing, with the main cause. `leader`:
-    the row of rank 0, which tells why others have nothing to do.
+    """Words for a report page on the time in which a process waits or does nothing: percentage and
+    main cause, such as "12% idle, waiting for rollouts". `row`: what it does in equal pieces of
+    time, as `cells` returns it; `leader`: the same of rank 0, which tells why others have nothing
+    to do.
     """
     causes: Counter[str] = Counter()
     for mine, first in zip(row, leader, strict=True):
@@ -114,16 +114,15 @@ def _short(span: Event) -> str:
     return re.sub(r"( of| after)? step \d+| \d+$", "", span["name"])
 
 
-def _row(row: Row, cell_s: float) -> str:
-    """SVG of a process's row, of which a piece lasts `cell_s` seconds."""
-    parts, begin = [], 0
+def _bars(row: Row, cell_s: float) -> list[tuple[int, int, int, str]]:
+    """(first piece, pieces, number of the colour, words) of each span of a row, of which a piece
+    lasts `cell_s` seconds.
+    """
+    found, begin = [], 0
     for span, group in groupby(row):
         width = len(list(group))
         if span is not None:
-            text = escape(f"{span['name']} ({span['cat']}), {seconds(cell_s * width)}")
-            parts.append(
-                f'<rect x="{begin}" y="0" width="{width}" height="10"'
-                f' fill="var(--c{COLOURS.get(span["cat"], 5)})"><title>{text}</title></rect>'
-            )
+            about = f"{span['name']} ({span['cat']}), {seconds(cell_s * width)}"
+            found.append((begin, width, COLOURS.get(span["cat"], 5), about))
         begin += width
-    return "".join(parts)
+    return found

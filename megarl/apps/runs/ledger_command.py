@@ -1,4 +1,6 @@
-"""`megarl ledger RUN [--json]`: what became of every group of a run, and whether that adds up."""
+"""`megarl ledger RUN [--json]`: what became of every group of rollouts of a run, and whether that
+adds up.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from megarl.ledger.events import Event, from_record
 from megarl.ledger.journal import FILE, Reader
 
 SHOWN_IN_FLIGHT = 10
-"""Groups in flight that the table names."""
+"""Most groups in flight whose ordinals the table names."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table, or with `--json` one object; returns 1 if the ledger contradicts itself.
-    Raises `UserError` for a folder without a readable ledger.
+    """Run `megarl ledger`: print what became of a run's groups (the rollouts of one prompt) on
+    standard output, read from its ledger, the file of events: a table or, with `--json`, one JSON
+    object; contradictions go to standard error. `arguments`: the words after `megarl ledger`.
+    Returns the exit code, 1 if the ledger contradicts itself. Raises `UserError` for a folder
+    without a readable ledger.
     """
     folders = [word for word in arguments if word != "--json"]
     if len(folders) != 1 or folders[0].startswith("-"):
@@ -46,8 +51,10 @@ def main(arguments: list[str]) -> int:
 
 
 def ledger_events(reader: Reader) -> Iterator[Event]:
-    """Yield the events that a run has written to its ledger, oldest first. Raises `ValueError`, with
-    file and line, at a record that is damaged or that another version of megarl has written.
+    """Yield the events of a run's ledger, which tell what happened to its groups of rollouts (such
+    as dispatched, finished, trained), oldest first, as one object each. `reader`: the open ledger
+    file. Raises `ValueError`, with file and line, at a line that is damaged or that another version
+    of megarl has written.
     """
     for record in reader:
         try:
@@ -61,8 +68,9 @@ def ledger_events(reader: Reader) -> Iterator[Event]:
 
 
 def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
-    """What `megarl ledger --json` prints: how many groups of rollouts were dispatched, trained,
-    rejected or lost, their ages in weight versions, and the contradictions of the audit.
+    """What `megarl ledger --json` prints, as a dict: how many groups (the rollouts of one prompt)
+    were dispatched, trained on, rejected or lost, their ages in weight versions, and the
+    contradictions of the audit `found`. `reader`: the ledger file, read to its end.
     """
     ages = found.ages
     return {
@@ -87,8 +95,9 @@ def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
 
 
 def ledger_table(told: dict[str, Any], first_step: int) -> str:
-    """Format the result `told` of `ledger_summary` as a table for the terminal. `first_step`: number
-    of steps that were trained before the ledger begins.
+    """`told`, the dict that `ledger_summary` returns, as text for the terminal: a line for each
+    number, with its name in front. `first_step`: number of steps that were trained before the
+    ledger begins.
     """
     flying = told["in_flight"]
     shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))

@@ -2,10 +2,10 @@
 
     RUN/batches/ --read--> StepBatch --train--> weights, metrics --compare--> RUN
 
-No engine, no environment and no Ray is started. The rollouts are the run's own, so that the replay
-of any run reaches the same weights bit by bit: also of one whose rollouts depended on time, because
-they were asynchronous or used tools, and of one that was killed and resumed. A difference means
-that training itself cannot be repeated, or that settings were changed at a resume.
+No engine, no environment and no Ray is started. The rollouts are the recorded ones, so that the
+replay of any run reaches the same weights bit by bit: also of a run whose rollouts depended on
+time, because they were asynchronous or used tools, and of one that was killed and resumed. A
+difference means that training itself cannot be repeated, or that settings were changed at a resume.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from megarl.signals import Stop, graceful
 from megarl.trainer.context import RunInputs, open_context
 
 NOT_COMPARED = ("tokens/trained_per_s", "tokens/generated_per_s")
-"""Metrics beside those of `time/` that are not the same when a run is repeated."""
+"""Metrics, beside those whose names begin with `time/`, that are not the same when a run is
+repeated."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Replay a run; rank 0 prints what differs as one JSON object. Returns the exit code, 1 if
-    anything differs.
+    """Run `megarl replay`: train again on the recorded batches of the first steps of the run folder
+    `config.replay.run` and write a run folder of the replay; rank 0 prints what differs between the
+    two as one JSON object, as `differences` returns it. Every trainer rank calls it. `inputs`: what
+    `check_replay` has loaded. Returns the exit code, on rank 0 1 if anything differs.
     """
     method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
@@ -75,8 +78,11 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 
 def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
-    """Train on the first `steps` batches of the folder `run`. A signal ends the replay after the
-    step that it is in. All ranks of the policy call it together.
+    """Train on the first `steps` recorded batches of the run folder `run`, from the step at which
+    the replay was resumed, and save checkpoints. `parts`: the models, checkpoints and metrics of
+    this rank; `method`: the function that trains on a batch; `stop`: true once a signal has asked
+    the replay to end, which it does after the present step. Raises `UserError` if a batch is
+    missing or damaged. All ranks of the policy call it together.
     """
     world, data = parts.context.mesh.world, parts.context.mesh.data
     for step in range(parts.first_step, steps):
@@ -122,7 +128,10 @@ def _save(parts: TrainingParts, done: int) -> None:
 
 def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
     """What differs between the run folders `run` and `replayed` in their first `steps` steps:
-    metrics but for times, and the weights of checkpoints that both still have.
+    metrics but for times, and the weights of checkpoints that both still have. Returns a dict with
+    the keys `run`, `steps` (number that was replayed), `steps_that_differ` ({step: first metric
+    that differs, with both values}, at most 5), `checkpoints_compared` and
+    `checkpoints_that_differ` (names such as "step_000010").
     """
     own = {record["step"]: record for record in read_records(replayed / METRICS)}
     first: dict[int, str] = {}

@@ -2,7 +2,7 @@
 
     run folder --read--> charts, examples, numbers --report.html.j2--> page
 
-The page's own script draws the charts from JSON beside them. To add a chart, add a line to
+The page's own script draws the charts from JSON in the page. To add a chart, add a line to
 `learning`, `systems` or `optimisation`. A chart is left out if the run lacks its metrics.
 """
 
@@ -31,24 +31,27 @@ FILE = "report.html"
 EXAMPLES = 10
 """Number of problems whose responses before and after training are shown."""
 DRAWN = 200
-"""A series is reduced to at most this many values."""
+"""Most values of a series in the page; longer series are reduced to so many."""
 
 Chart = dict[str, Any]
-"""A chart as the page's script draws it; see `chart`."""
+"""JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
+else `chart` was given."""
 Series = dict[str, Any]
-"""A line, row of bars or set of points of a chart; see `series`."""
+"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`, `colour`,
+`kind`, `each` (steps that one value stands for), `steps` and `values` (None where unknown)."""
 
 
 def write_report(folder: Path, *, title: str, target: Path | None = None) -> Path:
-    """Write the report of a run folder, in one atomic rename; returns its path.
+    """Write the report of a run folder as one HTML file, replaced in one atomic rename; returns the
+    file's path.
 
     Args:
         folder: run folder with `metrics.jsonl` and, if there, the other files of the run.
         title: heading of the page.
-        target: the file; None for `report.html` in the run folder.
+        target: path of the file to write; None for `report.html` in the run folder.
 
     Raises:
-        ValueError: the folder is not one of a run, or a file is damaged before its last line.
+        ValueError: the folder is not that of a run, or a file is damaged before its last line.
     """
     folder = Path(folder)
     run, recipe = read_run(folder), folder / "recipe.yaml"
@@ -95,16 +98,15 @@ def main(arguments: list[str]) -> int:
 
 @functools.cache
 def template() -> jinja2.Template:
-    """The page. Everything that it is given is escaped, with control characters, which HTML
-    forbids, as visible symbols.
+    """The jinja2 template of a run's report page, loaded once in a process. Every value that it is
+    given is escaped as HTML, with control characters, which HTML forbids, as visible symbols.
     """
     controls = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
     def visible(value: Any) -> Any:
-        is_plain = type(value) is str  # and not HTML of the template
-        return (
-            value.replace("\r\n", "\n").translate(controls | {127: 0x2421}) if is_plain else value
-        )
+        if type(value) is not str:  # HTML of the template is a class of its own
+            return value
+        return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
 
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -125,9 +127,12 @@ def template() -> jinja2.Template:
 
 
 def examples(run: Run) -> tuple[str, Counter[tuple[bool, bool]] | None, list[tuple]]:
-    """(what is shown, {(right before, right after): problems}, the problems) of the page's examples.
-    A problem is (its transcript, (when, transcript) of each response): those at the first and the
-    last evaluation; without evaluations, the rollouts of the first and the last step.
+    """The examples that the page shows: (what is shown, in words; {(right before, right after
+    training): number of problems}, or None with fewer than two evaluations; the problems). A
+    problem is (its transcript, [(when, in words; transcript of a response), ...]), with a response
+    of the first and of the last evaluation. Without evaluations, the problems are groups of
+    rollouts of the first and the last step. A transcript is a record of the run's files, a dict
+    with `prompt`, `response`, `correct` and so on.
     """
     written = [one for one in run.evaluations if one.transcripts]
     if not written:
@@ -152,13 +157,16 @@ def examples(run: Run) -> tuple[str, Counter[tuple[bool, bool]] | None, list[tup
 
 
 def when(one: Evaluation) -> str:
-    """When an evaluation took place, as text."""
+    """When the evaluation `one` took place, in words: "before training" or "after 1,000 steps"."""
     plural = "" if one.step == 1 else "s"
     return f"after {one.step:,} step{plural}" if one.step else "before training"
 
 
 def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[tuple]:
-    """Transcripts of the same prompt in two evaluations; repeated prompts are matched in order."""
+    """Pairs (transcript in `first`, transcript in `last`) of the same prompt in two evaluations, in
+    the order of `first`. A prompt that occurs several times is matched in order; one that only one
+    list has is left out.
+    """
     waiting: dict[str, list[dict[str, Any]]] = {}
     for one in last:
         waiting.setdefault(one["prompt"], []).append(one)
@@ -169,15 +177,17 @@ def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> li
 
 
 def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart | None:
-    """A chart over the steps, or None where no series has a finite value.
+    """Data of a chart over the steps for the script of a report page, as a dict for JSON; None
+    where no series has a finite value.
 
     Args:
         title: what is shown.
         note: unit of the vertical axis, and how to read it.
-        drawn: the series; bars are stacked in this order.
-        how: `wide` for the whole width of the page; `percent` for shares; `zero` where the vertical
-            axis begins at 0; `span` for its (lowest, highest) value; `whole` for counts; `log` for
-            a logarithmic axis, on which values of 0 are not drawn.
+        drawn: the series, made by `series`; bars are stacked in this order.
+        how: `wide` for the whole width of the page; `percent` for fractions from 0 to 1, shown as
+            percentages; `zero` where the vertical axis begins at 0; `span` for its (lowest,
+            highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
+            are not drawn.
     """
     drawn = [one for one in drawn if any(value is not None for value in one["values"])]
     if not drawn:
@@ -195,11 +205,13 @@ def series(
     kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line",
     pick: Callable[..., np.ndarray] = np.ma.mean,
 ) -> Series:
-    """A series of a chart: [n] values at [n] ascending steps, NaN where unknown. Of more than
-    `DRAWN` values, each of consecutive steps becomes one, by `pick`.
+    """A series of a report's chart as a dict for JSON: [n] `values` at [n] ascending `steps`, NaN
+    where unknown. Of more than 200 values, several consecutive ones become one, by `pick`, a
+    function of a masked array [m, k] and `axis=1` that returns [m], such as `np.ma.mean`.
 
-    `colour`: 1 to 10, of the page's palette. `kind`: "faint" for raw values under a smoothed line;
-    "points" and "rings" for separate measurements, joined by a thin line; "bars" are stacked.
+    `label`: its name on the page. `colour`: 1 to 10, of the page's palette. `kind`: "faint" for raw
+    values under a smoothed line; "points" and "rings" for separate measurements, joined by a thin
+    line; "bars" are stacked.
     """
     each = max(1, -(-len(steps) // DRAWN))
 
@@ -219,14 +231,16 @@ def series(
 
 
 def farthest(rows: np.ma.MaskedArray, *, axis: int) -> np.ndarray:
-    """Of each of the [n, each] rows the value farthest from its mean, so that spikes stay."""
+    """Of each of the n rows of `rows` [n, k] the value farthest from the row's mean: returns [n].
+    It reduces many values of a chart to few and keeps spikes, which a mean would hide. `axis` is 1.
+    """
     gaps = abs(rows - rows.mean(axis=axis, keepdims=True))
     return rows[np.arange(len(rows)), gaps.argmax(axis=axis)]
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """[n] mean over the `window` (odd) values around each, over fewer at the ends; NaN are left
-    out.
+    """Moving mean: [n] means over the `window` (odd) values around each of `values` [n], over fewer
+    at the ends; NaN values are left out.
     """
     known = np.isfinite(values)
     sums, counts = (
@@ -236,8 +250,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothed(run: Run, name: str, label: str) -> list[Series]:
-    """A metric of the steps: moving mean over raw values; for runs of fewer than 40 steps raw
-    values.
+    """The series of the metric `name` over the run's steps, as JSON data: its moving mean over the
+    faint raw values; for runs of fewer than 40 steps the raw values alone. `label`: the metric's
+    name on the page.
     """
     steps, values = run.series(name)
     window = (len(steps) // 20) | 1
@@ -249,8 +264,20 @@ def smoothed(run: Run, name: str, label: str) -> list[Series]:
     ]
 
 
+def line(run: Run, name: str, label: str, colour: int, *how: Any) -> Series:
+    """The series of the metric `name` over the run's steps, as a dict for JSON, unsmoothed.
+    `label`: the name on the page; `colour`: 1 to 10, of the page's palette; `how`: the kind of line
+    ("line", "dashed", "points", ...) and a function that makes one value of several, as `series`
+    takes them.
+    """
+    return series(label, *run.series(name), colour, *how)
+
+
 def learning(run: Run) -> list[Chart | None]:
-    """Charts of what the model learns: accuracy, reward, length."""
+    """Charts, as JSON data for the page, of what the model learns: accuracy, reward, length, the
+    environment's own metrics, or the loss of supervised training. None stands for a chart whose
+    metrics the run lacks.
+    """
 
     def learnt(title: str, note: str, name: str, **how: Any) -> Chart | None:
         evaluated = [
@@ -260,15 +287,13 @@ def learning(run: Run) -> list[Chart | None]:
         return chart(title, note, smoothed(run, name, "rollouts") + evaluated, **how)
 
     failed = [
-        series(name, *run.series(f"verifier/{name}"), colour, "line", np.ma.max)
+        line(run, f"verifier/{name}", name, colour, "line", np.ma.max)
         for colour, name in enumerate(run.failures, start=1)
         if any(run.failures.values())
     ]
     loss = smoothed(run, "loss", "loss")
     loss.append(series("held out", *run.evaluated("eval/loss"), 2, "points"))
-    own = sorted(
-        {one for record in run.metrics for one in record if one.startswith("environment/")}
-    )
+    own = sorted({one for record in run.metrics for one in record if one.startswith(ENVIRONMENT)})
     accuracy = {"percent": True, "span": (0, 1), "wide": True}
     without_verdict = "rollouts without a verdict; they got the reward of a wrong answer"
     return [
@@ -276,39 +301,40 @@ def learning(run: Run) -> list[Chart | None]:
         learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
         chart("Verifier failures", without_verdict, failed, zero=True, whole=True),
         learnt("Response length", "mean tokens", "length/mean", zero=True),
-        *(learnt(one.partition("/")[2], "mean, of the environment", one) for one in own),
+        *(learnt(one.removeprefix(ENVIRONMENT), "mean, of the environment", one) for one in own),
         None if is_rl(run) else chart("Loss", "", loss, wide=True),
     ]
 
 
+ENVIRONMENT = "environment/"
+"""Beginning of the names of metrics that an environment itself returns."""
+
+
 def is_rl(run: Run) -> bool:
-    """Whether a run learns by reward; the loss of another one says how well it learns."""
+    """Whether a run learns by reward, so that it has the metric `reward/mean`. Only in a run without
+    rewards does the loss say how well the model learns.
+    """
     return len(run.series("reward/mean")[0]) > 0
 
 
 def systems(run: Run) -> list[Chart | None]:
-    """Charts of the system: time, throughput, agreement of trainer and engine."""
-
-    def line(name: str, label: str, colour: int, *how: Any) -> Series:
-        return series(label, *run.series(name), colour, *how)
-
+    """Charts, as JSON data for the page, of the system: time, throughput, agreement of trainer and
+    engine, age of rollouts. None stands for a chart whose metrics the run lacks.
+    """
     rates = [
-        line("tokens/trained_per_s", "training", 2),
-        line("tokens/generated_per_s", "generation", 1),
+        line(run, "tokens/trained_per_s", "training", 2),
+        line(run, "tokens/generated_per_s", "generation", 1),
     ]
     gaps = [
-        line("mismatch/max_abs", "largest", 2, "line", np.ma.max),
-        line("mismatch/mean_abs", "mean", 1),
-        line("probe/max_abs", "largest on the probe, same weights", 3, "dashed", np.ma.max),
+        line(run, "mismatch/max_abs", "largest", 2, "line", np.ma.max),
+        line(run, "mismatch/mean_abs", "mean", 1),
+        line(run, "probe/max_abs", "largest on the probe, same weights", 3, "dashed", np.ma.max),
     ]
     ages = [
-        line("staleness/max", "oldest", 1, "line", np.ma.max),
-        line("staleness/token_mean", "mean of the trained tokens", 2),
+        line(run, "staleness/max", "oldest", 1, "line", np.ma.max),
+        line(run, "staleness/token_mean", "mean of the trained tokens", 2),
     ]
-    about_gaps = (
-        "difference of their log-probs of the sampled tokens, logarithmic; exact zeros are not"
-        " drawn"
-    )
+    about_gaps = "difference of their log-probs of the sampled tokens, logarithmic; no exact zeros"
     about_ages = "steps behind when a rollout was trained on"
     return [
         chart("Time of a step", "seconds, by phase", times(run), zero=True),
@@ -319,57 +345,63 @@ def systems(run: Run) -> list[Chart | None]:
 
 
 def times(run: Run) -> list[Series]:
-    """A step's seconds by phase of the trainer; rollouts run in parallel, as a line."""
-    steps = np.array([record["step"] for record in run.metrics], dtype=float)
+    """The series of a chart of each step's seconds: stacked bars for the phases of the trainer, and
+    a line for the generation of rollouts, which runs in parallel.
+    """
 
-    def seconds(name: str) -> np.ndarray:
-        return np.array([record.get(f"time/{name}_s") for record in run.metrics], dtype=float)
+    def of(name: str) -> np.ndarray:
+        return np.array([record.get(name) for record in run.metrics], dtype=float)
 
     phases = {
-        "waiting for rollouts": seconds("wait"),
-        "training": seconds("train"),
-        "publishing weights": seconds("publish"),
+        "waiting for rollouts": of("time/wait_s"),
+        "training": of("time/train_s"),
+        "publishing weights": of("time/publish_s"),
     }
     known = np.nan_to_num(list(phases.values()))
-    rest = np.maximum(seconds("step") - known.sum(axis=0), 0)
-    phases["other" if known.any() else "whole step"] = rest
+    phases["other" if known.any() else "whole step"] = np.maximum(
+        of("time/step_s") - known.sum(axis=0), 0
+    )
     bars = [
-        series(label, steps, values, colour, "bars")
+        series(label, of("step"), values, colour, "bars")
         for (label, values), colour in zip(phases.items(), (1, 2, 3, 5), strict=True)
     ]
-    return [*bars, series("rollouts, beside the trainer", steps, seconds("rollout"), 4)]
+    return [*bars, series("rollouts, beside the trainer", of("step"), of("time/rollout_s"), 4)]
 
 
+ZERO, SHARE, COUNT = {"zero": True}, {"percent": True, "zero": True}, {"whole": True, "zero": True}
 OPTIMISATION: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
     ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
-    ("entropy", "Entropy", "nats a token", {"zero": True}),
-    ("grad_norm", "Gradient norm", "before clipping", {"zero": True}),
-    ("clip_share", "Clipped", "share of tokens outside the clip range", {"percent": True}),
-    (
-        "length/truncated_share",
-        "Cut off",
-        "share of responses at the token limit",
-        {"percent": True},
-    ),
-    ("groups/rejected", "Groups rejected", "by dynamic sampling", {"whole": True}),
+    ("entropy", "Entropy", "nats a token", ZERO),
+    ("grad_norm", "Gradient norm", "before clipping", ZERO),
+    ("clip_share", "Clipped", "share of tokens outside the clip range", SHARE),
+    ("length/truncated_share", "Cut off", "share of responses at the token limit", SHARE),
+    ("groups/rejected", "Groups rejected", "by dynamic sampling", COUNT),
     ("kl", "KL to the reference", "nats a token", {}),
-    ("critic/loss", "Critic's loss", "half a squared error, in rewards squared", {"zero": True}),
+    ("critic/loss", "Critic's loss", "half a squared error, in rewards squared", ZERO),
     ("critic/explained_variance", "Explained variance", "of the returns, by the critic", {}),
-    ("learning_rate", "Learning rate", "", {"zero": True}),
+    ("learning_rate", "Learning rate", "", ZERO),
 )
-"""(metric, title, note, how it is drawn; see `chart`)"""
+"""(name of the metric, title and note of its chart, further arguments of `chart`) of each chart."""
 
 
 def optimisation(run: Run) -> list[Chart | None]:
-    """Charts of the optimizer: loss, entropy, gradient norm and so on."""
+    """Charts, as JSON data for the page, of the optimizer: loss, entropy, gradient norm and so on.
+    None stands for a chart whose metric the run lacks.
+    """
 
     def drawn(name: str, title: str, note: str, how: dict[str, bool]) -> Chart | None:
-        if name == "loss" and not is_rl(run):
-            return None  # it is a chart of `learning`
-        shown = smoothed(run, name, title.lower())
-        if name == "learning_rate":  # noise-free
-            shown = [series(title.lower(), *run.series(name), 1)]
-        zero = "percent" in how or "whole" in how
-        return chart(title, note, shown, **({"zero": zero} | how))
+        label = title.lower()
+        is_exact = name == "learning_rate"
+        shown = [line(run, name, label, 1)] if is_exact else smoothed(run, name, label)
+        return chart(title, note, shown, **how)
 
-    return [drawn(*one) for one in OPTIMISATION]
+    names = {name for record in run.metrics for name in record if name.startswith("critics.")}
+    of_critics = [
+        (name.replace("critic", section, 1), f"{title} ({section})", note, how)
+        for section in sorted({name.partition("/")[0] for name in names})
+        for name, title, note, how in OPTIMISATION
+        if name.startswith("critic/")
+    ]
+    # The loss of a run without rewards is a chart of `learning`.
+    wanted = [one for one in OPTIMISATION if one[0] != "loss" or is_rl(run)]
+    return [drawn(*one) for one in (*wanted, *of_critics)]

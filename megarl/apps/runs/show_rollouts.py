@@ -3,9 +3,9 @@
     megarl rollout RECIPE.yaml --num 4
 
 The first prompts in training order are answered by `model.path` at `rollout.temperature` and scored
-by the environment. Prompts and turns are printed with all special tokens, also those that the
-environment is not given.
-Nothing is written but `run.log` in FOLDER/rollout.
+by the environment. Prompts and turns are printed with all special tokens, also with those that the
+environment is not given. Nothing is written but `run.log` in the folder FOLDER/rollout, where
+FOLDER is the recipe's run folder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 
 COLOURS = {"model": 36, "environment": 33, "right": 32, "wrong": 31, "soft": 2}
-"""{what a text is: number of its colour in a terminal}"""
+"""{what a text is: number of its colour in a terminal (ANSI)}"""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Generate and print the rollouts."""
+    """Run `megarl rollout`: generate the rollouts of the recipe's first `sample.shown` prompts and
+    print them as text on standard output. Starts an inference engine and needs no trainer.
+    `inputs`: prompts, tokenizer and so on, as `check_rollout` returns them. Returns the exit code
+    0.
+    """
     console.open_log(Path(config.folder) / "rollout")
     for record in rollouts(config, inputs):
         console.result("\n".join(lines(record, in_colour=console.in_terminal())))
@@ -37,8 +41,10 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 
 def rollouts(config: RunConfig, inputs: RunInputs) -> list[dict[str, Any]]:
-    """The records of one rollout of each of the first prompts, their texts with the special tokens;
-    see `megarl.rollout.transcripts`.
+    """Generate one rollout for each of the first `sample.shown` prompts of `inputs` and return a
+    dict of each with `prompt`, `response`, `answer`, `reward`, `correct`, `turns` and so on, whose
+    texts have all special tokens. Starts an inference engine and stops it; blocks until all are
+    done.
     """
     assert inputs.prompts is not None
     prompts = [
@@ -61,8 +67,9 @@ def decode_whole(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Replace the texts of `records`, of one rollout of each of `prompts`, by texts with the
-    special tokens, and take `segments` out.
+    """Replace, in place, the texts of rollouts by texts with all special tokens, decoded from the
+    token ids, and remove the key `segments`. `records`: dicts with `prompt`, `response`, `segments`
+    (parts with token ids) and `turns`; record n is a rollout of prompt n.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -77,7 +84,10 @@ def decode_whole(
 
 
 def lines(record: dict[str, Any], *, in_colour: bool) -> Iterator[str]:
-    """The lines of one rollout: the prompt, each turn with its reward, the verdict."""
+    """The lines of one rollout, without newlines at their ends: the prompt, each turn with its
+    reward, and whether the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`:
+    with ANSI colours. Control characters are replaced.
+    """
 
     def paint(what: str, text: str) -> str:
         return f"\x1b[{COLOURS[what]}m{text}\x1b[0m" if in_colour else text

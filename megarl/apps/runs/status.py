@@ -1,9 +1,10 @@
-"""`megarl status RUN [--json] [--stacks]`: what each process of a run does, on whom it waits."""
+"""`megarl status RUN [--json] [--stacks]`: what each process of a run does, and for which process
+it waits.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,23 +18,17 @@ from megarl.checkpoints.lease import RUNS, Record, decode_lease, is_here, lives,
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.ledger.journal import FILE as LEDGER
 from megarl.observe.observer import METRICS
+from megarl.observe.sinks import read_records
 
 FLAGS = {"--json", "--stacks"}
-TAIL_BYTES = 2**18
-"""Bytes at the end of a file in which the newest trained step is looked for."""
-SAYS_STEP = {
-    LEDGER: rb'"event":"(?:trained|restored)",.*?"step":(\d+).*\}$',
-    METRICS: rb'^\{"step": (\d+).*\}$',
-}
-"""{file: pattern of lines that tell the number of trained steps}. A run that was resumed has trained
-those of its checkpoint; what it had trained beyond counts no longer."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each process, or with `--json` one object; with `--stacks` also the stacks
-    of all threads. Raises `UserError` for a folder without a record.
+    """Run `megarl status`: print what each process of a run does on standard output: a line for
+    each process or, with `--json`, one JSON object; with `--stacks` also the stacks of all its
+    threads. `arguments`: the words after `megarl status`. Returns the exit code 0. Raises
+    `UserError` for a folder in which no run has recorded its activity (`observe.activity`).
     """
     folders = [word for word in arguments if not word.startswith("-")]
     if len(folders) != 1 or set(arguments) - {*folders, *FLAGS}:
@@ -73,7 +68,12 @@ def main(arguments: list[str]) -> int:
 def status_summary(
     run: Path, found: list[Life], stacks: dict[str, str], owner: Record | None
 ) -> dict[str, Any]:
-    """What is known of a run as JSON data. Times are seconds since the epoch."""
+    """What is known of the run folder `run`, as JSON data with keys such as `step`, `trained`,
+    `finished`, `owner` and `processes`; times are seconds since the epoch. `found`: what each
+    process has recorded, at least one; `stacks`: {process: text of its threads' stacks}, may be
+    empty; `owner`: content of the lease file, which names the process that owns the folder, or
+    None.
+    """
     begun = [life.steps[-1]["args"] for life in found if life.steps]
     last = max(begun, key=lambda one: (one["step"], one["version"]), default={})
     done, steps = trained(run), planned_steps(run)
@@ -100,7 +100,10 @@ def status_summary(
 
 
 def as_data(life: Life, span: Event) -> dict[str, Any]:
-    """What a process does as JSON data."""
+    """What the process `life` does in the activity `span`, as JSON data: `what` (name of the
+    activity), `in` (names of the activities around it, innermost first), `kind`, `waits_on`,
+    `since` (seconds since the epoch), `deadline_s`, and `open` and `done` (numbers of requests).
+    """
     args = span["args"]
     counts = {name: args.get(name, 0) for name in ("open", "done")}
     return {
@@ -111,19 +114,18 @@ def as_data(life: Life, span: Event) -> dict[str, Any]:
 
 
 def trained(run: Path) -> int | None:
-    """Steps trained, as the end of the ledger tells, or of the metrics where there is no ledger, as
-    of fine-tuning; None where they tell none.
+    """Number of steps that the run folder `run` has trained, read from metrics.jsonl; None where
+    this file has none or cannot be read. Steps that a resume has undone are not in the file.
     """
-    for name, says_step in SAYS_STEP.items():
-        with suppress(OSError), (run / name).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            if found := re.findall(says_step, file.read(), re.MULTILINE):
-                return int(found[-1])
+    with suppress(OSError, ValueError):
+        return max((record["step"] for record in read_records(run / METRICS)), default=None)
     return None
 
 
 def owner_state(owner: Record) -> str:
-    """Whether the owner of a run folder lives."""
+    """Whether the process that owns a run folder lives: "alive", "gone" (it was killed), "ended" or
+    "on HOST, not visible from here". `owner`: the content of the folder's lease file.
+    """
     if owner.state != RUNS:
         return "ended"
     if not is_here(owner):

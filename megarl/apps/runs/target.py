@@ -1,4 +1,6 @@
-"""The command line `RUN [--out FILE]` of commands that make a file of a run folder."""
+"""The command line `RUN [--out FILE]` of commands that make one file from a run folder, such as
+`megarl report`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from megarl.errors import UserError
 
 
 def run_and_target(command: str, arguments: Sequence[str], name: str) -> tuple[Path, Path]:
-    """(run folder, file to write) of the command line of `megarl command`. `name`: the file in the
-    run folder that is written without `--out`. Raises `UserError` for other words.
+    """(path of the run folder, path of the file to write) from the words `arguments`, RUN [--out
+    FILE], of the command `megarl COMMAND`. Without `--out` the file is `name` in the run folder; if
+    FILE is a folder, it is `name` in that. Raises `UserError` for other words.
     """
     words, target = [], None
     rest = iter(arguments)
@@ -29,8 +32,9 @@ def run_and_target(command: str, arguments: Sequence[str], name: str) -> tuple[P
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """A block that writes `file` aside, under a hidden name, and renames it. Raises `UserError`
-    that names the file where that fails, or the other file that cannot be read.
+    """Context manager around code that writes `file` under a hidden name beside it and then renames
+    it. Turns an `OSError` in the block into a `UserError` that names `file`, or the other file that
+    could not be read.
     """
     try:
         yield

@@ -15,12 +15,14 @@ from megarl.console import result
 from megarl.errors import UserError
 
 FILE = "timeline.json"
-"""Name of the trace in the run folder."""
+"""Name of the trace's file in the run folder."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the trace of a run folder; prints its path. Raises `UserError` for a folder without a
-    record.
+    """Run `megarl timeline`: write the activity of a run's processes as a trace, a JSON file in the
+    Trace Event Format, to RUN/timeline.json or `--out`, and print its path. `arguments`: the words
+    after `megarl timeline`. Returns the exit code 0. Raises `UserError` for a folder in which no
+    run has recorded its activity (`observe.activity`).
     """
     run, path = run_and_target("timeline", arguments, FILE)
     lives = read_lives(run / FOLDER)
@@ -38,8 +40,10 @@ def main(arguments: list[str]) -> int:
 
 
 def trace(lives: list[Life]) -> Iterator[Event]:
-    """The events of all processes, each of which has its place in the order of `lives` as its id;
-    one that was started again keeps its id, and what it left open ends with its last sign of life.
+    """Yield the events of a trace in the Trace Event Format, as dicts; times are microseconds since
+    the epoch. `lives`: what each process has recorded from a start to its end. The `pid` of an
+    event is the position of the process among the names in `lives`: a process that was started
+    again keeps it, and what it left open ends with its last recorded event.
     """
     names = list(dict.fromkeys(life.process for life in lives))
     for number, name in enumerate(names):

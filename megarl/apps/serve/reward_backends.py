@@ -1,5 +1,5 @@
-"""What a reward server may have behind it: one function for each kind, which starts it, yields a
-`Backend` and ends it.
+"""What a reward server may have behind it: one async context manager for each kind, which starts
+it, yields a `Backend` (an async function from prompt and response to a score) and ends it.
 
     verifier_backend   worker processes        torch_backend   a reward model in a thread
     engine_backend     a reward model in vLLM  judge_backend   a language model in vLLM
@@ -9,154 +9,212 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
+import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from megarl import console
 from megarl.apps.serve.reward_server import Backend
+from megarl.environments.batch_queue import BatchQueue
+from megarl.environments.config import EnvironmentConfig, RewardServerConfig
 from megarl.environments.judging import Judge
-from megarl.environments.scores import Outcome
+from megarl.environments.scores import BadScore, Outcome
 from megarl.environments.scoring import client_token
-from megarl.environments.wire import Sample
 from megarl.errors import EngineLost, UserError
 from megarl.rollout.config import EngineConfig
-from megarl.serve_config import ServeRewardConfig
+from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
+from megarl.rollout.engine_core import VllmProcess, vllm_imports
+from megarl.serve_config import JudgeConfig, ServedModelConfig
 from megarl.signals import past_interrupts
 from megarl.trainer.config import TrainingConfig
+from megarl.types import Prompt
 
 if TYPE_CHECKING:
-    from megarl.apps.serve.pooling_engine import PoolingEngine
-    from megarl.apps.serve.served_models import ServedModel
+    from megarl.apps.serve.served_models import ServedJudge, ServedRewardModel
     from megarl.rollout.engine import Engine
 
 END_WITHIN_S = 5.0
 """Seconds that the processes of an engine have to end before they are killed."""
 
 
-@asynccontextmanager
-async def verifier_backend(config: ServeRewardConfig) -> AsyncIterator[Backend]:
-    """A backend of the recipe's verifier or reward functions, in their worker processes."""
-    judge = Judge(config.environment, None, client_token(config.environment))
+class PoolingEngine(VllmProcess):
+    """A reward model in vLLM: a sequence classifier with one label, run as a pooling model in a
+    process of its own. All methods must run in one event loop, where they may run concurrently;
+    vLLM batches the requests that are under way.
+    """
 
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        return [await judge.judge(prompt, response) for prompt, response in samples]
+    def __init__(
+        self, served: ServedModelConfig, max_tokens: int, environment: dict[str, str]
+    ) -> None:
+        """Only sets environment variables and arguments; `start` starts vLLM. `max_tokens`: number
+        of tokens of the longest text. `environment`: variables that vLLM reads, as
+        `vllm_environment` returns them; this process gets them too.
+        """
+        os.environ.update(environment)  # before vLLM is imported: it reads them once
+        self._on_cpu, self._requests = is_on_cpu(environment), 0
+        self._arguments = engine_arguments(
+            served.engine,
+            model=served.model.path,
+            tokenizer="",
+            max_tokens=max_tokens,
+            trust_remote_code=served.model.trust_remote_code,
+            seed=0,
+            on_cpu=self._on_cpu,
+        )
+
+    async def start(self) -> None:
+        """Start the process of vLLM, which reads the reward model's weights, and wait until it is
+        ready to score. Errors of vLLM are raised unchanged.
+        """
+        with vllm_imports(on_cpu=self._on_cpu):
+            from vllm import AsyncEngineArgs, PoolingParams
+            from vllm.config import PoolerConfig
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+        # A reward is the logit itself: vLLM would put a sigmoid over the score of a single label.
+        self._pooling = PoolingParams(task="classify", use_activation=False)
+        pooler = PoolerConfig(task="classify", seq_pooling_type="LAST", use_activation=False)
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                **self._arguments, runner="pooling", convert="classify", pooler_config=pooler
+            )
+        )
+
+    async def score(self, token_ids: list[int]) -> float:
+        """The score of a text, given as token ids: the classifier's logit at its last token, which
+        may be NaN or infinite.
+        """
+        self._requests += 1
+        final: Any = None
+        async for final in self._llm.encode(
+            {"prompt_token_ids": token_ids},
+            self._pooling.clone(),
+            f"score-{self._requests}",
+        ):
+            pass
+        (value,) = final.outputs.data.float().tolist()
+        return value
+
+
+@asynccontextmanager
+async def verifier_backend(config: EnvironmentConfig) -> AsyncIterator[Backend]:
+    """Context manager: start the recipe's verifier or reward functions for a reward server, in
+    `config.num_workers` worker processes, and end them with the block. Yields the async function
+    (prompt, response) that scores (`score`), and how many calls of it may run at once (`lanes`).
+    """
+    judge = Judge(config, None, client_token(config))
+
+    async def score(prompt: Prompt, response: str) -> Outcome:
+        call = asyncio.ensure_future(judge.judge(prompt, response))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait({call})  # a worker goes on with it, and is not free before
+            raise
 
     try:
         with console.phase("verifier"):
             await judge.pool.start()
         # A call that asks another server waits without a process.
-        lanes = config.environment.num_workers
+        lanes = config.num_workers
         if judge.clients:
-            lanes *= config.environment.remote.batch_size
-        yield Backend(score, lanes=lanes, most=1)
+            lanes *= config.remote.batch_size
+        yield Backend(score, lanes)
     finally:
         await judge.close()
 
 
 @asynccontextmanager
-async def torch_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncIterator[Backend]:
-    """A backend of the recipe's reward model, which one thread loads and runs."""
+async def torch_backend(
+    model: ServedRewardModel, settings: RewardServerConfig
+) -> AsyncIterator[Backend]:
+    """Context manager: load the recipe's reward model for a reward server with torch, in one thread
+    that runs it in batches of up to `settings.batch_size` texts, and release it with the block.
+    Yields the async function (prompt, response) that scores (`score`), and how many calls of it may
+    run at once (`lanes`).
+    """
     # Torch and transformers, which a server of verifiers does without.
     from megarl.apps.tune.text_scores import TextScorer
-    from megarl.chat_template import end_of_turn
-    from megarl.data.tokens import scored_tokens
 
-    served, loop = config.reward_model, asyncio.get_running_loop()
-    end = end_of_turn(model.tokenizer, served.template)
+    served = model.config
     training = TrainingConfig(
         precision=served.precision, micro_batch_tokens=served.micro_batch_tokens
     )
+    queue: BatchQueue[list[int], float] = BatchQueue()
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
-    with console.phase(f"reward model {served.model.path}"):
-        scorer = await loop.run_in_executor(
-            thread,
-            lambda: TextScorer(
-                served.model,
-                training,
-                tokenizer=model.tokenizer,
-                template=served.template,
-                seed=0,
-            ),
+    loop = asyncio.get_running_loop()
+
+    def load() -> TextScorer:
+        return TextScorer(
+            served.model, training, tokenizer=model.tokenizer, template=served.template, seed=0
         )
 
-    def scores(samples: Sequence[Sample]) -> list[Outcome]:
+    async def values(texts: list[list[int]]) -> list[float | Exception]:
+        """The score of each text, given as token ids, or the exception of a text that could not be
+        scored: the error of one text costs no other its score.
+        """
         try:
-            return together(samples)
+            return [*await loop.run_in_executor(thread, scorer.token_scores, texts)]
         except Exception as error:
-            if len(samples) == 1:
-                return [Outcome(failure="error", detail=f"{type(error).__name__}: {error}")]
-            # One text that cannot be read costs its own sample only.
-            return [one for sample in samples for one in scores([sample])]
+            if len(texts) == 1:
+                return [error]
+            return [value for text in texts for value in await values([text])]
 
-    def together(samples: Sequence[Sample]) -> list[Outcome]:
-        prompts, replies = [prompt.text for prompt, _ in samples], [reply for _, reply in samples]
-        texts = scored_tokens(model.tokenizer, prompts, replies, served.template, end)
-        found = [too_long(ids, model.max_tokens, "reward_model") for ids in texts]
-        short = [ids for ids, failed in zip(texts, found, strict=True) if failed is None]
-        values = iter(scorer.token_scores(short))
-        return [outcome_of(next(values)) if failed is None else failed for failed in found]
+    async def work() -> None:
+        while True:
+            batch = await queue.take(settings.batch_size, settings.linger_ms / 1e3)
+            found = await values([one.item for one in batch])
+            for one, value in zip(batch, found, strict=True):
+                one.fail(value) if isinstance(value, Exception) else one.answer(value)
 
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        return await loop.run_in_executor(thread, scores, samples)
+    async def score(prompt: Prompt, response: str) -> Outcome:
+        return _finite(await queue.put(model.ids(prompt, response)).result)
 
-    settings = config.server
+    with console.phase(f"reward model {served.model.path}"):
+        scorer = await loop.run_in_executor(thread, load)
+    worker = asyncio.create_task(work())
     try:
-        yield Backend(score, 1, settings.batch_size, settings.linger_ms / 1e3)
+        yield Backend(score, lanes=2 * settings.batch_size)  # one batch waits for the other
     finally:
+        worker.cancel()
         await loop.run_in_executor(thread, scorer.close)
         thread.shutdown()
 
 
-@asynccontextmanager
-async def engine_backend(config: ServeRewardConfig, model: ServedModel) -> AsyncIterator[Backend]:
-    """A backend of the recipe's reward model in a vLLM engine, which batches by itself."""
+def engine_backend(
+    model: ServedRewardModel, settings: RewardServerConfig
+) -> AbstractAsyncContextManager[Backend]:
+    """Context manager: run the recipe's reward model for a reward server in a vLLM engine, which
+    batches by itself, and end the engine with the block. Yields the async function (prompt,
+    response) that scores (`score`), and how many calls of it may run at once (`lanes`). Raises
+    `UserError` on entry if vLLM does not start.
+    """
+    served = model.config
+    engine = PoolingEngine(served, model.max_tokens, vllm_environment(served.engine))
+
+    async def score(prompt: Prompt, response: str) -> Outcome:
+        return _finite(await engine.score(model.ids(prompt, response)))
+
+    what, lanes = f"reward_model {served.model.path}", served.engine.max_num_sequences
+    return _running(engine, score, lanes, served.time_limit_s, what)
+
+
+def judge_backend(judge: JudgeConfig, served: ServedJudge) -> AbstractAsyncContextManager[Backend]:
+    """Context manager: run the recipe's judge, a language model that writes verdicts on responses,
+    for a reward server in a vLLM engine, and end the engine with the block. Yields the async
+    function (prompt, response) that scores (`score`), and how many calls of it may run at once
+    (`lanes`). Raises `UserError` on entry if vLLM does not start.
+    """
     # vLLM, which the other backends do without.
-    from megarl.apps.serve.pooling_engine import PoolingEngine
-    from megarl.chat_template import end_of_turn
-    from megarl.data.tokens import scored_tokens
-
-    served = config.reward_model
-    end = end_of_turn(model.tokenizer, served.template)
-    engine = PoolingEngine(
-        model=served.model.path,
-        config=served.engine,
-        max_tokens=model.max_tokens,
-        trust_remote_code=served.model.trust_remote_code,
-        environment=vllm_environment(served.engine, on_cpu=model.on_cpu),
-    )
-
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        ((prompt, response),) = samples
-        (ids,) = scored_tokens(model.tokenizer, [prompt.text], [response], served.template, end)
-        if failed := too_long(ids, model.max_tokens, "reward_model"):
-            return [failed]
-        try:
-            async with asyncio.timeout(served.time_limit_s):
-                return [outcome_of(await engine.score(ids))]
-        except TimeoutError:
-            return [late(served.time_limit_s, "reward_model")]
-        except Exception as error:
-            raise lost_or(error, engine) from error
-
-    async with running(engine, f"reward model {served.model.path}"):
-        yield Backend(score, lanes=served.engine.max_num_sequences, most=1, drops=True)
-
-
-@asynccontextmanager
-async def judge_backend(config: ServeRewardConfig, served: ServedModel) -> AsyncIterator[Backend]:
-    """A backend of the recipe's judge, a language model in a vLLM engine."""
-    # vLLM, which the other backends do without.
-    from megarl.apps.serve.judge import EngineJudge
-    from megarl.apps.serve.served_models import ServedJudge
+    from megarl.apps.serve.judge import judged
     from megarl.rollout.engine import Engine
 
-    judge = config.judge
-    assert isinstance(served, ServedJudge)
     engine = Engine(
         number=0,
         model=judge.model.path,
@@ -165,90 +223,74 @@ async def judge_backend(config: ServeRewardConfig, served: ServedModel) -> Async
         stop_token_ids=served.stop_token_ids,
         trust_remote_code=judge.model.trust_remote_code,
         seed=judge.seed,
-        environment=vllm_environment(judge.engine, on_cpu=served.on_cpu),
+        environment=vllm_environment(judge.engine),
         load=True,
     )
-    asked = EngineJudge(
-        judge,
-        engine.generate,
-        tokenizer=served.tokenizer,
-        prompt=served.prompt,
-        reader=served.reader,
-        max_tokens=served.max_tokens,
-    )
-
-    async def score(samples: Sequence[Sample]) -> list[Outcome]:
-        ((prompt, response),) = samples
-        try:
-            async with asyncio.timeout(judge.time_limit_s):
-                return [await asked.judge(prompt, response)]
-        except TimeoutError:
-            return [late(judge.time_limit_s, "judge")]
-        except Exception as error:
-            raise lost_or(error, engine) from error
-
+    score = functools.partial(judged, judge, served, engine.generate)
     lanes = max(1, judge.engine.max_num_sequences // judge.samples)
-    async with running(engine, f"judge {judge.model.path}"):
-        yield Backend(score, lanes=lanes, most=1, drops=True)
+    return _running(engine, score, lanes, judge.time_limit_s, f"judge {judge.model.path}")
 
 
-def outcome_of(score: float) -> Outcome:
-    """The outcome of what a reward model has computed."""
-    if math.isfinite(score):
-        return Outcome(score)
-    return Outcome(failure="nan", detail=f"the reward model scored {score}")
+def _finite(score: float) -> Outcome:
+    """The outcome of what a reward model has computed. Raises `BadScore`."""
+    if not math.isfinite(score):
+        raise BadScore("nan", f"the reward model scored {score}")
+    return Outcome(score)
 
 
-def too_long(ids: Sequence[int], most: int, section: str) -> Outcome | None:
-    """The failure of a text of more than `most` tokens; None for any other."""
-    if len(ids) <= most:
-        return None
-    said = f"prompt and response have {len(ids):,} tokens, more than {section}.max_tokens {most:,}"
-    return Outcome(failure="error", detail=said)
-
-
-def late(limit_s: float, section: str) -> Outcome:
-    """The failure of a sample without a score in time."""
-    said = f"no score within {section}.time_limit_s = {limit_s:g} s"
-    return Outcome(failure="timeout", detail=said)
-
-
-def vllm_environment(engine: EngineConfig, *, on_cpu: bool) -> dict[str, str]:
-    """Environment variables of an engine whose start has no other deadline than vLLM's own."""
+def vllm_environment(engine: EngineConfig) -> dict[str, str]:
+    """Environment variables, {name: value}, for the vLLM process of an engine with the settings
+    `engine`: number of threads, device, size of the KV cache, and `engine.start_timeout_s` as
+    vLLM's deadline of its start.
+    """
     from megarl.cluster.process_env import engine_environment
+    from megarl.parallel.mesh import local_device
     from megarl.trainer.threads import shared
 
     return engine_environment(
-        on_cpu=on_cpu,
+        on_cpu=local_device().type == "cpu",
         num_threads=engine.num_threads or shared(1),
         kv_cache_gib=engine.kv_cache_gib,
     ) | {"VLLM_ENGINE_READY_TIMEOUT_S": f"{max(1, round(engine.start_timeout_s))}"}
 
 
-def lost_or(error: Exception, engine: Engine | PoolingEngine) -> Exception:
-    """`error`, or `EngineLost` if it is because the engine's process has died."""
-    if isinstance(error, ExceptionGroup):  # of several verdicts that were under way
-        error = error.exceptions[0]
-    if not engine.is_lost:
-        return error
-    return EngineLost(f"vLLM's process has died ({type(error).__name__}: {error}); see run.log")
-
-
 @asynccontextmanager
-async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[None]:
-    """Until the end of the block, `engine` runs. Raises `UserError` if vLLM does not start it. No
-    process of the engine is left behind.
+async def _running(
+    engine: Engine | PoolingEngine,
+    score: Callable[[Prompt, str], Awaitable[Outcome]],
+    lanes: int,
+    limit_s: float,
+    what: str,
+) -> AsyncIterator[Backend]:
+    """A backend of `engine`, which runs until the end of the block. `limit_s`: seconds of one call
+    of `score`. `what`: section of the recipe and model. Raises `UserError` if vLLM does not start
+    it. No process of the engine is left behind.
     """
+    section, named = what.split(" ", 1)[0], what.replace("_", " ", 1)
+
+    async def within_limit(prompt: Prompt, response: str) -> Outcome:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await score(prompt, response)
+        except TimeoutError:
+            said = f"no score within {section}.time_limit_s = {limit_s:g} s"
+            raise BadScore("timeout", said) from None
+        except Exception as error:
+            if not engine.is_lost:
+                raise
+            said = f"vLLM's process has died ({type(error).__name__}: {error}); see run.log"
+            raise EngineLost(said) from error
+
     try:
-        with console.phase(what), uninterrupted():
+        with console.phase(named), uninterrupted():
             try:
                 with past_interrupts():
                     await engine.start()
             except Exception as error:
                 raise UserError(
-                    f"vLLM does not start {what} ({type(error).__name__}: {error}); see run.log"
+                    f"vLLM does not start {named} ({type(error).__name__}: {error}); see run.log"
                 ) from error
-        yield
+        yield Backend(within_limit, lanes)
     finally:
         try:
             await engine.stop()
@@ -258,9 +300,9 @@ async def running(engine: Engine | PoolingEngine, what: str) -> AsyncIterator[No
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context manager: SIGINT and SIGHUP, which a terminal sends to all processes of a command, are
-    blocked in processes that are started in its block. vLLM's processes then live until the server
-    has answered its open requests.
+    """Context manager: block SIGINT and SIGHUP, which a terminal sends to all processes of a
+    command, for this thread and the processes that it starts in the block. vLLM's processes then
+    live until the server has answered its open requests.
     """
     resource_tracker.ensure_running()  # its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})

@@ -1,25 +1,26 @@
-"""Checks of the models that `megarl serve-reward` serves: a reward model, under torch or vLLM, and
-a judge.
+"""Checks, before anything heavy starts, of the models that `megarl serve-reward` serves: a reward
+model, under torch or vLLM, and a judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.apps.serve.judge_prompt import JudgePrompt
-from megarl.apps.serve.judge_verdict import VerdictReader
+from megarl.apps.serve.judge import JudgePrompt, VerdictReader
 from megarl.chat_template import end_of_turn
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import check_model, stop_tokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
+from megarl.data.tokens import scored_tokens
+from megarl.environments.scores import BadScore
 from megarl.limits import MOST_TOKENS
 from megarl.parallel.mesh import local_device
 from megarl.rollout.config import EngineConfig
@@ -31,141 +32,161 @@ from megarl.trainer.config import ModelConfig
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import is_downloaded, shape_of
+from megarl.types import Prompt
 
 HEADS = (SCORE, "classifier.weight", "classifier.out_proj.weight")
-"""Names of the last layer of Hugging Face's sequence classifiers."""
-
-T = TypeVar("T")
+"""Names of the weight of the last layer in Hugging Face's sequence classifiers."""
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """A model whose checks have passed."""
+class ServedRewardModel:
+    """What a reward server needs to feed its reward model: settings, tokenizer and limits, after
+    their checks. `ids` makes the token ids that the model scores. It holds no weights, which the
+    server loads later.
+    """
+
+    config: ServedModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    """Most tokens of a prompt with its response."""
+    end: int
+    """Id of the token that ends a response."""
+
+    def ids(self, prompt: Prompt, response: str) -> list[int]:
+        """The token ids of prompt and response that the model scores, with the token that ends a
+        response. Raises `BadScore`, the failure of this response alone, if they are more than
+        `max_tokens`.
+        """
+        texts, template = ([prompt.text], [response]), self.config.template
+        (ids,) = scored_tokens(self.tokenizer, *texts, template, self.end)
+        if len(ids) > self.max_tokens:
+            raise BadScore(
+                "error",
+                f"prompt and response have {len(ids):,} tokens, more than reward_model.max_tokens"
+                f" {self.max_tokens:,}",
+            )
+        return ids
+
+
+@dataclass(frozen=True)
+class ServedJudge:
+    """What a reward server needs to ask its judge, a language model that writes verdicts on
+    responses: tokenizer, prompt template, reader of verdicts and limits, after their checks. It
+    holds no weights, which the server loads later.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
-    """Most tokens of a sequence."""
-    on_cpu: bool
-    """Whether an engine runs on the CPU."""
-
-
-@dataclass(frozen=True)
-class ServedJudge(ServedModel):
-    """A judge whose checks have passed."""
-
+    """Most tokens of what the judge reads and writes in one verdict."""
     prompt: JudgePrompt
     reader: VerdictReader
     stop_token_ids: list[int]
-    """Tokens that end what the judge writes."""
+    """Ids of tokens that end what the judge writes."""
 
 
-def check_served_reward_model(config: ServedModelConfig) -> ServedModel:
-    """Raise `ValueError` unless the reward model can be run by the backend of the recipe."""
-    checked = {"torch": _check_torch, "vllm": _check_classifier}[config.backend]
-    return _in_section("reward_model", lambda: checked(config))
+def check_served_reward_model(config: ServedModelConfig) -> ServedRewardModel:
+    """Check the reward model of the recipe's section `reward_model`, without loading its weights.
+    Returns its settings, tokenizer and limit of tokens. Raises `ValueError` unless the program that
+    the recipe names to run it, torch or vLLM, can do so.
+    """
+    by_torch = config.backend == "torch"
+    with _section("reward_model"):
+        tokenizer, hf = check_model(config.model) if by_torch else _of_folder(config.model)
+        limit = _longest(hf, config.max_tokens, "reward_model")
+        if by_torch:
+            check_weights(config.model, "scalar", needs_score=True)
+            prove_attention(empty_model(config.model))
+        else:
+            _check_classifier(config.model.path, hf)
+            _check_engine(config.engine, hf, limit, "reward_model")
+        end = end_of_turn(tokenizer, config.template)
+        return ServedRewardModel(config, tokenizer, limit, end)
 
 
 def check_judge(config: JudgeConfig) -> ServedJudge:
-    """Raise `ValueError` unless the judge's model, template and verdict can be used."""
-    reader = VerdictReader(config.verdict, config.choices, config.lowest, config.highest)
-    return _in_section("judge", lambda: _check_judge(config, reader))
+    """Check the judge, a language model that writes verdicts on responses, of the recipe's section
+    `judge`, without loading its weights. Returns its tokenizer, prompt template, reader of verdicts
+    and limit of tokens. Raises `ValueError` unless the model, the template and the pattern of the
+    verdict can be used.
+    """
+    with _section("judge"):
+        reader = VerdictReader(config.verdict, config.choices, config.lowest, config.highest)
+        tokenizer, hf = _of_folder(config.model)
+        check_engine_model(hf)
+        template, setting = config.template, "judge.template"
+        if config.template_file:
+            setting = f"judge.template_file {config.template_file!r}"
+            with opening(f"{setting} cannot be read", fix="set it to a text file (UTF-8)"):
+                template = Path(config.template_file).read_text(encoding="utf-8")
+        prompt = JudgePrompt(
+            tokenizer,
+            template,
+            setting=setting,
+            chat=config.chat,
+            system=config.system,
+            variables=config.template_variables,
+        )
+        limit = _longest(hf, config.max_tokens, "judge")
+        asked = len(prompt.ids(dict.fromkeys(prompt.fields, "")))
+        require(
+            asked + config.max_new_tokens < limit,
+            f"judge.max_tokens is {limit}, but the template has {asked} tokens without its fields"
+            f" and judge.max_new_tokens is {config.max_new_tokens}; raise judge.max_tokens, as far"
+            " as the model has positions, or lower judge.max_new_tokens",
+        )
+        _check_engine(config.engine, hf, limit, "judge")
+        template_name = "rendered" if config.chat else "none"
+        end = end_of_turn(tokenizer, template_name, config.template_variables)
+        stops = stop_tokens(tokenizer, config.model, hf, [end])
+        return ServedJudge(tokenizer, limit, prompt, reader, stops)
 
 
-def _in_section(section: str, check: Callable[[], T]) -> T:
-    """The result of `check`, in whose errors a model's settings get the name of their section."""
+@contextmanager
+def _section(section: str) -> Iterator[None]:
+    """A context in whose errors a model's settings get the name of their section."""
     try:
-        return check()
+        yield
     except ValueError as error:
         said = str(error).replace(f"{section}.model.path", "model.path")
         raise ValueError(said.replace("model.path", f"{section}.model.path")) from None
 
 
-def _check_torch(config: ServedModelConfig) -> ServedModel:
-    tokenizer, hf = check_model(config.model)
-    check_weights(config.model, "scalar", needs_score=True)
-    prove_attention(empty_model(config.model))
-    limit = _longest(hf, config.max_tokens, "reward_model")
-    return ServedModel(tokenizer, limit, local_device().type == "cpu")
-
-
-def _check_classifier(config: ServedModelConfig) -> ServedModel:
-    model, hf = config.model, load_model_config(config.model)
-    names = hf.architectures or []
+def _check_classifier(path: str, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` unless the model is a classifier with one label and its weights."""
+    names, labels = hf.architectures or [], hf.num_labels or 0
     require(
         any(name.endswith("ForSequenceClassification") for name in names),
         f"config.json of model.path has architectures {shortened(str(names))}, but a reward model"
         " is a ...ForSequenceClassification; set model.path to one, such as megarl reward-model"
         " trains",
     )
-    _check_files(model)
-    labels = hf.num_labels
-    if Path(model.path).is_dir() or is_downloaded(model.path):
-        shapes = [shape_of(model.path, head) for head in HEADS]
-        found = next((shape for shape in shapes if shape is not None), None)
-        require(
-            found is not None,
-            f"model.path {model.path!r} has none of the tensors {', '.join(HEADS)}, so that its"
-            " score would be random; set another model",
-        )
-        labels = (found or (labels,))[0]
+    if Path(path).is_dir() or is_downloaded(path):
+        labels = next(filter(None, (shape_of(path, head) for head in HEADS)), (0,))[0]
+    require(
+        labels > 0,
+        f"model.path {path!r} has none of the tensors {', '.join(HEADS)}, so that its score would"
+        " be random; set another model",
+    )
     require(
         labels == 1,
-        f"model.path {model.path!r} is a classifier with {labels} labels, but a reward model has"
-        " one, its score; set another model",
+        f"model.path {path!r} is a classifier with {labels} labels, but a reward model has one, its"
+        " score; set another model",
     )
-    tokenizer = _tokenizer(model, hf)
-    limit = _longest(hf, config.max_tokens, "reward_model")
-    _check_engine(config.engine, hf, limit, "reward_model")
-    return ServedModel(tokenizer, limit, local_device().type == "cpu")
 
 
-def _check_judge(config: JudgeConfig, reader: VerdictReader) -> ServedJudge:
-    hf = load_model_config(config.model)
-    check_engine_model(hf)
-    _check_files(config.model)
-    tokenizer = _tokenizer(config.model, hf)
-    template, setting = config.template, "judge.template"
-    if config.template_file:
-        setting = f"judge.template_file {config.template_file!r}"
-        with opening(f"{setting} cannot be read", fix="set it to a text file (UTF-8)"):
-            template = Path(config.template_file).read_text(encoding="utf-8")
-    prompt = JudgePrompt(
-        tokenizer,
-        template,
-        setting=setting,
-        chat=config.chat,
-        system=config.system,
-        variables=config.template_variables,
-    )
-    limit = _longest(hf, config.max_tokens, "judge")
-    asked = len(prompt.ids(dict.fromkeys(prompt.fields, "")))
-    require(
-        asked + config.max_new_tokens < limit,
-        f"judge.max_tokens is {limit}, but the template has {asked} tokens without its fields and"
-        f" judge.max_new_tokens is {config.max_new_tokens}; raise judge.max_tokens, as far as the"
-        " model has positions, or lower judge.max_new_tokens",
-    )
-    _check_engine(config.engine, hf, limit, "judge")
-    template_name = "rendered" if config.chat else "none"
-    end = end_of_turn(tokenizer, template_name, config.template_variables)
-    stops = stop_tokens(tokenizer, config.model, hf, [end])
-    on_cpu = local_device().type == "cpu"
-    return ServedJudge(tokenizer, limit, on_cpu, prompt, reader, stops)
-
-
-def _tokenizer(model: ModelConfig, hf: transformers.PretrainedConfig) -> PreTrainedTokenizerBase:
-    name = model.tokenizer or model.path
-    tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
-    check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)
-    return tokenizer
-
-
-def _check_files(model: ModelConfig) -> None:
-    folder = Path(model.path)
+def _of_folder(
+    model: ModelConfig,
+) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
+    """(tokenizer, configuration) of a model that vLLM runs."""
+    hf, folder = load_model_config(model), Path(model.path)
     require(
         not folder.is_dir() or any(folder.glob("*.safetensors")),
         f"model.path {model.path!r} has no .safetensors weights; set it to a trained model",
     )
+    name = model.tokenizer or model.path
+    tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
+    check_tokenizer(tokenizer, hf.get_text_config().vocab_size, source=name)
+    return tokenizer, hf
 
 
 def _longest(hf: transformers.PretrainedConfig, max_tokens: int, section: str) -> int:

@@ -13,22 +13,25 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from megarl.apps.tools.tool import CallError, as_text
+from megarl.apps.tools.tool import CallError, as_text, function_schema
 from megarl.environments.user_calls import LimitExceeded, UserCalls
 from megarl.environments.user_code import check_function
 from megarl.schema import require
 
 FUNCTIONS = "environment.tools.functions"
 SHOWN_PROBLEMS = 3
-"""Number of wrong arguments that the model is told of at once."""
+"""Most wrong arguments that the model is told of at once."""
 
 
 class FunctionTool:
-    """A function of the user's as a tool. See `megarl.apps.tools.tool.Tool`."""
+    """A typed Python function of the user's as a tool that the model may call: `schema` describes
+    it in OpenAI's format, made from its signature and docstring, and `call` runs it.
+    """
 
     def __init__(self, function: Callable[..., Any], where: str, calls: UserCalls) -> None:
-        """`where`: the setting's value, for errors. `calls`: what calls the function. Raises
-        `ValueError` for a parameter without a type, or of a type that JSON cannot hold.
+        """`where`: the function's name in the recipe, file.py:function, for errors. `calls`: runs
+        the function in threads, under a time limit. Raises `ValueError` for a parameter without a
+        type or with a star, or of a type that JSON cannot hold.
         """
         check_function(function, where, FUNCTIONS)
         is_named = inspect.isfunction(inspect.unwrap(function)) and function.__name__.isidentifier()
@@ -44,21 +47,14 @@ class FunctionTool:
         except NameError as error:
             raise ValueError(f"tool {where}: a type is unknown ({error}); import it") from None
         for name, parameter in inspect.signature(function).parameters.items():
+            wrong = ""
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise ValueError(
-                    f"tool {where} takes *{name}, which a model cannot be shown; name each"
-                    " parameter"
-                )
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise ValueError(
-                    f"tool {where}: parameter '{name}' is positional only, but a call names its"
-                    " arguments; remove the '/'"
-                )
-            if name not in hints:
-                raise ValueError(
-                    f"tool {where}: parameter '{name}' has no type; write it as '{name}: int', for"
-                    " example"
-                )
+                wrong = "has a star, and a model cannot be shown it; name each parameter"
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                wrong = "is positional only, but a call names its arguments; remove the '/'"
+            elif name not in hints:
+                wrong = f"has no type; write it as '{name}: int', for example"
+            require(not wrong, f"tool {where}: parameter '{name}' {wrong}")
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[name] = (hints[name], default)
         try:
@@ -75,17 +71,14 @@ class FunctionTool:
         parameters.pop("title", None)
         for one in parameters.get("properties", {}).values():
             one.pop("title", None)
-        self.schema = {
-            "type": "function",
-            "function": {
-                "name": function.__name__,
-                "description": inspect.getdoc(function) or "",
-                "parameters": parameters,
-            },
-        }
+        self.schema = function_schema(function.__name__, inspect.getdoc(function), parameters)
 
     async def call(self, arguments: str, limit_s: float) -> str:
-        """See `megarl.apps.tools.tool.Tool`."""
+        """Call the function with `arguments`, JSON text of an object, checked by pydantic, and
+        return its result as text for the model. Raises `CallError`, which the model is told, for
+        wrong arguments, for an error of the function, and if it does not answer within `limit_s`
+        seconds.
+        """
         try:
             checked = self._model.model_validate_json(arguments)
         except ValidationError as error:

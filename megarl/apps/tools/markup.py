@@ -6,38 +6,42 @@ its tool calls, and the beginning of its next turn.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from megarl.apps.tools.tool import Schema
 from megarl.chat_template import SAID, ChatTemplate, Variables, end_of_turn
+from megarl.schema import require
 
+SETTING = "environment.tools: the chat template"
+ASKED = {"role": "user", "content": "?"}
 CALL_ID = "call00000"
-"""Nine letters and digits, as the templates of Mistral's models require."""
+"""Id of a call in rendered conversations: nine letters and digits, as the templates of Mistral's
+models require."""
 
 
 class TurnMarkup:
-    """Writes the results of tool calls as the model's chat template does.
+    """Writes the results of tool calls as text in the markup of the model's chat template.
 
     The whole conversation is not rendered again: the model's own tokens stay as sampled, and only
-    what follows them is taken from the template, rendered for a short conversation with the same
-    number of calls.
+    the text that follows them is taken from the template, rendered for a short conversation with
+    the same number of calls.
     """
 
     takes_several: bool
-    """Whether the template takes several calls in one turn."""
+    """Whether the chat template can write several calls in one turn of the model."""
 
     def __init__(
         self, tokenizer: Any, schemas: Sequence[Schema], variables: Variables | None = None
     ) -> None:
-        """`tokenizer`: of transformers. `variables`: of its chat template. Raises `ValueError` if
-        the template does not show tools or their results.
+        """`tokenizer`: of transformers. `schemas`: the tools, as dicts in OpenAI's format; at least
+        one. `variables`: of the chat template. Raises `ValueError` if the template does not show
+        tools or their results.
         """
         self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
-        self._asked = self._render([self._ask()])
-        base = [self._ask(), {"role": "assistant", "content": SAID}]
+        self._asked = self._render([ASKED])
+        base = [ASKED, {"role": "assistant", "content": SAID}]
         self._closing = self._render(base).rpartition(SAID)[2]
         """The end of the model's turn, as the template writes it."""
         end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat", variables))
@@ -45,49 +49,41 @@ class TurnMarkup:
         self._least_held = len(before) + len(end) if found else max(1, len(self._closing))
         """Least number of characters of `_closing` that the model can have written: up to the token
         that ends a turn. Without this, a `<` at the end of a text would pass for a part of it."""
-        self._check(names)
+        fix = "use a model whose template does, or put one beside the tokenizer"
+        fix += " (chat_template.jinja)"
+        missing = ", ".join(name for name in names if name not in self._asked)
+        require(not missing, f"{SETTING} does not show the model its tools ({missing}); {fix}")
+        is_shown = SAID in self._with_results(names[:1], [SAID])
+        require(is_shown, f"{SETTING} does not show the model the result of a call; {fix}")
+        self.results("", names[:1], [SAID])
         try:
             self.results("", [names[0]] * 2, ["", ""])
             self.takes_several = True
         except ValueError:
             self.takes_several = False
 
-    def _check(self, names: Sequence[str]) -> None:
-        setting = "environment.tools: the chat template"
-        missing = [name for name in names if name not in self._asked]
-        if missing:
-            raise ValueError(
-                f"{setting} does not show the model its tools ({', '.join(missing)}); use a model"
-                " whose template does, or put such a chat_template.jinja beside the tokenizer"
-            )
-        if SAID not in self._with_results(names[:1], [SAID]):
-            raise ValueError(
-                f"{setting} does not show the model the result of a call; use a model whose"
-                " template does, or put such a chat_template.jinja beside the tokenizer"
-            )
-        self.results("", names[:1], [SAID])
-
     def results(self, said: str, names: Sequence[str], results: Sequence[str]) -> str:
-        """The text that follows a turn of the model, `said`, in which it called the tools `names`,
-        one by one: `results` in the template's markup, up to where the model writes again.
+        """The text to append to a turn of the model in which it called the tools `names`: the end
+        of the turn, the text of each result in the template's markup, and the beginning of the
+        model's next turn. `results` has one text for each call. Raises `ValueError` if the chat
+        template cannot write such a conversation.
 
-        `said`: decoded with special tokens; what it already holds of the end of a turn is not
-        written twice.
+        `said`: the model's turn, decoded with special tokens; what it already holds of the end of a
+        turn is not written twice.
         """
         whole = self._with_results(names, results)
         # The turn of the model is the first after the question, and its calls hold no such mark.
         place = whole.find(self._closing, len(self._asked)) if self._closing else -1
-        if place < 0:
-            raise ValueError(
-                "environment.tools: the chat template writes no end of a turn of the model before"
-                " the results of its calls, so that no observation can be appended; use another"
-                " chat template"
-            )
+        require(
+            place >= 0,
+            f"{SETTING} writes no end of a turn of the model before the results of its calls, so"
+            " that no observation can be appended; use another chat template",
+        )
         return self._closing[self._held(said) :] + whole[place + len(self._closing) :]
 
     def without_closing(self, said: str) -> str:
-        """A turn of the model, decoded with special tokens, without the end that the template
-        writes too.
+        """The text `said` of a turn of the model, decoded with special tokens, without the end of
+        the turn, which the template writes too.
         """
         return said[: len(said) - self._held(said)]
 
@@ -100,34 +96,26 @@ class TurnMarkup:
         """A question, one turn that calls the tools `names`, their results, and the beginning of
         the next turn of the model.
         """
-        calls = self._calls(tuple(names))
-        told = [
-            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
-            for name, call, result in zip(names, calls, results, strict=True)
-        ]
-        return self._render([self._ask(), self._called(calls), *told], asks=True)
-
-    def _ask(self) -> dict[str, Any]:
-        return {"role": "user", "content": "?"}
-
-    def _called(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"role": "assistant", "content": "", "tool_calls": list(calls)}
-
-    def _calls(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
-        return [
+        calls = [
             {
                 "id": f"{CALL_ID[:-1]}{number % 10}",
                 "type": "function",
                 "function": {"name": name, "arguments": {}},
             }
-            for number, name in zip(itertools.count(), names)
+            for number, name in enumerate(names)
         ]
+        told = [
+            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
+            for name, call, result in zip(names, calls, results, strict=True)
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return self._render([ASKED, turn, *told], asks=True)
 
     def _render(self, chat: Sequence[dict[str, Any]], *, asks: bool = False) -> str:
         try:
             return self._template.text(chat, "", asks=asks, tools=self._schemas)
         except ValueError as error:
             raise ValueError(
-                f"environment.tools: the chat template refuses a conversation with tool calls:"
-                f" {error.__cause__}; use a model whose template takes them"
+                f"{SETTING} refuses a conversation with tool calls: {error.__cause__}; use a model"
+                " whose template takes them"
             ) from error

@@ -1,4 +1,5 @@
-"""vLLM's tool-call parsers, by name: from what the model wrote to the calls in it.
+"""Reading of tool calls with vLLM's tool-call parsers, by name: from the text that the model wrote
+to the calls in it.
 
 CallReader("hermes", tokenizer, schemas).read(text) -> [Call]
 """
@@ -15,19 +16,23 @@ from megarl.apps.tools.tool import CallError, Schema
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of the model."""
+    """A tool call that the model has written: name of the tool, and arguments as JSON text."""
 
     name: str
     arguments: str
-    """JSON of an object, as the model wrote it."""
+    """JSON text of an object, as the model wrote it; not checked yet."""
 
 
 class CallReader:
-    """Finds the tool calls in a response with a parser of vLLM."""
+    """Finds the tool calls in a response of the model, decoded with special tokens, by one of
+    vLLM's tool-call parsers: `read` returns the calls, `is_open` tells whether the text ends inside
+    one.
+    """
 
     def __init__(self, parser: str, tokenizer: Any, schemas: Sequence[Schema]) -> None:
-        """`tokenizer`: of transformers. Raises `ValueError` for an unknown parser, or one that does
-        not fit the tokenizer.
+        """`parser`: vLLM's name of it, such as "hermes". `tokenizer`: of transformers. `schemas`:
+        the tools, as dicts in OpenAI's format. Raises `ValueError` for an unknown parser, or one
+        that does not fit the tokenizer.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -58,8 +63,8 @@ class CallReader:
         self._ends = [mark for mark in ends if isinstance(mark, str) and mark]
 
     def read(self, text: str) -> list[Call]:
-        """The calls in `text`, special tokens included; empty if there is none. Raises `CallError`
-        if there is one that cannot be read.
+        """The calls in `text`, a response decoded with special tokens; empty if there is none.
+        Raises `CallError` if there is a call that cannot be read.
         """
         found = self._parser.extract_tool_calls(text, self._request)
         calls = [Call(one.function.name, one.function.arguments) for one in found.tool_calls or ()]
@@ -68,7 +73,9 @@ class CallReader:
         return calls
 
     def is_open(self, text: str) -> bool:
-        """Whether `text` ends inside a tool call. Only parsers with marks around calls say so."""
+        """Whether `text`, a response decoded with special tokens, ends inside a tool call. Always
+        false for parsers without marks around calls.
+        """
         start = max((text.rfind(mark) for mark in self._starts), default=-1)
         end = max((text.rfind(mark) for mark in self._ends if mark not in self._starts), default=-1)
         return start > end

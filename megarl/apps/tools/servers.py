@@ -1,17 +1,17 @@
 """MCP servers as a source of tools, through the official client.
 
-    async with ToolServer(name, command) as server: server.tools -> [Tool]
+    server = ToolServer(name, command); await server.start(); server.tools -> [ServerTool]
 
 A server is a command, whose process is started here, or the address of one that runs. A server
-that ends, or forgets the session, is started or asked for a new one with the next call; the rollout
-that was calling it fails.
+that ends, or forgets the session, is started or asked for a new session with the next call; the
+rollout that was calling it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from anyio import BrokenResourceError, ClosedResourceError
@@ -19,20 +19,22 @@ from mcp import ClientSession
 from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, PaginatedRequestParams
 from pydantic import ValidationError
 
-from megarl.apps.tools.tool import CallError, Schema, ToolUnavailable, read_object
-from megarl.apps.tools.transports import FAILED, LOST, LastWords, over_http, over_pipes
+from megarl.apps.tools.tool import CallError, Schema, ToolUnavailable, function_schema, read_object
+from megarl.apps.tools.transports import FAILED, LOST, SOON_S, LastWords, over_http, over_pipes
 from megarl.environments.addresses import is_remote, read_token
 from megarl.schema import shortened
 
 START_WITHIN_S = 60.0
-END_WITHIN_S = 5.0
 ERROR_CHARACTERS = 300
 NO_ANSWER = (FAILED, LOST, CONNECTION_CLOSED, PARSE_ERROR, INVALID_REQUEST)
-"""Codes of errors over HTTP that are nothing which a model could mend."""
+"""Codes of MCP errors over HTTP that the model could do nothing about: the rollout fails."""
 
 
 class ToolServer:
-    """One MCP server. All methods belong to one event loop."""
+    """One MCP server of the recipe with its tools, as a client: await `start`, use the tools in
+    `tools` and await `close` at the end. `start` starts the server's process, or opens a session
+    with a server at a URL. All methods belong to one event loop.
+    """
 
     def __init__(
         self,
@@ -42,13 +44,15 @@ class ToolServer:
         token_variable: str = "",
         limit_s: float = 60.0,
     ) -> None:
-        """`command`: a command line, or an address. `variables`: environment variables that a
-        process has beside those that the client passes on (PATH, HOME, USER and the like).
-        `token_variable`: the one that holds the bearer token for an address; empty: none is sent.
-        `limit_s`: longest time limit of a call.
+        """`name`: the server's name in the recipe. `command`: a command line, or the URL of a
+        server that runs. `variables`: environment variables that the server's process gets beside
+        PATH, HOME, USER and the like. `token_variable`: name of the environment variable with the
+        bearer token for a URL; empty: none is sent. `limit_s`: longest time limit of a call, in
+        seconds.
         """
         self.name, self._command, self._variables = name, command, dict(variables or {})
         self._token_variable, self._limit_s = token_variable, limit_s
+        self._setting = f"environment.tools.server_tokens.{name}"
         self.tools: list[ServerTool] = []
         self._task: asyncio.Task[None] | None = None
         self._session: Any = None
@@ -57,8 +61,9 @@ class ToolServer:
         self._nonsense = ""
 
     async def start(self) -> None:
-        """Start the server and read its list of tools. Raises `ValueError` if it does not answer
-        within `START_WITHIN_S` seconds.
+        """Start the server's process, or open a session with the server at the URL, and read its
+        list of tools into `tools`. Raises `ValueError` if the server does not answer within 60
+        seconds.
         """
         ready: asyncio.Future[list[Schema]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
@@ -85,12 +90,9 @@ class ToolServer:
         if not is_remote(self._command):
             return "run the command by hand to see why"
         if "HTTP 401" in said or "HTTP 403" in said:
-            setting = f"environment.tools.server_tokens.{self.name}"
-            return (
-                f"export {self._token_variable} ({setting}) with the server's token"
-                if self._token_variable
-                else f"set {setting} to the name of the environment variable that holds its token"
-            )
+            if self._token_variable:
+                return f"export {self._token_variable} ({self._setting}) with the server's token"
+            return f"set {self._setting} to the name of the environment variable with its token"
         return "set the address at which it speaks MCP by streamable HTTP, and see its log"
 
     async def _last_words(self) -> str:
@@ -99,19 +101,14 @@ class ToolServer:
         said = f"; on standard output it wrote what is no message: {self._nonsense}"
         return (f"; it wrote: {wrote}" if wrote else "") + (said if self._nonsense else "")
 
-    @contextlib.asynccontextmanager
-    async def _streams(self) -> AsyncIterator[Any]:
+    def _streams(self) -> AbstractAsyncContextManager[Any]:
         if is_remote(self._command):
-            setting = f"environment.tools.server_tokens.{self.name}"
-            token = read_token(self._token_variable, setting)
-            async with over_http(self._command, token, START_WITHIN_S + self._limit_s) as streams:
-                yield streams
-        else:
-            if self._words is not None:
-                self._words.close()
-            self._words = LastWords(self.name)
-            async with over_pipes(self._command, self._variables, self._words) as streams:
-                yield streams
+            token = read_token(self._token_variable, self._setting)
+            return over_http(self._command, token, START_WITHIN_S + self._limit_s)
+        if self._words is not None:
+            self._words.close()
+        self._words = LastWords(self.name)
+        return over_pipes(self._command, self._variables, self._words)
 
     async def _note(self, message: Any) -> None:
         """Handle what the MCP client passes on beside answers: of lines on the server's standard
@@ -136,7 +133,12 @@ class ToolServer:
                     tools += listed.tools
                 self._session = session
                 if not ready.done():
-                    ready.set_result([_schema(tool) for tool in tools])
+                    ready.set_result(
+                        [
+                            function_schema(one.name, one.description, one.input_schema)
+                            for one in tools
+                        ]
+                    )
                 await stop.wait()
         except BaseException as error:
             if not ready.done():
@@ -148,8 +150,8 @@ class ToolServer:
                 self._session = None
 
     async def call(self, name: str, arguments: dict[str, Any], limit_s: float) -> str:
-        """The text that the server's tool `name` returns for `arguments`; the server is started
-        first if it does not run.
+        """Call the server's tool `name` with `arguments` and return its result as text; parts that
+        are no text become a word such as "[image]". The server is started first if it does not run.
 
         Raises `CallError`, which the model is told, if the tool fails or does not answer within
         `limit_s` seconds, and `ToolUnavailable` if the server cannot be reached or has ended.
@@ -160,18 +162,12 @@ class ToolServer:
                     await self.start()
                 except ValueError as error:
                     raise ToolUnavailable(str(error)) from None
-        session, task = self._session, self._task
-        assert session is not None and task is not None
-        asked = asyncio.ensure_future(session.call_tool(name, arguments))
+        assert self._session is not None
         try:
-            await asyncio.wait({asked, task}, timeout=limit_s, return_when="FIRST_COMPLETED")
-            if not asked.done():
-                if task.done():
-                    raise ToolUnavailable(await self._gone())
-                raise CallError(f"the tool did not answer within {limit_s:g} s")
-            found = asked.result()
-        except (CallError, ToolUnavailable):
-            raise
+            async with asyncio.timeout(limit_s):
+                found = await self._session.call_tool(name, arguments)
+        except TimeoutError:
+            raise CallError(f"the tool did not answer within {limit_s:g} s") from None
         except Exception as error:
             code = getattr(error, "code", 0)
             if is_remote(self._command) and code in NO_ANSWER:
@@ -181,12 +177,13 @@ class ToolServer:
                 raise ToolUnavailable(
                     f"the MCP server '{self.name}' did not answer a call ({said})"
                 ) from None
-            if _is_closed(error):
+            is_gone = isinstance(error, BrokenResourceError | ClosedResourceError)
+            if is_gone or code == CONNECTION_CLOSED:
                 self._end_session()
-                raise ToolUnavailable(await self._gone()) from None
+                raise ToolUnavailable(
+                    f"the MCP server '{self.name}' ended during a call{await self._last_words()}"
+                ) from None
             raise CallError(f"{type(error).__name__}: {error}") from None
-        finally:
-            asked.cancel()
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
         if found.is_error:
             raise CallError(text)
@@ -196,46 +193,36 @@ class ToolServer:
         self._stop.set()
         self._session = None
 
-    async def _gone(self) -> str:
-        return f"the MCP server '{self.name}' ended during a call{await self._last_words()}"
-
     async def close(self) -> None:
-        """End the server, or the session with one that was not started here."""
+        """End the server's process, or the session with a server at a URL; waits a few seconds."""
         if self._task is not None:
             self._stop.set()
-            await asyncio.wait({self._task}, timeout=END_WITHIN_S)
+            await asyncio.wait({self._task}, timeout=SOON_S)
             self._task.cancel()
         if self._words is not None:
             self._words.close()
 
 
 class ServerTool:
-    """A tool of an MCP server. See `megarl.apps.tools.tool.Tool`."""
+    """One tool of an MCP server that the model may call: `schema` describes the tool as a dict in
+    OpenAI's format, and `call` sends the call to the server.
+    """
 
     def __init__(self, server: ToolServer, schema: Schema) -> None:
         self.schema, self._server = schema, server
 
     async def call(self, arguments: str, limit_s: float) -> str:
-        """See `megarl.apps.tools.tool.Tool`."""
+        """Call the tool with `arguments`, JSON text of an object, and return its result as text for
+        the model. Raises `CallError`, which the model is told, for arguments that are no object, if
+        the tool fails or does not answer within `limit_s` seconds, and `ToolUnavailable` if the
+        server cannot be reached or has ended.
+        """
         name = self.schema["function"]["name"]
         return await self._server.call(name, read_object(arguments), limit_s)
 
 
 def _schema(tool: Any) -> Schema:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-        },
-    }
-
-
-def _is_closed(error: Exception) -> bool:
-    """Whether an error of the client says that the server is gone."""
-    closed = isinstance(error, BrokenResourceError | ClosedResourceError)
-    return closed or "onnection closed" in str(error)
+    return function_schema(tool.name, tool.description, tool.input_schema)
 
 
 def _said(error: BaseException) -> str:

@@ -3,8 +3,8 @@
     async with over_pipes(command, variables, words) as streams: ClientSession(*streams)
     async with over_http(address, token, limit_s) as streams: ClientSession(*streams)
 
-The transports are those of the official client. What is added is what its errors leave out: the
-last words of a process, and the status with which an HTTP server refuses.
+The transports are those of the official client. This module adds what the client's errors leave
+out: the last lines that a process wrote, and the status with which an HTTP server refuses.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
 from megarl.signals import become
 become(int(sys.argv[2]), sys.argv[3:])"""
 WORDS = 600
-"""Most characters of a server's own words in a message."""
+"""Most characters of a server's standard error that are quoted in an error message."""
 PASSED_ON = 2**18
-"""Most bytes of a server's standard error that are passed on after each start."""
-WORDS_WITHIN_S = 1.0
-CONNECT_WITHIN_S = 10.0
+"""Most bytes of a server's standard error that are passed on to that of this process after each
+start."""
+SOON_S = 5.0
+"""Seconds in which a server has to accept a connection, and to end or close its pipe when it is
+told to."""
 ANSWER_BYTES = 16 * 2**20
 OF_THE_ENCODING = ("content-encoding", "content-length", "transfer-encoding")
 FAILED, LOST = -40_001, -40_002
-"""Codes of the errors that stand for an HTTP request without an answer of MCP: the session goes on,
-or the server no longer knows it."""
+"""Codes of the MCP errors that stand for an HTTP request without an answer in MCP. `FAILED`: the
+session goes on; `LOST`: the server no longer knows the session."""
 
 # A traceback for each line that is no message, with parts of the line; errors are told here.
 for _logger in ("mcp", "client"):
@@ -53,16 +55,18 @@ for _logger in ("mcp", "client"):
 
 
 class LastWords:
-    """What a server writes to its standard error: the first `PASSED_ON` bytes are passed on to that
-    of this process, and the end is kept for messages. Belongs to one event loop.
+    """Reads what a server's process writes to its standard error: up to 256 KiB are passed on to
+    the standard error of this process, and the end is kept for error messages (`read`). Made and
+    used in one event loop.
     """
 
     def __init__(self, server: str) -> None:
-        """`server`: its name in the recipe."""
+        """`server`: the server's name in the recipe."""
         self._server, self._left = server, PASSED_ON
         self._reads, writes = os.pipe()
         self.file = os.fdopen(writes, "w")
-        """For the server's process; to be closed here once the process has it."""
+        """Pipe to give to the server's process as its standard error; the caller closes it here
+        once the process has it."""
         self._kept, self._ended = b"", asyncio.Event()
         asyncio.get_running_loop().add_reader(self._reads, self._read)
 
@@ -82,18 +86,19 @@ class LastWords:
             self.close()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading the server's standard error; what was read so far is kept for `read`."""
         if not self._ended.is_set():
             self._ended.set()
             asyncio.get_running_loop().remove_reader(self._reads)
             os.close(self._reads)
 
     async def read(self) -> str:
-        """The last words in one line, of at most `WORDS` characters; of a server that has ended,
-        all that it wrote, unless a process that it has left behind keeps the pipe open.
+        """The end of what the server wrote to standard error, as one line of at most 600
+        characters. Waits up to 5 seconds until the server has closed it, so that nothing it wrote
+        is missing.
         """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), WORDS_WITHIN_S)
+            await asyncio.wait_for(self._ended.wait(), SOON_S)
         return " ".join(self._kept.decode(errors="replace").split())[-WORDS:]
 
 
@@ -101,7 +106,11 @@ class LastWords:
 async def over_pipes(
     command: str, variables: Mapping[str, str], words: LastWords
 ) -> AsyncIterator[Any]:
-    """Start a server and yield the streams to it; it ends with the context."""
+    """Context manager: start the command line `command` as an MCP server, with the environment
+    variables `variables` beside the MCP client's own defaults, and yield the (read, write) streams
+    for a `ClientSession` of the package `mcp`. The process ends with the block, or with this
+    process. `words` gets its standard error.
+    """
     parameters = StdioServerParameters(
         command=sys.executable,
         args=["-P", "-c", PROGRAM, str(ROOT), str(os.getpid()), *shlex.split(command)],
@@ -116,13 +125,14 @@ async def over_pipes(
 
 @contextlib.asynccontextmanager
 async def over_http(address: str, token: Token | None, limit_s: float) -> AsyncIterator[Any]:
-    """Yield the streams to the server at `address`. `limit_s`: seconds after which a request that
-    nobody waits for any longer is given up.
+    """Context manager: yield the (read, write) streams for a `ClientSession` of the package `mcp`
+    to the MCP server at the URL `address`. `token`: bearer token, or None. `limit_s`: seconds
+    without data after which a request is given up.
     """
     async with (
         httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {token.value}"} if token else {},
-            timeout=httpx2.Timeout(CONNECT_WITHIN_S, read=limit_s),
+            timeout=httpx2.Timeout(SOON_S, read=limit_s),
             transport=_AnswersAll(),
         ) as client,
         streamable_http_client(address, http_client=client) as (read, write),

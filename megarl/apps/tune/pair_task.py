@@ -1,4 +1,5 @@
-"""What preference methods and reward models share: a task on pairs for `run_supervised`.
+"""What preference methods and reward models share: training on pairs of responses, as a task of the
+loop for fixed data sets (`run_supervised`).
 
 PairBatch --PairTask.begin--> PairStep: micro-batches, their loss, metrics
 """
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.apps.tune.pairs import PairBatch, merged, preference_rows, take_all_pairs, take_pairs
-from megarl.supervised_config import SupervisedConfig
+from megarl.config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
@@ -23,26 +24,34 @@ from megarl.types import MicroBatch, StepReport
 
 
 class PairStep(Protocol):
-    """The loss of one batch, micro-batch by micro-batch. All ranks call every method together."""
+    """Interface of an object that computes the loss of one batch of pairs, micro-batch by
+    micro-batch, and its metrics: `loss` is called for each of `micro_batches`, then `reduced` once.
+    All ranks call every method together.
+    """
 
     metrics: StepMetrics
     micro_batches: list[MicroBatch]
     """This rank's micro-batches."""
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """This rank's part of the loss of a micro-batch, to differentiate; adds to `metrics`. With
-        a `guard`, it watches what the loss is made of.
+        """Compute the loss of `micro`, one of `micro_batches`, and add to `metrics`. Returns a
+        scalar to differentiate on this rank: its part of the batch's loss. `guard`: object that
+        records whether the values in the loss are finite; None in an evaluation.
         """
         ...
 
     def reduced(self) -> dict[str, float]:
-        """The metrics of the batch over all ranks, on every rank; each one is a mean."""
+        """The metrics of the batch over all ranks, {name: number}, such as `loss` and `accuracy`;
+        the same on every rank.
+        """
         ...
 
 
 class PairTask(ABC):
-    """Training of one model on pairs of responses. A subclass gives the loss in `begin`. All ranks
-    call every method together.
+    """Base class of training one model on pairs of responses: `take` draws a batch, `train` takes
+    an optimizer step on it, `evaluate` computes metrics of held-out pairs. The training loop
+    `run_supervised` calls them. A subclass gives the loss in `begin`. All ranks create the object
+    and call every method together.
     """
 
     def __init__(
@@ -52,8 +61,9 @@ class PairTask(ABC):
         role: Role,
         reference: Sequence[np.ndarray | None] = (None, None),
     ) -> None:
-        """`reference`: on rank 0, the reference's log-probs [N, 2] of the rows to train on and of
-        those to evaluate on; None without a reference.
+        """`role`: the model to train. `reference`: on rank 0, the reference model's log-probs
+        [N, 2], summed over each response, of the N rows to train on and of those to evaluate on;
+        None without a reference model.
         """
         config = context.config
         assert isinstance(config, SupervisedConfig)
@@ -67,8 +77,9 @@ class PairTask(ABC):
 
     @abstractmethod
     def begin(self, batch: PairBatch) -> PairStep:
-        """Prepare the loss of `batch`, which has the same rows on every rank: the micro-batches of
-        this rank, and what its loss needs beside them.
+        """Prepare the loss of `batch`, which is the same on every rank. Returns an object with this
+        rank's micro-batches (`micro_batches`), a function of the loss of each (`loss`), and one
+        that returns the metrics of all (`reduced`).
         """
 
     def take(self, first: int, count: int, *, stops: bool) -> PairBatch | None:
@@ -108,10 +119,13 @@ class PairTask(ABC):
 
 
 ROUNDING = 1e-6
-"""Margins up to this are none: before the first update the policy is the reference, and what is
-left of their difference is float32 rounding, whose sign depends on the layout."""
+"""Size up to which a margin counts as 0: before the first update the policy is the reference, and
+what is left of their difference is float32 rounding, whose sign depends on the layout."""
 
 
 def right(margins: torch.Tensor) -> torch.Tensor:
-    """1 for a positive margin, 0 for a negative one, and a half for one within `ROUNDING` of 0."""
+    """Score of each of `margins` (any shape, such as chosen minus rejected reward) for an accuracy,
+    as a tensor of the same shape: 1 for a positive margin, 0 for a negative one, and 0.5 for one of
+    at most 1e-6 (`ROUNDING`) in size.
+    """
     return (torch.where(margins.abs() <= ROUNDING, 0.0, margins).sign() + 1) / 2

@@ -1,11 +1,12 @@
-"""Preferences on ranks: a step's pairs as packed rows, and losses of whole responses.
+"""Preferences on ranks: a step's pairs as packed sequences, and losses of whole responses.
 
     PreferenceList --take_pairs--> PairBatch --pack_pairs--> MicroBatch (pairs are not separated)
-    values [M] of a micro-batch --totals--> [P, 2], one number a response --slopes--> loss of [M]
+    values [M] of a micro-batch --totals--> [S], one number a response --by_slopes--> loss
 
-A pair's loss depends on sums over whole responses, whose tokens sequence-parallel ranks share. Each
-rank sums its part, the sums are added up over the ranks, and the loss is differentiated by them;
-each rank then weighs its part with that derivative. No collective has to be differentiated.
+A pair's loss depends on sums over whole responses, whose tokens are divided among the
+sequence-parallel ranks. Each rank sums the values of its own tokens, the sums are added up over the
+ranks, and the loss is differentiated by these sums; each rank then weighs its own sum with that
+derivative. No collective has to be differentiated.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ from megarl.types import MicroBatch, Preference, Samples
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P preferences, the same on every rank. Sample 2p is the first response of preference p with
-    its prompt, sample 2p + 1 the second one.
+    """P preferences (a prompt with two responses each) as token sequences, the same on every rank.
+    Sample 2p is the first response of preference p with its prompt, sample 2p + 1 the second
+    response with the prompt.
     """
 
     samples: Samples
-    """The 2P responses with their prompts; `mask` is True for response tokens."""
+    """The 2P token sequences, prompt and response each; `mask` is True for response tokens."""
     reference: np.ndarray
-    """[P, 2] float64 sums of the reference's log-probs over each response; 0 without a
-    reference."""
+    """[P, 2] float64 sums of the reference model's log-probs over each response; 0 without a
+    reference model."""
     margins: np.ndarray
-    """[P] float64: by how much the first response is better."""
+    """[P] float64: by how much the first response is better, as the data set says; 0 if it does
+    not."""
     is_desirable: np.ndarray
-    """[P] bool, for single responses (KTO); True for pairs."""
+    """[P] bool: for single responses (KTO), whether the first response is good; True for pairs."""
 
     def __len__(self) -> int:
         return len(self.margins)
@@ -54,19 +57,26 @@ class PairBatch:
         return np.maximum(1, np.diff(sums[self.samples.offsets])).reshape(-1, 2)
 
     def side(self, column: int) -> Samples:
-        """The first (0) or the second (1) responses, with their ids."""
+        """The P samples of the first (`column` 0) or the second (1) responses, which keep their ids
+        in the batch.
+        """
         return self.samples.select(np.arange(column, 2 * len(self), 2))
 
 
 def preference_rows(rows: DataRows | None) -> PreferenceList | None:
-    """The rows of a run on preferences, on rank 0; None on the others."""
+    """Narrow the type of a run's data set: returns `rows` itself if it is a list of tokenised
+    preferences (a prompt with two responses each), or None if it is None, as on all ranks but rank
+    0, which alone reads the data. Raises `AssertionError` for other data.
+    """
     assert rows is None or isinstance(rows, PreferenceList)
     return rows
 
 
 def pair_batch(preferences: Sequence[Preference], reference: np.ndarray | None) -> PairBatch:
-    """The batch of some preferences. `reference` [N, 2]: the log-probs of all rows of the data set;
-    None without a reference.
+    """Make token sequences of tokenised preferences (a prompt with two responses each), two of each
+    preference. `reference` [N, 2] float64: the reference model's summed log-probs of the two
+    responses of all N rows of the data set, from which those of `preferences` are taken; None
+    without a reference model.
     """
     samples = []
     for number, one in enumerate(preferences):
@@ -93,9 +103,10 @@ def take_pairs(
     reference: np.ndarray | None = None,
     stops: bool = False,
 ) -> PairBatch | None:
-    """The batch of `count` preferences from position `first` of training, on every rank. Rank 0,
-    which alone has them and their `reference` log-probs, sends them. None on every rank if rank 0
-    `stops`.
+    """The batch of `count` preferences, as token sequences, from position `first` of the training
+    order, on every rank. Rank 0, which alone has `rows` and their `reference` log-probs [N, 2],
+    makes and sends the batch. None on every rank if rank 0 passes `stops`, to end the run. All
+    ranks call it together.
     """
     batch = None
     if rows is not None and not stops:
@@ -104,7 +115,9 @@ def take_pairs(
 
 
 def merged(batches: Sequence[PairBatch]) -> PairBatch | None:
-    """Several batches as one; None for none."""
+    """Concatenate several batches of preferences to one, with its samples numbered anew from 0;
+    None for no batches.
+    """
     if not batches:
         return None
     samples = Samples.concatenate([batch.samples for batch in batches])
@@ -122,8 +135,9 @@ def take_all_pairs(
     at_once: int,
     reference: np.ndarray | None = None,
 ) -> list[PairBatch]:
-    """All preferences of rank 0, in the order of the data set, on every rank, in batches of about
-    `at_once`.
+    """All preferences of rank 0's `rows`, in the order of the data set, on every rank, in batches
+    of about `at_once`; an empty list without rows. `reference` [N, 2]: their reference log-probs,
+    on rank 0. All ranks call it together.
     """
     batches = []
     num_rows = 0 if rows is None else len(rows)
@@ -138,8 +152,10 @@ def take_all_pairs(
 
 
 def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatch]:
-    """This rank's micro-batches of `samples`, which are the same on every rank. So many consecutive
-    samples stay `together` in one packed sequence; the number of samples is a multiple of it.
+    """Divide `samples`, token sequences that are the same on every rank, among the data ranks and
+    return this rank's micro-batches (packed sequences). `role`: the model, whose mesh and token
+    budget of a micro-batch are used. Each `together` consecutive samples, such as the two of a
+    pair, stay in one packed sequence; the number of samples is a multiple of `together`.
     """
     mesh, training = role.mesh, role.training
     even = balance_of(samples, training.share_prefix, role.windows, together=together)
@@ -160,8 +176,9 @@ def totals(
     """Add up the values of each sample of a micro-batch; differentiable.
 
     `values` [M]: one number for each of this rank's trained tokens, such as its log-prob;
-    `sample_ids` [M]: the sample that the token belongs to. Returns (sums [S], float64; ids [S] of
-    the samples, ascending). A sample whose trained tokens are all on other ranks has the sum 0.
+    `sample_ids` [M]: id of the sample that each token belongs to. Returns (sums [S], float64; ids
+    [S] of the samples, ascending). A sample whose trained tokens are all on other sequence-parallel
+    ranks has the sum 0.
     """
     members = micro.members[micro.members >= 0]
     place = torch.searchsorted(members, sample_ids)
@@ -172,12 +189,12 @@ def totals(
 def by_slopes(
     own: torch.Tensor, axis: Axis, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a loss of sums over the ranks of `axis`, so that each rank can run its own backward
-    pass without communication.
+    """Compute a loss that depends on sums over the ranks of `axis`, so that each rank can run its
+    own backward pass without communication. All ranks of `axis` call it together.
 
     `own` [S]: this rank's part of each sum, with its graph. `loss`: a function of the whole sums
-    [S] that returns a number. Returns (the loss; a number whose gradient on this rank is that of
-    the loss): the latter is the sum over S of d loss / d sum, as a constant, times `own`.
+    [S] that returns a scalar. Returns (the loss, detached; a scalar whose gradient on this rank is
+    that of the loss): the latter is the sum over S of d loss / d sum, as a constant, times `own`.
     """
     whole = all_reduce(own.detach().clone(), axis).requires_grad_()
     found = loss(whole)

@@ -10,16 +10,16 @@
     kto          w+ (1 - s(r - z)) or w- (1 - s(z - r)), one response      beta (lp - ref)
 
 s is the sigmoid, lp the sum of the policy's log-probs over the T tokens of a response, ref the same
-of the reference, e `label_smoothing`, odds(y) = log(p / (1 - p)) with p = exp(lp / T), and z beta
-times an estimate of the KL divergence of policy and reference.
+sum of the reference's log-probs, e `label_smoothing`, odds(y) = log(p / (1 - p)) with p = exp(lp /
+T), and z beta times an estimate of the KL divergence of policy and reference.
 
 Sources: DPO arXiv:2305.18290 eq. 7; cDPO ericmitchell.ai/cdpo.pdf; robust DPO arXiv:2403.00409 eq.
 10; IPO arXiv:2310.12036 eq. 17; SimPO arXiv:2405.14734 eq. 6; ORPO arXiv:2403.07691 eq. 6 and 7;
 KTO arXiv:2402.01306 eq. 7 and 8; reward models arXiv:2203.02155 eq. 1, margins arXiv:2307.09288 eq.
 2.
 
-To add one, write a function (Pairs, settings) -> Terms, put it into `METHODS`, and its name into
-`PreferenceMethod` of the configuration.
+To add a method, write a function (Pairs, settings) -> Terms, put it into `METHODS`, and its name
+into `PreferenceMethod` of the configuration.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ probability of 1."""
 
 @dataclass(frozen=True)
 class Pairs:
-    """P pairs of responses. Column 0 is the chosen response, column 1 the rejected one."""
+    """P pairs of responses, each to one prompt, as the losses need them: float64 sums over whole
+    responses. Index 0 of the last dimension is the chosen response, index 1 the rejected one.
+    """
 
     logprobs: torch.Tensor
-    """[P, 2] sums of the policy's log-probs over the response tokens."""
+    """[P, 2] sums of the policy's log-probs over the response tokens, with their graph."""
     reference: torch.Tensor
-    """[P, 2] the same of the reference; 0 without one."""
+    """[P, 2] sums of the reference's log-probs over the response tokens; 0 without a reference."""
     num_tokens: torch.Tensor
     """[P, 2] numbers of response tokens, at least 1."""
 
     @property
     def ratios(self) -> torch.Tensor:
-        """[P, 2] log-prob under the policy minus log-prob under the reference."""
+        """[P, 2] log-prob of each response under the policy minus that under the reference."""
         return self.logprobs - self.reference
 
     @property
@@ -61,12 +63,15 @@ class Pairs:
 
 
 class Terms(NamedTuple):
-    """A preference loss and what it takes for the rewards."""
+    """What a preference loss returns: the loss [P] of each pair, and the implicit rewards [P, 2] of
+    chosen and rejected responses.
+    """
 
     loss: torch.Tensor
-    """[P] loss of each pair."""
+    """[P] loss of each pair, or of each single response for KTO; not averaged yet."""
     rewards: torch.Tensor
-    """[P, 2] implicit reward of each response: the chosen one's should be higher."""
+    """[P, 2] implicit reward of each response, [P] for KTO; that of the chosen response should be
+    higher. For metrics alone."""
 
 
 def pair_difference(values: torch.Tensor) -> torch.Tensor:
@@ -77,16 +82,19 @@ def pair_difference(values: torch.Tensor) -> torch.Tensor:
 
 
 def dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Direct preference optimisation (arXiv 2305.18290): -log sigmoid(x), where x is the implicit
-    reward of the chosen response minus that of the rejected one.
+    """Direct preference optimisation (arXiv 2305.18290): loss [P] of P pairs, -log sigmoid(x), and
+    their implicit rewards [P, 2], beta (log-prob - reference's log-prob); x is the reward of the
+    chosen response minus that of the rejected one. beta is `config.scale`.
     """
     rewards = config.scale * pairs.ratios
     return Terms(-logsigmoid(pair_difference(rewards)), rewards)
 
 
 def cdpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Conservative DPO: the mean of DPO's loss if each label is wrong with probability e =
-    `label_smoothing`: (1 - e) L(x) + e L(-x), with L(x) = -log sigmoid(x) and x as in `dpo`.
+    """Conservative DPO, for labels that are wrong with probability e = `label_smoothing`: loss [P]
+    of P pairs, (1 - e) L(x) + e L(-x) with L(x) = -log sigmoid(x), and their implicit rewards [P,
+    2], beta (log-prob - reference's log-prob); x is the reward of the chosen response minus that of
+    the rejected one. beta is `config.scale`.
     """
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
     x = pair_difference(rewards)
@@ -95,8 +103,10 @@ def cdpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
 
 def robust_dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
     """Robust DPO (arXiv 2403.00409), for labels that are wrong with probability e =
-    `label_smoothing`: ((1 - e) L(x) - e L(-x)) / (1 - 2 e), with L and x as in `cdpo`. Averaged
-    over which labels are wrong, this is DPO's loss on the right labels.
+    `label_smoothing`: loss [P] of P pairs, ((1 - e) L(x) - e L(-x)) / (1 - 2 e) with L(x) = -log
+    sigmoid(x), and their implicit rewards [P, 2], beta (log-prob - reference's log-prob); x is the
+    reward of the chosen response minus that of the rejected one, and beta is `config.scale`. The
+    loss's expectation over wrong labels is DPO's loss on the right labels.
     """
     rewards, wrong = config.scale * pairs.ratios, config.label_smoothing
     x = pair_difference(rewards)
@@ -105,22 +115,30 @@ def robust_dpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
 
 
 def ipo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Identity preference optimisation: the difference of log-ratios is regressed on
-    1 / (2 beta).
+    """Identity preference optimisation (arXiv 2310.12036): loss [P] of P pairs, (d - 1 / (2
+    beta))^2, and their implicit rewards [P, 2], beta log(policy / reference). d is log(policy /
+    reference) of the chosen response minus that of the rejected one; with `length_average`, each is
+    divided by the number of its tokens. beta is `config.scale`.
     """
     ratios = pairs.ratios / pairs.num_tokens if config.length_average else pairs.ratios
     return Terms((pair_difference(ratios) - 1 / (2 * config.scale)) ** 2, config.scale * ratios)
 
 
 def simpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Simple preference optimisation: mean log-probs as rewards, without a reference."""
+    """Simple preference optimisation (arXiv 2405.14734), without a reference: loss [P] of P pairs,
+    -log sigmoid(x - `target_margin`), and their implicit rewards [P, 2], beta times the mean
+    log-prob per token; x is the reward of the chosen response minus that of the rejected one. beta
+    is `config.scale`.
+    """
     rewards = config.scale * pairs.means
     return Terms(-logsigmoid(pair_difference(rewards) - config.target_margin), rewards)
 
 
 def orpo(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """Odds-ratio preference optimisation: fine-tuning on the chosen response, and a penalty on the
-    odds of the rejected one; without a reference.
+    """Odds-ratio preference optimisation (arXiv 2403.07691), without a reference: loss [P] of P
+    pairs and their implicit rewards [P, 2], beta times the mean log-prob per token. The loss is the
+    mean -log-prob per token of the chosen response, plus beta times -log sigmoid of the difference
+    of the two responses' log-odds. beta is `config.scale`.
     """
     means = pairs.means.clamp(max=-CERTAIN)
     log_odds = means - torch.log(-torch.expm1(means))
@@ -136,11 +154,15 @@ METHODS: dict[str, Callable[[Pairs, PreferenceLossConfig], Terms]] = {
     "simpo": simpo,
     "orpo": orpo,
 }
-"""{method: its loss}; `kto` is not among them, since it has no pairs."""
+"""{method: function (Pairs, settings) to its loss}; `kto` is not among them, since it has no pairs.
+"""
 
 
 def pair_loss(pairs: Pairs, config: PreferenceLossConfig) -> Terms:
-    """The loss that `config` describes, with its fine-tuning term."""
+    """The loss [P] of each of P pairs by the method and settings of `config`, plus
+    `sft_coefficient` times the mean -log-prob per token of the chosen response, and the implicit
+    rewards [P, 2] of chosen and rejected responses.
+    """
     terms = METHODS[config.method](pairs, config)
     if not config.sft_coefficient:
         return terms
@@ -153,9 +175,10 @@ def kto(
     divergence: float,
     config: PreferenceLossConfig,
 ) -> torch.Tensor:
-    """KTO's loss [P] of single responses. ratios [P]: log-prob under the policy minus that under
-    the reference. is_desirable [P] bool. `divergence`: the mean of such ratios over responses to
-    other prompts, an estimate of the KL divergence, which counts as at least 0 and has no gradient.
+    """KTO's loss [P] of single responses, which are labelled good or bad. `ratios` [P]: log-prob of
+    each response under the policy minus that under the reference, with its graph. `is_desirable`:
+    [P] bool. `divergence`: the mean of such log-ratios over responses that belong to other prompts,
+    an estimate of the KL divergence, which counts as at least 0 and has no gradient.
     """
     x = config.scale * (ratios - max(0.0, divergence))
     good = config.desirable_weight * (1 - torch.sigmoid(x))
@@ -166,8 +189,9 @@ def kto(
 def bradley_terry(
     scores: torch.Tensor, margins: torch.Tensor, config: RewardLossConfig
 ) -> torch.Tensor:
-    """A reward model's loss [P]: -log s(score(chosen) - score(rejected) - margin), and the
-    centering term. scores [P, 2], margins [P].
+    """A reward model's loss [P] of pairs: -log sigmoid(chosen score - rejected score - margin),
+    plus `config.centering` times the square of the two scores' sum. `scores` [P, 2]: chosen and
+    rejected; `margins` [P]: by how much the chosen response is better.
     """
     loss = -logsigmoid(pair_difference(scores) - margins)
     return loss + config.centering * scores.sum(1) ** 2

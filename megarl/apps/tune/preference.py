@@ -24,11 +24,14 @@ from megarl.trainer.step import StepMetrics
 from megarl.types import MicroBatch
 
 SUMS = ("loss", "chosen", "rejected", "num_chosen", "num_rejected", "right")
-"""Sums over the responses of a step, from which its metrics are made."""
+"""Names of the sums over the responses of a step from which its metrics are made."""
 
 
 class PreferenceTask(PairTask):
-    """Training of a policy on preferences. All ranks call every method together."""
+    """Training of a policy on preferences (DPO and so on): `take` draws a batch, `train` takes an
+    optimizer step on it, `evaluate` computes metrics of held-out preferences. The training loop
+    `run_supervised` calls them. All ranks create the object and call every method together.
+    """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
         config = context.config
@@ -46,15 +49,23 @@ class PreferenceTask(PairTask):
 
 
 def main(config: PreferenceConfig, inputs: RunInputs) -> int:
-    """`megarl preference`; see `run_supervised`."""
+    """Run `megarl preference`: train a policy on preferences (DPO, IPO, SimPO, ORPO, KTO) until
+    `config.steps`. Every trainer rank calls it; rank 0 prints a summary as one JSON object on
+    standard output. `inputs`: tokenizer, data set and so on, as `check_preference` returns them.
+    Returns the exit code 0.
+    """
     return run_supervised(config, inputs, lambda context: PreferenceTask(context, inputs))
 
 
 class PreferenceStep:
-    """The loss of one batch of preferences, micro-batch by micro-batch, and its metrics."""
+    """The loss of a policy on one batch of preferences, micro-batch by micro-batch, and its
+    metrics: call `loss` for each of `micro_batches`, then `reduced`.
+    """
 
     def __init__(self, role: Role, batch: PairBatch, config: PreferenceLossConfig) -> None:
-        """All ranks create it together."""
+        """`batch`: the same on every rank. All ranks create the object together; for KTO they
+        compute the KL estimate here.
+        """
         self.role, self.batch, self.config = role, batch, config
         self.metrics = StepMetrics(role.device, SUMS)
         self.is_single = config.method == "kto"
@@ -62,11 +73,13 @@ class PreferenceStep:
         self._num_tokens = torch.from_numpy(batch.num_tokens).to(role.device)
         self._is_desirable = torch.from_numpy(batch.is_desirable).to(role.device)
         self.divergence = self._divergence() if self.is_single else 0.0
-        """For KTO: mean log-ratio of responses to other prompts over the step."""
+        """For KTO: mean over the batch of log(policy / reference) of responses that belong to other
+        prompts, an estimate of the KL divergence; 0 for other methods."""
         samples, together = (batch.side(0), 1) if self.is_single else (batch.samples, 2)
         """The samples that are trained on."""
         self.micro_batches = pack_pairs(samples, role, together=together)
-        """This rank's micro-batches."""
+        """This rank's micro-batches, in which the two responses of a pair are not separated; for
+        KTO they have single responses."""
 
     @torch.no_grad()
     def _divergence(self) -> float:
@@ -81,9 +94,10 @@ class PreferenceStep:
         return (summed - float(self.batch.reference[:, 1].sum())) / len(self.batch)
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """Compute the loss of a micro-batch. Returns a scalar whose backward pass on this rank
-        gives this rank's share of the gradient; `by_slopes` sums the log-probs over sequence ranks.
-        `guard`: records whether the log-probs are finite; None in an evaluation.
+        """Compute the loss of one micro-batch, its part of the mean over the batch's pairs, and add
+        to the metrics. Returns a scalar whose backward pass on this rank gives this rank's part of
+        the gradient, which is to be summed over ranks. All sequence-parallel ranks call it
+        together. `guard`: records whether the log-probs are finite; None in an evaluation.
         """
         logprobs, _ = self.role.engine(micro, 1.0)
         if guard is not None:
@@ -133,7 +147,10 @@ class PreferenceStep:
         )
 
     def reduced(self) -> dict[str, float]:
-        """The metrics of the step over all ranks, on every rank."""
+        """{name: value}: loss, accuracy (fraction of pairs whose chosen response has the higher
+        implicit reward), mean implicit rewards and KTO's `kl`, over all ranks, on every rank. All
+        ranks call it together.
+        """
         found = self.metrics.reduce(self.role.mesh.gradient)
         metrics = {"loss": found["loss"], "accuracy": found["right"] / len(self.batch)}
         sides = ("chosen", "rejected")

@@ -1,5 +1,5 @@
-"""Log-probs of a frozen reference for every response of a data set, computed once and kept in a
-file.
+"""Log-probs of a frozen reference model for every response of a data set, computed once and kept in
+a file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import xxhash
 from megarl import console
 from megarl.apps.tune.pairs import pack_pairs, take_all_pairs, totals
 from megarl.checkpoints.adapter_files import adapter_digest
+from megarl.config import PreferenceConfig
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.schema import replace
-from megarl.supervised_config import PreferenceConfig
 from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.trainer.context import RunContext
 from megarl.trainer.model_config import load_model_config
@@ -28,12 +28,14 @@ from megarl.trainer.role import Role
 from megarl.trainer.weights import weight_files
 
 READ_BYTES = 2**24
-"""Bytes of a weight file that are digested at once."""
+"""Number of bytes of a weight file that are read at once for its digest."""
 
 
 def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[np.ndarray | None]:
-    """For each data set of rank 0, the reference's log-probs [N, 2] of its responses, from the
-    cache or computed now; None on other ranks, and for no data set. All ranks call it together.
+    """Log-probs of each data set in `data`, which rank 0 alone has, under the reference model, as
+    an array [N, 2] float64: summed over the tokens of the first and the second response of its N
+    rows. They come from numpy files in the folder `reference.cache`, or are computed now and
+    written there. None on other ranks, and for a data set that is None. All ranks call it together.
     """
     config = context.config
     assert isinstance(config, PreferenceConfig)
@@ -85,8 +87,9 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
 
 @torch.no_grad()
 def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> np.ndarray:
-    """[N, 2] float64 sums of the log-probs of each response's tokens, in the order of the data set,
-    on every rank. All ranks call it together; rank 0 has the `rows`.
+    """[N, 2] float64 sums of the log-probs of each response's tokens under the model `role`, in the
+    order of the data set, on every rank. `rows`: N tokenised preferences, which rank 0 alone has.
+    `at_once`: about how many rows are computed together. All ranks call it together.
     """
     parts = [np.zeros((0, 2))]
     for batch in take_all_pairs(rows, role.mesh, at_once):
@@ -101,8 +104,8 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
 
 
 def weights_digest(model: ModelConfig, seed: int) -> str:
-    """xxh3-128 digest of a model: its configuration, and its weight files or the seed of random
-    weights.
+    """xxh3-128 digest, in hexadecimal, of a model: of its configuration and of its weight files,
+    which are read whole, or of `seed` if its weights are random.
     """
     hasher = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
     if model.from_scratch:
@@ -117,12 +120,16 @@ def weights_digest(model: ModelConfig, seed: int) -> str:
 
 
 def digest_of(*parts: str) -> str:
-    """Digest of some texts."""
+    """xxh3-128 digest, in hexadecimal, of the texts `parts` in their order, for the name of a file
+    in the cache of reference log-probs. Where one text ends and the next begins makes a difference.
+    """
     return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
 
 
 def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
-    """The scores [N, 2] in a file of the cache; None if it is not there or damaged."""
+    """Read log-probs [num_rows, 2], float64, from the file `path` of numpy's format (.npy); None if
+    the file is missing, damaged, of another shape or not finite.
+    """
     layout = np.lib.format
     head = io.BytesIO()
     layout.write_array_header_1_0(head, layout.header_data_from_array_1_0(np.empty((num_rows, 2))))
@@ -139,7 +146,9 @@ def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
 
 
 def write_scores(path: Path, scores: np.ndarray) -> None:
-    """Write an array aside, bring it to the disk and rename it, so that no reader meets a part."""
+    """Write the log-probs [N, 2] to the file `path` in numpy's format, under a hidden name and then
+    renamed, so that no reader meets a part of the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with aside.open("wb") as file:

@@ -23,11 +23,14 @@ from megarl.trainer.step import StepMetrics
 from megarl.types import MicroBatch
 
 SUMS = ("loss", "chosen", "rejected", "right")
-"""Sums over the pairs of a step, from which its metrics are made."""
+"""Names of the sums over the pairs of a step from which its metrics are made."""
 
 
 class RewardModelTask(PairTask):
-    """Training of a reward model. All ranks call every method together."""
+    """Training of a reward model on pairs of responses: `take` draws a batch, `train` takes an
+    optimizer step on it, `evaluate` computes metrics of held-out pairs. The training loop
+    `run_supervised` calls them. All ranks create the object and call every method together.
+    """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
         config = context.config
@@ -46,25 +49,32 @@ class RewardModelTask(PairTask):
 
 
 def main(config: RewardModelConfig, inputs: RunInputs) -> int:
-    """`megarl reward-model`; see `run_supervised`."""
+    """Run `megarl reward-model`: train a reward model on pairs of responses until `config.steps`;
+    the checkpoint's model is a Hugging Face sequence classifier. Every trainer rank calls it; rank
+    0 prints a summary as one JSON object on standard output. `inputs`: tokenizer, data set and so
+    on, as `check_reward_model` returns them. Returns the exit code 0.
+    """
     return run_supervised(config, inputs, lambda context: RewardModelTask(context, inputs))
 
 
 class RewardModelStep:
-    """The loss of one batch of pairs, micro-batch by micro-batch, and its metrics."""
+    """The loss of a reward model on one batch of pairs, micro-batch by micro-batch, and its
+    metrics: call `loss` for each of `micro_batches`, then `reduced`.
+    """
 
     def __init__(self, role: Role, batch: PairBatch, config: RewardLossConfig) -> None:
-        """All ranks create it together."""
+        """`batch`: the same on every rank. All ranks create the object together."""
         self.role, self.batch, self.config = role, batch, config
         self.metrics = StepMetrics(role.device, SUMS)
         self._margins = torch.from_numpy(batch.margins).to(role.device)
         self.micro_batches = pack_pairs(batch.samples, role, together=2)
-        """This rank's micro-batches."""
+        """This rank's micro-batches, in which the two responses of a pair are not separated."""
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """Compute the loss of a micro-batch. Returns a scalar whose backward pass on this rank
-        gives this rank's share of the gradient; `by_slopes` sums the scores over sequence ranks.
-        `guard`: records whether the scores are finite; None in an evaluation.
+        """Compute the loss of one micro-batch, its part of the mean over the batch's pairs, and add
+        to the metrics. Returns a scalar whose backward pass on this rank gives this rank's part of
+        the gradient, which is to be summed over ranks. All sequence-parallel ranks call it
+        together. `guard`: records whether the scores are finite; None in an evaluation.
         """
         scores, sample_ids = self.role.engine(micro, 1.0)
         if guard is not None:
@@ -89,7 +99,9 @@ class RewardModelStep:
         return found
 
     def reduced(self) -> dict[str, float]:
-        """The metrics of the step over all ranks, on every rank."""
+        """{name: value}: loss, accuracy (fraction of pairs whose chosen response scores higher) and
+        mean rewards of the batch over all ranks, on every rank. All ranks call it together.
+        """
         found = self.metrics.reduce(self.role.mesh.gradient)
         chosen, rejected = found["chosen"] / len(self.batch), found["rejected"] / len(self.batch)
         return {

@@ -3,9 +3,9 @@ supervised fine-tuning (the best of n), for preference training (the best and th
 
     prompts x n --engines--> records --environment, reward models--> rewards --keep--> data.jsonl
 
-FOLDER/sample/NUMBER/ holds `data.jsonl`, which `megarl sft` or `megarl preference` reads,
-`provenance.json`, which says how it was made, and `records.jsonl`: every response with the
-environment's reward, written as it comes, so that an interrupted run leaves what it has.
+The folder FOLDER/sample/NUMBER/ holds `data.jsonl`, which `megarl sft` or `megarl preference`
+reads, `provenance.json`, which says how the data were made, and `records.jsonl`: every response
+with the environment's reward, written as it comes, so that an interrupted run leaves what it has.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ from megarl.loops.evaluate import add_records, answering, generate, make_folder
 from megarl.observe.sinks import finite
 
 Record = dict[str, Any]
-"""One scored response: prompt, response, reward, correct, and more; see `rollout.evaluation`."""
+"""One scored response, a dict with `prompt`, `response`, `answer` (the reference answer), `reward`,
+`correct`, `tokens`, `finish` ("stop", or how it was cut off) and more."""
 AT_ONCE = 256
-"""Prompts whose responses are asked for together."""
+"""Number of prompts whose responses are asked for together."""
 
 
 def main(config: RunConfig, inputs: SampleInputs) -> int:
-    """Sample, score, write the data set; prints a summary as one JSON object."""
+    """Run `megarl sample`: sample responses, score them and write those to keep as a data set,
+    `data.jsonl` (one JSON object a line), into a new numbered folder below `config.folder`/sample;
+    prints a summary as one JSON object. Starts and ends the inference engines. `inputs`: prompts,
+    tokenizer and so on, as `check_sample` returns them. Returns the exit code 0.
+    """
     folder = make_folder(Path(config.folder) / "sample")
     console.open_log(folder)
     with (folder / "records.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as to:
@@ -64,8 +69,10 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
 
 
 def sample_groups(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Record]]:
-    """The responses to each prompt, scored by the environment: [prompt][sample]. Each is also
-    written to the file `to`.
+    """Generate `config.sample.samples` responses to each prompt of `inputs`, scored by the
+    environment, and return them as [prompt][sample], each a dict with `prompt`, `response` (text),
+    `reward`, `correct`, `finish` ("stop", or how it was cut off) and so on. Each is also written to
+    the open file `to`, as a line of JSON, as it comes. Starts and ends the inference engines.
     """
     run, count = inputs.run, config.sample.samples
     assert run.prompts is not None
@@ -84,8 +91,10 @@ def sample_groups(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[
 
 
 def add_scores(config: RunConfig, groups: Sequence[Sequence[Record]]) -> None:
-    """Add weight x score of every reward model to the rewards of all records; each score is kept
-    under the model's name.
+    """Add weight x score of each model in `config.reward_models` to the `reward` of every response,
+    in place; each score is kept as record["scores"][name of the model]. `groups`: [prompt][sample],
+    dicts with `prompt`, `response`, `finish` and `reward`. Loads each model in this process. Raises
+    `UserError` for a score that is not finite.
     """
     records = [record for group in groups for record in group]
     texts = [
@@ -99,7 +108,10 @@ def add_scores(config: RunConfig, groups: Sequence[Sequence[Record]]) -> None:
 
 
 def good(group: Sequence[Record], least: float) -> list[Record]:
-    """The responses to imitate, best first: not empty, not cut off, with a reward of `least`."""
+    """The responses to one prompt that are worth imitating, best first: not blank, not cut off,
+    with a reward of at least `least`. `group`: all responses to the prompt, as dicts with
+    `response` (text), `finish` ("stop" if not cut off) and `reward`.
+    """
     found = [
         record
         for record in group
@@ -109,18 +121,29 @@ def good(group: Sequence[Record], least: float) -> list[Record]:
 
 
 def best(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """The response with the highest reward, the first of several, as a row {prompt, response}."""
+    """Yield the response to a prompt with the highest reward, the first of several, as a dict
+    {prompt, response, answer, reward, ...}, a row of the data set; nothing if no response is whole
+    and has a reward of `least`. `group`: all responses to the prompt, as dicts with these keys and
+    `finish` ("stop" if not cut off).
+    """
     yield from map(_row, good(group, least)[:1])
 
 
 def everything(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Each response as a row {prompt, response}."""
+    """Yield each response to a prompt that is not blank, not cut off and has a reward of at least
+    `least`, best first, as a dict {prompt, response, answer, reward, ...}, a row of the data set.
+    `group`: all responses to the prompt, as dicts with these keys and `finish` ("stop" if not cut
+    off).
+    """
     yield from map(_row, good(group, least))
 
 
 def best_and_worst(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """The best and the worst response as a row {prompt, chosen, rejected}; none where no response
-    has less reward than the best.
+    """Yield the best and the worst response to a prompt as one dict {prompt, chosen, rejected,
+    margin, answer}, a row of the data set, where `margin` is the difference of their rewards.
+    Yields nothing if the best, which must be whole and have a reward of `least`, is missing, or no
+    response has less reward. `group`: all responses, as dicts with `prompt`, `response`, `answer`,
+    `reward` and `finish`.
     """
     for top in good(group, least)[:1]:
         worse = [
@@ -142,7 +165,8 @@ def best_and_worst(group: Sequence[Record], least: float) -> Iterator[Record]:
 
 
 KEEP = {"best": best, "all": everything, "pairs": best_and_worst}
-"""{`sample.keep`: function of (a prompt's records, least reward) -> rows of the data set}"""
+"""{`sample.keep`: function (records of a prompt's responses, least reward) to the rows of the data
+set that are made of them}"""
 
 
 def _row(record: Record) -> Record:
@@ -151,7 +175,9 @@ def _row(record: Record) -> Record:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file: aside, to the disk, then under its name."""
+    """Write `text` to the file `path` (UTF-8), atomically: first to a hidden file beside it,
+    flushed to the disk (fsync), which is then renamed.
+    """
     aside = path.with_name(f".{path.name}")
     with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
@@ -163,7 +189,11 @@ def write(path: Path, text: str) -> None:
 def sample_summary(
     config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
 ) -> dict[str, Any]:
-    """What was sampled and kept, in a few numbers."""
+    """What was sampled and kept, as a dict for JSON: fractions of right responses (`accuracy`, and
+    `accuracy_of_best` of the best of each prompt), mean rewards (`reward/mean`, `reward/best`),
+    numbers of prompts and rows, and settings. `groups`: all responses, [prompt][sample], at least
+    one, as dicts with `reward` and `correct`; `rows`: the rows of the data set.
+    """
     records = [record for group in groups for record in group]
     tops = [max(group, key=lambda record: record["reward"]) for group in groups]
     return {

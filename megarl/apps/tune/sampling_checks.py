@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.checks.layout_checks import check_positions, check_role
 from megarl.checks.preflight import check_run, ranks_to_check
-from megarl.checks.roles import check_positions, check_role
 from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
-from megarl.parallel.mesh import local_device
 from megarl.schema import replace, require
 from megarl.trainer.config import LayoutConfig
 from megarl.trainer.context import RunInputs
@@ -17,7 +16,9 @@ from megarl.trainer.places import RolePlace
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What the checks of `megarl sample` have loaded."""
+    """What `check_sample` has loaded for `megarl sample`; the field `run` holds the prompts, the
+    tokenizer and the model's Hugging Face configuration.
+    """
 
     run: RunInputs
 
@@ -26,8 +27,10 @@ class SampleInputs:
 
 
 def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
-    """Run all checks of `megarl sample`, which runs as one rank. Returns what the checks have
-    loaded. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl sample`, which runs as one process, before anything heavy starts:
+    settings, model, data and reward models. `ranks`: number of processes, None for that of the
+    launcher's environment variables. Returns the prompts, tokenizer and model configuration that
+    were loaded. Raises `ValueError` if a check fails.
     """
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
@@ -45,7 +48,7 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         "environment.session or environment.tools is set, but the turns of an environment are no"
         " response to learn from; set environment.verifier instead",
     )
-    inputs = check_run(config, num_ranks=1, on_cpu=local_device().type == "cpu", new=False)
+    inputs = check_run(config, num_ranks=1, new=False)
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():
         # Of one process: a recipe of `megarl train` may place them elsewhere.

@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: demonstrations in, the same policy network, engine and packing as
-reinforcement learning.
+"""`megarl sft`, supervised fine-tuning: demonstrations in, with the same policy network, engine and
+packing as reinforcement learning.
 
 Demonstration -> Samples -> MicroBatch -> -log-prob of the response, one mean over the step's
 response tokens
@@ -26,8 +26,9 @@ from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 
 def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
-    """Concatenate prompt and response into one sample; only response tokens are trained on, and of
-    a conversation only the assistant's.
+    """Concatenate the token ids of prompt and response of `demonstration` into a batch of one
+    sequence with the id `sample_id`; its `mask` is True for response tokens, of a conversation only
+    for the assistant's.
     """
     prompt, response = demonstration.prompt_ids, demonstration.response_ids
     chosen = demonstration.response_mask or [1] * len(response)
@@ -43,9 +44,9 @@ def take_demonstrations(
     *,
     stops: bool = False,
 ) -> Samples | None:
-    """The samples of `count` demonstrations from position `first`, on every rank. Rank 0, which
-    alone has the demonstrations, sends them: about 13 bytes for each token. None on every rank if
-    rank 0 `stops`.
+    """The samples of `count` demonstrations from position `first` of the training order, on every
+    rank. Rank 0, which alone has the demonstrations, sends them: about 13 bytes for each token.
+    None on every rank if rank 0 passes `stops`, to end the run. All ranks call it together.
     """
     samples = None
     if demonstrations is not None and not stops:
@@ -58,7 +59,9 @@ def take_demonstrations(
 def take_all_demonstrations(
     demonstrations: DemonstrationList | None, mesh: ProcessMesh, at_once: int
 ) -> list[Samples]:
-    """All held-out demonstrations of rank 0, on every rank, in batches of about `at_once`."""
+    """All demonstrations of rank 0, such as held-out ones, on every rank, in batches of about
+    `at_once`; an empty list without any. All ranks call it together.
+    """
     batches = []
     for first, count in broadcast_object(chunks(num_rows(demonstrations), at_once), mesh.world):
         samples = take_demonstrations(demonstrations, mesh, first, count)
@@ -68,7 +71,10 @@ def take_all_demonstrations(
 
 
 class SftTask:
-    """Supervised fine-tuning of a policy on demonstrations."""
+    """Supervised fine-tuning of a policy on demonstrations: `take` draws a batch, `train` takes an
+    optimizer step on it, `evaluate` computes the loss on held-out demonstrations. The training loop
+    `run_supervised` calls them. All ranks create the object and call every method together.
+    """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
         config = context.config
@@ -95,14 +101,19 @@ def _demonstrations(rows: DataRows | None) -> DemonstrationList | None:
 
 
 def main(config: SftConfig, inputs: RunInputs) -> int:
-    """`megarl sft`: supervised fine-tuning; see `run_supervised`."""
+    """Run `megarl sft`: fine-tune a policy on demonstrations until `config.steps`. Every trainer
+    rank calls it; rank 0 prints a summary as one JSON object on standard output. `inputs`:
+    tokenizer, data set and so on, as `check_sft` returns them. Returns the exit code 0.
+    """
     return run_supervised(config, inputs, lambda context: SftTask(context, inputs))
 
 
 def sft_step(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepReport:
-    """Take one optimizer step on `samples`, which are the same on every rank. The loss is the mean
-    of -log-prob over the response tokens of the step. Raises `UserError` if `guard` allows no step
-    without finite values, or if a weight is not finite afterwards.
+    """Take one optimizer step of the policy `role` on the token sequences `samples`, which are the
+    same on every rank. The loss is the mean of -log-prob over the response tokens of the step.
+    `step` counts from 0. `guard` skips a step whose values are not finite; raises `UserError` if it
+    has skipped too many, or if a weight is not finite afterwards. Returns the step's number and
+    metrics, {name: number}. All ranks call it together.
     """
     guard.begin(f"step {step + 1}")
     started_at = time.monotonic()
@@ -136,8 +147,10 @@ def sft_step(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepR
 
 
 def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], int]:
-    """(samples of this data rank, indices of each of its micro-batches, number of trained tokens
-    over all ranks). `samples` are the same on every rank.
+    """Divide `samples`, a batch of token sequences that is the same on every rank, among the data
+    ranks of the model `role`, balanced by cost. Returns (samples of this data rank; for each of its
+    micro-batches the indices into these samples; number of trained tokens over all ranks). Does not
+    communicate.
     """
     mesh, balance = role.mesh, balance_of(samples, role.training.share_prefix, role.windows)
     budget = role.training.micro_batch_tokens * mesh.sequence.size
@@ -151,7 +164,7 @@ def share_of(samples: Samples, role: Role) -> tuple[Samples, list[list[int]], in
 @torch.no_grad()
 def held_out_loss(role: Role, batches: list[Samples]) -> dict[str, float]:
     """{"eval/loss": mean of -log-prob over the response tokens of all `batches`, "eval/tokens":
-    their number}; {} without batches. All ranks call it together with the same batches.
+    number of these tokens}; {} without batches. All ranks call it together with the same batches.
     """
     if not batches:
         return {}
@@ -167,5 +180,5 @@ def held_out_loss(role: Role, batches: list[Samples]) -> dict[str, float]:
 
 
 def num_rows(demonstrations: DemonstrationList | None) -> int:
-    """Number of demonstrations; 0 for None."""
+    """Number of demonstrations; 0 for None, which all ranks but rank 0 have."""
     return 0 if demonstrations is None else len(demonstrations)

@@ -2,7 +2,8 @@
 
     Task.take(step's rows) -> batch -> Task.train(batch) -> metrics
 
-A task says what is trained and on what: `megarl.apps.tune.sft`, `.preference` and `.reward_model`.
+A task says what is trained and on what. Tasks are in `megarl.apps.tune.sft`, `.preference` and
+`.reward_model`.
 """
 
 from __future__ import annotations
@@ -16,36 +17,44 @@ from typing import Any, Protocol
 
 from megarl import console
 from megarl.activity.spans import activity, step_begins
+from megarl.config import SupervisedConfig
 from megarl.errors import UserError
 from megarl.loops.schedule import due, save_due
 from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
 from megarl.signals import graceful
-from megarl.supervised_config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs, open_context
 from megarl.trainer.role import Role
 from megarl.types import StepReport
 
 
 class Task(Protocol):
-    """What a run on a data set trains. All ranks call every method together."""
+    """Interface of what the training loop `run_supervised` trains on a fixed data set: a model
+    (`role`), its data (`take` gives a step's batch) and its loss (`train` takes an optimizer step,
+    `evaluate` returns metrics). All ranks call every method together.
+    """
 
     role: Role
-    """The model that is trained and saved."""
+    """The model, on this rank, that is trained and saved."""
 
     def take(self, first: int, count: int, *, stops: bool) -> Any:
-        """The batch of `count` rows from position `first` of training, the same on every rank; None
-        on every rank if rank 0 `stops`.
+        """The batch of `count` rows from position `first` of the training order, the same on every
+        rank; None on every rank if rank 0 passes `stops`, to end the run.
         """
         ...
 
     def train(self, batch: Any, step: int) -> StepReport:
-        """Take one optimizer step on `batch`. Raises `UserError` if the model is not finite."""
+        """Take one optimizer step on `batch`, which `take` returned, and return the step's number
+        and metrics, {name: number}. `step` counts from 0. Raises `UserError` if the model is not
+        finite.
+        """
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics ("eval/NAME") on the rows that are not trained on; {} without such rows."""
+        """{"eval/NAME": value} of metrics on the rows that are not trained on, the same on every
+        rank; {} without such rows.
+        """
         ...
 
 
@@ -53,8 +62,11 @@ MakeTask = Callable[[RunContext], Task]
 
 
 def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) -> int:
-    """Train until `config.steps`, from a resumed checkpoint or the model's own weights; rank 0
-    prints a summary as one JSON object. `make` creates the task. Returns the exit code.
+    """Run a training on a fixed data set until `config.steps`, from a resumed checkpoint or the
+    model's own weights. Every trainer rank calls it; rank 0 prints a summary as one JSON object.
+    `inputs`: tokenizer, data set and so on, from the checks before a run. `make`: function that
+    creates the task (model, data and loss) from the run's context. Returns the exit code 0. Raises
+    `EndedBySignal` if a signal ends the run.
     """
     with open_context(config, inputs) as context:
         if not context.is_finished():
@@ -68,8 +80,9 @@ def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) 
 
 
 def supervised_summary(folder: Path, seed: int) -> dict[str, Any]:
-    """What the command prints of a finished run: its first and last loss, its number of steps, the
-    metrics of its last evaluation, its seed and its seconds.
+    """What a finished supervised run in `folder` reports, as a dict for JSON: its first and last
+    loss (`loss_first`, `loss_last`), its number of `steps`, the metrics of its last evaluation
+    (`eval/NAME`), its `seed`, and the seconds since this process started (`run_s`).
     """
     found = read_run(folder)
     steps = [record for record in found.metrics if record.get("loss") is not None]
@@ -85,8 +98,8 @@ def supervised_summary(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def refuse_lost_folder(context: RunContext) -> None:
-    """Raise `UserError` on every rank if another run owns the run folder by now. All ranks call it
-    together, before anything is written.
+    """Raise `UserError` on every rank if another run has taken the run folder meanwhile. All ranks
+    call it together, before anything is written to the folder.
     """
     if lost := context.lost_folder():
         raise UserError(lost)
@@ -94,8 +107,9 @@ def refuse_lost_folder(context: RunContext) -> None:
 
 def train_task(context: RunContext, make: MakeTask) -> None:
     """Train from step 0, or from the checkpoint that the run resumes, until the recipe's `steps`
-    are done; evaluate and save on the way. `make` builds the model and its data. A signal ends the
-    run after the present step: a checkpoint is written and `EndedBySignal` raised.
+    are done; evaluate and save on the way. All ranks call it together. `make`: creates the task
+    (model, data and loss) from `context`. A signal ends the run after the present step: a
+    checkpoint is written and `EndedBySignal` raised.
     """
     config = context.config
     assert isinstance(config, SupervisedConfig)
@@ -147,8 +161,8 @@ def train_task(context: RunContext, make: MakeTask) -> None:
 
 
 def chunks(num_rows: int, at_least: int) -> list[tuple[int, int]]:
-    """(first row, number of rows) of chunks of about equal size, each of `at_least` rows or more;
-    of all rows if there are fewer, and none without rows.
+    """Divide `num_rows` rows into chunks of about equal size, each of `at_least` rows or more:
+    [(first row, number of rows), ...]. One chunk if there are fewer rows; an empty list for none.
     """
     count = max(1, num_rows // at_least) if num_rows else 0
     bounds = [num_rows * number // max(1, count) for number in range(count + 1)]

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
 from megarl.chat_template import end_of_turn
-from megarl.checks.adapter_checks import check_adapters
 from megarl.checks.folder_checks import (
     check_folder,
     check_observe,
@@ -18,38 +17,51 @@ from megarl.checks.folder_checks import (
     check_writable,
 )
 from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.model_checks import check_export, check_model, stop_tokens, unused_weights
+from megarl.checks.model_checks import (
+    check_adapters,
+    check_export,
+    check_model,
+    stop_tokens,
+    unused_weights,
+)
 from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
-from megarl.config import with_steps
+from megarl.config import (
+    PreferenceConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+    with_steps,
+)
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
 from megarl.schema import require
-from megarl.supervised_config import (
-    PreferenceConfig,
-    RewardModelConfig,
-    SftConfig,
-    SupervisedConfig,
-)
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights
 from megarl.trainer.model_config import load_model_config
 
 Load = Callable[..., DataRows]
-"""Reads a section of the recipe that describes data: (section, tokenizer, seed=, setting=)."""
+"""Function that reads the data which a section of the recipe describes: (section's settings,
+tokenizer, seed=, setting=name of the section) to the rows."""
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl sft` for this run's ranks, or for a run of `ranks` ranks. Returns
-    what the checks have loaded. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl sft` before anything heavy starts: settings, model, layout and
+    data. `ranks`: number of ranks to check for, None for that of the launcher's environment
+    variables. Returns what was loaded: tokenizer, model configuration, and on rank 0 the tokenised
+    demonstrations. Raises `ValueError` if a check fails.
     """
     return check_supervised(config, "demonstrations", load_demonstrations, ranks)
 
 
 def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl preference`, as `check_sft` does."""
+    """Run all checks of `megarl preference` before anything heavy starts: settings, model,
+    reference model, layout and data. `ranks`: number of ranks to check for, None for that of the
+    launcher's environment variables. Returns what was loaded: tokenizer, model configuration, and
+    on rank 0 the tokenised preferences. Raises `ValueError` if a check fails.
+    """
     single = config.loss.method == "kto"
 
     def load(section: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> DataRows:
@@ -78,8 +90,11 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
 
 
 def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl reward-model`, as `check_sft` does. The tokenizer pads as
-    transformers' classifiers need it.
+    """Run all checks of `megarl reward-model` before anything heavy starts: settings, model, layout
+    and data. `ranks`: number of ranks to check for, None for that of the launcher's environment
+    variables. Returns what was loaded: model configuration, on rank 0 the tokenised pairs, and a
+    tokenizer whose padding token is as Hugging Face's classifiers need it. Raises `ValueError` if a
+    check fails.
     """
     found = check_supervised(config, "preferences", load_preferences, ranks, head="scalar")
     require(
@@ -99,8 +114,12 @@ def check_supervised(
     ranks: int | None,
     head: HeadName = "logprobs",
 ) -> RunInputs:
-    """Run the checks that all runs on a data set share. `section`: the recipe's section with the
-    data, also within `evaluation`; `load` reads it. `head`: that of the trained model.
+    """Run the checks that all runs on a fixed data set share; rank 0 reads the data. `section`:
+    name of the recipe's section that describes the data, also within `evaluation`. `load`: function
+    (section's settings, tokenizer, seed=, setting=name of the section) to the tokenised rows.
+    `ranks`: number of ranks to check for, None for the launcher's. `head`: the output of the
+    trained model, "logprobs" or "scalar". Returns tokenizer, model configuration, and on rank 0 the
+    rows. Raises `ValueError` if a check fails.
     """
     layout = check_layout(config.training, ranks_to_check(ranks))
     require(

@@ -1,4 +1,6 @@
-"""Scores of texts by a reward model in one process: of data sets, or behind a reward server."""
+"""Scores of texts by a reward model in one process, with torch: for `megarl sample`, or behind a
+reward server.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 1024
-"""Texts that are packed together."""
+"""Number of texts that are packed together."""
 
 
 class Text(NamedTuple):
-    """A prompt with a response to score."""
+    """A prompt with a response to score, both as text."""
 
     prompt: str
     response: str
     ends: bool = True
-    """Whether the token that ends a turn follows; not behind a response that was cut off."""
+    """Whether the token that ends a turn is added; False for a response that was cut off."""
 
 
 class TextScorer:
-    """A reward model that scores texts in this process. A process may have one `TextScorer` at a
-    time, which only one thread may call.
+    """A reward model, loaded into this process with torch, that scores prompts with responses:
+    `scores` takes text, `token_scores` token ids. A process may have one `TextScorer` at a time,
+    which only one thread may call; call `close` at the end.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class TextScorer:
         seed: int,
     ) -> None:
         """Load the model. `template`: how a prompt and a response become the text that is scored
-        (`prompts.template`). Precision, `micro_batch_tokens` and time limits are those of
-        `training`.
+        (`prompts.template`). Of `training`, the precision, `micro_batch_tokens`, ZeRO stage and
+        time limits are used. `seed`: for weights that are random.
         """
         self._tokenizer = tokenizer
         self._template: TemplateName = template
@@ -76,8 +79,8 @@ class TextScorer:
         )
 
     def scores(self, texts: Sequence[Text]) -> list[float]:
-        """The score of each text, which may be no finite number. It is tokenised as by
-        `megarl.data.tokens.scored_tokens`.
+        """The score of each text (higher is better; may be NaN or infinite), in their order. Prompt
+        and response are tokenised apart, as `megarl reward-model` does it with its data.
         """
         prompts, replies = [text.prompt for text in texts], [text.response for text in texts]
         found = scored_tokens(self._tokenizer, prompts, replies, self._template, self._end)
@@ -86,7 +89,9 @@ class TextScorer:
         )
 
     def token_scores(self, texts: Sequence[list[int]]) -> list[float]:
-        """The score of each text, given as token ids, which may be no finite number."""
+        """The score of each text, given as token ids of prompt and response, in their order (higher
+        is better; may be NaN or infinite). Blocks until all are computed, in batches.
+        """
         found: list[float] = []
         for first in range(0, len(texts), AT_ONCE):
             part = texts[first : first + AT_ONCE]
@@ -101,14 +106,15 @@ class TextScorer:
         return found
 
     def close(self) -> None:
-        """Release the model."""
+        """Release the model and its process group."""
         self._role.destroy()
         self._stack.close()
 
 
 def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) -> list[float]:
-    """The score of each text by `model`, with the policy's tokenizer. Raises `UserError` if a score
-    is not finite.
+    """The score of each text by the reward model `model`, with the tokenizer of the policy
+    `config.model`: loads the model, scores and releases it. Raises `UserError` if a score is not
+    finite.
     """
     training = TrainingConfig(
         zero_stage=config.training.zero_stage,

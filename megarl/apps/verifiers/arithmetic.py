@@ -10,11 +10,11 @@ import re
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000
-"""Longer texts are not read."""
+"""Longer texts are not read: `calculate` returns None for them."""
 MAX_DEPTH = 100
-"""Deeper nested brackets are not read."""
+"""Texts with deeper nested brackets are not read: `calculate` returns None for them."""
 MAX_BITS = 20_000
-"""A power with a numerator or denominator of more bits is not computed."""
+"""A power whose numerator or denominator would have more bits is not computed."""
 
 TOKEN = re.compile(
     r"\s+|\\[,;:! ]|\\left|\\right"  # spaces and sizes of brackets, which mean nothing
@@ -46,7 +46,7 @@ IN_WORDS = re.compile(
     r"(?<=[\d)}\]!])\**(\$?),?\s*(?:\\text\s*\{\s*)?(?:" + _GROUPS + r")(?:\s*\})?\s*\1\**"
     r"(?=[-\d(.{\\])"
 )
-"""Operators between numbers, in words and as characters of their own."""
+"""Operators between numbers that stand there as words, in LaTeX, or as Unicode characters."""
 OF_TWO = re.compile(
     r"\b(sum|difference|product|quotient)\s+of\s+(-?[\d.,]*\d)\s+(?:and|by)\s+(-?[\d.,]*\d)"
 )
@@ -55,8 +55,9 @@ AS_POWER = re.compile(r"(?<=[\d)}])\s+(squared|cubed)\b")
 
 
 def in_signs(text: str) -> str:
-    """`text` with operators between numbers as signs: `67 + 63` for `67 plus 63` and `the sum of 67
-    and 63`, `67 * 63` for `67 \\times 63`.
+    """Replace words and LaTeX commands between numbers in `text`, LaTeX or prose, by signs of
+    operators: `67 + 63` for `67 plus 63` and for `the sum of 67 and 63`, `67 * 63` for `67 \\times
+    63`. Returns the new text.
     """
     text = IN_WORDS.sub(lambda found: f" {_WORDS[(found.lastindex or 2) - 2][0]} ", text)
     text = OF_TWO.sub(lambda found: f"{found[2]} {SIGNS[found[1]]} {found[3]}", text)
@@ -64,8 +65,9 @@ def in_signs(text: str) -> str:
 
 
 def calculate(text: str) -> Fraction | None:
-    r"""The value of `text`, made of numbers, `+ - * / ^`, `\times`, `\cdot`, `\div`, `\frac{}{}`
-    and brackets; None for any other text, for a division by zero and for a number without end.
+    r"""The exact value of `text`, made of numbers, `+ - * / ^`, `\times`, `\cdot`, `\div`,
+    `\frac{}{}` and brackets; None for any other text, for a division by zero and for a power too
+    large to compute.
 
     Products without a sign are not read, because `1\frac{1}{2}` is 3/2 to one reader and 1/2 to
     another.
@@ -81,9 +83,9 @@ def calculate(text: str) -> Fraction | None:
 
 
 def is_huge(text: str) -> bool:
-    """Whether a power, factorial or binomial coefficient in `text` has an exponent or argument
-    beyond `MAX_OPERAND`, or one that `calculate` cannot compute though it holds no letters: the
-    time to compute such a number has no bound. Exponents with letters, as in e^{x^2}, are not huge.
+    """Whether the expression `text` (LaTeX) may take too long to compute: a power, factorial or
+    binomial coefficient in it has an exponent or argument beyond 10,000, or one without letters
+    whose value `calculate` cannot find. Exponents with letters, as in e^{x^2}, are not huge.
     """
     text = re.sub(r"\\left|\\right", "", text.replace("**", "^"))
     if CHAIN.search(text):

@@ -1,5 +1,5 @@
-r"""Whether an expression is a finished value, such as `\frac{1}{2}` or `3 + 2\sqrt{5}`, or has
-still to be evaluated, such as `67 + 63`.
+r"""Whether a final expression (LaTeX) is a finished value, such as `\frac{1}{2}` or
+`3 + 2\sqrt{5}`, or has still to be evaluated, such as `67 + 63`.
 
 An expression is unfinished if it holds an operation on explicit rational numbers: a sum, product or
 power, a quotient that is a whole number (`26/2`) or written with a sign of division, a factorial, a
@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import gcd
 
 MAX_CHARACTERS = 1000
-"""Longer expressions are not read and count as unfinished."""
+"""Expressions with more characters are not read and count as unfinished."""
 MAX_DEPTH = 50
 """Expressions whose brackets are nested deeper count as unfinished."""
 MAX_RADICAND = 10**15
@@ -58,7 +58,8 @@ COMPUTED = re.compile(
     rf"\\(?:sqrt|pi|[dt]?binom|[lr]?vert|[lr]floor|[lr]ceil|b?mod|p?mod|{FUNCTIONS})(?![A-Za-z])"
     rf"|\\operatorname|[\u221a|!\u230a\u2308\u03c0]|(?<![A-Za-z\\])(?:[ei]\s*\^|(?:{FUNCTIONS})\s*[({{\\])"
 )
-"""What no notation of a rational number holds."""
+"""Signs of a computation, such as roots and functions, which no notation of a rational number
+holds."""
 
 
 class _Unfinished(Exception):
@@ -74,23 +75,27 @@ class _Ten(Fraction):
 
 
 def is_unfinished(text: str, *, rational: bool = False) -> bool:
-    """Whether the expression `text` has still to be evaluated. `rational`: its value is known to be
-    a rational number, which is finished only in a notation of numbers.
+    """Whether the expression `text` (LaTeX) has still to be evaluated, such as `67 + 63`. With
+    `rational`, its value is known to be a rational number; an expression with roots, functions or
+    constants then counts as unfinished too.
     """
     return _read(text) is None or (rational and COMPUTED.search(text) is not None)
 
 
 def to_simplify(text: str) -> Sequence[str]:
-    """What a finished expression holds of fractions that are not in lowest terms (`26/2`), powers
-    of ten (`10^3`), numbers in scientific notation (`1.5*10^3`) and decimals that repeat
-    (`0.overline3`).
+    """The parts of the finished expression `text` (LaTeX) that could be simplified, as normalised
+    text: fractions not in lowest terms (`26/2`), powers of ten (`10^3`), numbers in scientific
+    notation (`1.5*10^3`) and repeating decimals (`0.overline3`). Empty without such parts, and for
+    an expression that is unfinished.
     """
     return _read(text) or ()
 
 
 @lru_cache(maxsize=1024)
 def _read(text: str) -> tuple[str, ...] | None:
-    """See `to_simplify`; None if the expression is unfinished."""
+    """The parts of `text` that could be simplified, of a finished expression; None for one that is
+    unfinished.
+    """
     if len(text) > MAX_CHARACTERS:
         return None
     text = WITH_FRACTION.sub(r"\1\\frac{\2}{\3}", text.replace("**", "^"))
@@ -130,7 +135,11 @@ class _Reader:
         return self._place > start
 
     def read(self, depth: int) -> Fraction | None:
-        """Read expressions up to a closing bracket or, outside of brackets, to the end."""
+        """Read the tokens of an expression up to a closing bracket or, outside of brackets, to the
+        end. `depth`: number of open brackets. Returns the number without its sign if the part that
+        was read is one number, such as `-5`, else None. Raises `_Unfinished` for an operation on
+        numbers, which has still to be computed.
+        """
         if depth > MAX_DEPTH:
             raise _Unfinished
         found: list[Fraction | None] = []

@@ -18,11 +18,13 @@ MISSING = object()
 
 
 def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
-    """A verifier that returns 1.0 if the last fenced json block of the response, or without one the
-    whole response, is JSON that the schema allows and, with `json_schema.value`, the value there
+    """Make the verifier `json_schema` from the recipe: an async function (prompt, response) that
+    returns 1.0 if the last fenced json block of the response, or without one the whole response, is
+    JSON that the schema allows and, with `json_schema.value` (a dotted path), the value there
     equals the reference answer; else 0.0. Nothing that a schema refers to is fetched.
 
-    It raises `ValueError` if the schema is none; a schema of the recipe at once.
+    Raises `ValueError` if the recipe's schema is no JSON Schema; the function raises it for a
+    schema in a row of the data.
     """
     own = config.json_schema
     fixed = _validator(own.schema, "json_schema.schema") if own.schema else None

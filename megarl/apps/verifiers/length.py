@@ -1,4 +1,4 @@
-"""The verifier `length`: rewards that depend on how long a response is."""
+"""The verifier `length`: rewards that depend on how long a response is, in tokens or characters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from megarl.schema import require
 from megarl.types import Prompt
 
 
-def linear(config: LengthConfig, length: int) -> float:
-    """1 up to `shortest`, then falling linearly to 0 at `longest`; 0 beyond."""
+def linear_penalty(config: LengthConfig, length: int) -> float:
+    """Reward, 0 to 1, of a response of `length` (in the recipe's unit, tokens or characters): 1 up
+    to `config.shortest`, then falling linearly to 0 at `config.longest`; 0 beyond.
+    """
     beyond = (length - config.shortest) / (config.longest - config.shortest)
     return 1.0 - min(1.0, max(0.0, beyond))
 
 
 def cosine(config: LengthConfig, length: int, correct: bool) -> float:
     """The cosine reward of arXiv:2502.03373: half a period of a cosine from the reward of length 0
-    (`correct_start` or `wrong_start`) to that of `longest` (`correct_end` or `wrong_end`);
-    `exceeded` for `longest` or more.
+    (`correct_start`, or `wrong_start` for a response that is not `correct`) to that of `longest`
+    (`correct_end` or `wrong_end`); `exceeded` for a length of `longest` or more.
     """
     if length >= config.longest:
         return config.exceeded
@@ -37,20 +39,24 @@ def cosine(config: LengthConfig, length: int, correct: bool) -> float:
 
 
 def l1_exact(config: LengthConfig, length: int, correct: bool, target: int) -> float:
-    """The reward of L1-Exact (arXiv:2503.04697): 1 if correct, minus alpha x |target - length|."""
+    """The reward of L1-Exact (arXiv:2503.04697): 1 if `correct`, else 0, minus `config.alpha` x
+    |target - length|.
+    """
     return float(correct) - config.alpha * abs(target - length)
 
 
 def l1_max(config: LengthConfig, length: int, correct: bool, target: int) -> float:
-    """The reward of L1-Max (arXiv:2503.04697): alpha x (target - length) + delta, cut to the range
-    from 0 to 1, if correct; 0 otherwise.
+    """The reward of L1-Max (arXiv:2503.04697): `config.alpha` x (target - length) + `config.delta`,
+    cut to the range from 0 to 1, if `correct`; 0 otherwise.
     """
     return float(correct) * min(1.0, max(0.0, config.alpha * (target - length) + config.delta))
 
 
 def length_reward(config: EnvironmentConfig) -> Verifier:
-    """The verifier `length`. Another verifier of the house, `length.verifier`, says whether a
-    response is correct.
+    """Make the verifier `length` from the recipe: an async function (prompt, response) that returns
+    a reward from the length of the response. For `kind: linear` it returns a number, otherwise a
+    dict {reward, correct, length}, where another built-in verifier, `length.verifier`, says whether
+    the response is correct. Raises `ValueError` if there is no such verifier.
     """
     own = config.length
     require(
@@ -63,7 +69,7 @@ def length_reward(config: EnvironmentConfig) -> Verifier:
     async def verify(prompt: Prompt, response: str) -> Any:
         length = counted(own, response)
         if judge is None:
-            return linear(own, length)
+            return linear_penalty(own, length)
         answer: Any = judge(prompt, response)
         score = read_score(await answer if inspect.isawaitable(answer) else answer)
         correct = score.reward == 1.0 if score.correct is None else score.correct
@@ -78,7 +84,9 @@ def length_reward(config: EnvironmentConfig) -> Verifier:
 
 
 def counted(config: LengthConfig, response: str) -> int:
-    """Length of the response in `length.unit`. Raises `ValueError` if the tokens are not known."""
+    """Length of the response in `config.unit`, "tokens" or "characters". Raises `ValueError` if
+    tokens are asked for and `response` is plain text without its number of tokens.
+    """
     if config.unit == "characters":
         return len(response)
     require(
@@ -91,7 +99,10 @@ def counted(config: LengthConfig, response: str) -> int:
 
 
 def target_of(config: LengthConfig, prompt: Prompt) -> int:
-    """The target length of a prompt. Raises `ValueError` if its row holds no whole number."""
+    """The target length of a prompt: `config.target`, or the number in the column
+    `config.target_column` of the prompt's row. Raises `ValueError` if that is no whole number above
+    0.
+    """
     if not config.target_column:
         return config.target
     value = row_value(prompt, config.target_column, "length.target_column")

@@ -1,4 +1,4 @@
-"""Verifiers that search the response: `regex`, `choice` and `format`."""
+"""Verifiers that search the text of the response: `regex`, `choice` and `format`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ Verify = Callable[[Prompt, str], Awaitable[float]]
 
 
 def regex(config: EnvironmentConfig) -> Verify:
-    """A verifier that returns 1.0 if the last match of `regex.pattern` in the response holds the
-    reference answer, or, with `regex.answer_is_pattern`, if the reference answer as a pattern is
-    found in the response; else 0.0.
+    """Make the verifier `regex` from the recipe: an async function (prompt, response) that returns
+    1.0 if the last match of `regex.pattern` in the response holds the reference answer, or, with
+    `regex.answer_is_pattern`, if the reference answer as a pattern is found in the response; else
+    0.0.
 
-    A search that takes longer than `regex.search_limit_s` raises `ValueError`. Raises `ValueError`
-    at once for a pattern that is no regular expression or has several groups.
+    The function raises `ValueError` for a search that takes longer than `regex.search_limit_s`.
+    Raises `ValueError` at once for a `regex.pattern` that is no regular expression or has several
+    groups.
     """
     own = config.regex
     flags = patterns.IGNORECASE if own.ignore_case else 0
@@ -72,18 +74,19 @@ WORD = r"(?:text|textbf|mathbf|mathrm|mathsf|textsf|rm|bf)"
 ARTICLES = frozenset("AI")
 """Labels that are words by themselves, as in `the answer is A good one`."""
 MOST_CHARACTERS = 10_000
-"""Of a response without a marker, only so many characters from its end are searched."""
+"""Of a longer response, only so many characters from its end are searched."""
 
 
 def choice(config: EnvironmentConfig) -> Verify:
-    r"""A verifier that returns 1.0 if the response chooses the label that is the reference answer,
-    else 0.0.
+    r"""Make the verifier `choice` from the recipe: an async function (prompt, response) that
+    returns 1.0 if the response chooses the label, such as B, that is the reference answer, else
+    0.0.
 
     The choice is in the last `\boxed{}`; else behind the last `environment.answer_after`, if that
     is set; else behind the last "answer is", "answer:", "option is" or the like; else it is a last
     line that begins with a label (`B`, `(B)`, `B. Paris`), if no line before begins with another
-    label. A place that names two labels (`A or B`) is no choice. Raises `ValueError` if the
-    reference answer is no label.
+    label. A place that names two labels (`A or B`) is no choice. The function raises `ValueError`
+    if the reference answer is no label of `choice.labels`.
     """
     labels = config.choice.labels
     one = rf"[({{\[*_$\\\s]*(?:\\{WORD}\s*\{{\s*)?\(?\s*([{labels}{labels.lower()}])(?![\w'])"
@@ -101,7 +104,10 @@ def choice(config: EnvironmentConfig) -> Verify:
     heads = re.compile(rf"^[\s*_]*\(?([{labels}])(?:[).:\]]+[*_]*(?:\s|$)|[\s*_.]*$)")
 
     def read(text: str, *, inside: bool = False) -> str | None:
-        """The label at the beginning of `text`. `inside`: nothing but a label is expected."""
+        """The label (a capital letter) with which `text` begins, such as B in "(B) Paris"; None if
+        there is none, or two. `inside`: nothing but a label is expected, so that a small letter and
+        "A" as a word count too.
+        """
         found = label.match(text)
         if found is None or other.match(text, found.end()):
             return None
@@ -146,8 +152,10 @@ def choice(config: EnvironmentConfig) -> Verify:
 
 
 def format(config: EnvironmentConfig) -> Verify:
-    """A verifier that returns 1.0 if the opening and closing tags of `format.tags` are in the
-    response, each exactly once and in that order, else 0.0. It reads no reference answer.
+    """Make the verifier `format` from the recipe: an async function (prompt, response) that returns
+    1.0 if the opening and closing tags of `format.tags` are in the response, each exactly once and
+    in that order, and, with `format.alone`, no text outside of them; else 0.0. It reads no
+    reference answer.
     """
     own = config.format
     marks = [mark for tag in own.tags for mark in (f"<{tag}>", f"</{tag}>")]

@@ -44,16 +44,17 @@ from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
 MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer final expression is not parsed and counts as no answer."""
+"""A longer final expression is not parsed and counts as wrong, unless it is a plain number."""
 MAX_RESPONSE_CHARACTERS = 10_000
 """Of a response without a marked answer, only so many characters from its end are searched."""
 MAX_DEPTH = 6
 """An expression that nests brackets deeper is not parsed: the time of math-verify's parser doubles
 with each level (13 levels of braces take 5 s)."""
 TOWERS = re.compile(r"(?:[\^_]\s*[A-Za-z0-9]\s*){5}|!{3}|(?:\|[^|]*){13}|(?:=[^=]*){9}")
-"""Nesting without brackets, which is not parsed either: x^x^x^x^x^x, x!!!, bars, chains of `=`."""
+"""Nesting without brackets that takes the parser as long, so that it is not parsed either:
+x^x^x^x^x^x, x!!!, bars, chains of `=`."""
 PLAIN_FORMULA = re.compile(r"\d[\d.\s*^()!+/-]*[*^!][\d.\s*^()!+/-]*")
-"""Powers and factorials of numbers outside of formulas."""
+"""Powers and factorials of numbers outside of formulas, as in prose."""
 FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 
 BEFORE_OPERATOR = re.compile(r"[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*-?\d")
@@ -73,30 +74,31 @@ DECIMAL = re.compile(r"[-+]?\d*(?:\.(\d*))?")
 LARGEST_ERROR = Fraction(5, 10**6)
 """Largest relative difference between a decimal number and the exact one that it stands for."""
 SMALL = 1e-6
-"""Exact values below are not equal because both are small."""
+"""Values whose size is below this are not equal merely because both are small."""
 SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
-"""Words of a sentence, which is searched for its answer; without them a line is the answer."""
+"""Words that mark a line as a sentence, which is searched for its answer; a line without them is
+the answer."""
 
 
 def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
-    r"""A verifier that returns 1.0 if the final expression of the response is mathematically equal
-    to the reference answer, else 0.0.
+    r"""Make the verifier `math` from the recipe: an async function (prompt, response) that returns
+    1.0 if the final expression of the response equals the reference answer mathematically, else 0.
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
     comes later; without either, a formula that a sentence calls the answer, or what math-verify
     extracts. Of a response with the tags `<answer>` and `</answer>` only what the last pair holds
     is read, where a line that is no sentence is the final expression. Plain numbers are compared
-    exactly, everything else by math-verify. A final percent sign is dropped on both sides. An
-    expression longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as
-    wrong, unless it holds numbers only. `compared_as_text` says what else is not parsed. An
-    expression that has still to be evaluated (`megarl.apps.verifiers.finished`) counts as wrong,
-    unless the reference answer is one, or with `math.allow_unevaluated`. The verifier raises if the
-    reference answer is not a mathematical expression.
+    exactly; words, ratios and the like as text; everything else by math-verify. A final percent
+    sign is dropped on both sides. An expression longer than `MAX_EXPRESSION_CHARACTERS` or nested
+    deeper than `MAX_DEPTH` counts as wrong, unless it holds numbers only. So does one that has
+    still to be evaluated (`67 + 63`), unless the reference answer is such an expression, or with
+    `math.allow_unevaluated`. The function raises `ValueError` for a reference answer that is not
+    mathematics.
     """
     parse_marked, parse_response, equal, size = _math_verify()
 
     def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
-        """(whether the response equals the reference answer, its final expression)."""
+        """(whether `response` equals the `reference` answer, its final expression as LaTeX)."""
         response, line = in_tags(response)
         found = marked(response, line)
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
@@ -219,9 +221,9 @@ def _math_verify() -> tuple[
 
 
 def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]) -> str:
-    """The first of several values that round each other, `1/3` of `1/3 \\approx 0.333`, or the last
-    if it is the reference answer. Empty if one is not the rounded other. `size`: the value of an
-    expression, None if it has none.
+    """Remove from `text`, a LaTeX expression, values that merely round another: returns `1/3` for
+    `1/3 \\approx 0.333`, or the last value if that is the `reference` answer; "" if a value is not
+    the other rounded. `size`: function to the value of an expression, None if it has none.
     """
     sides = [cleaned(side) for side in ROUNDED.split(text)]
     if len(sides) == 1:
@@ -241,8 +243,9 @@ def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]
 
 
 def are_near(first: Any, second: Any) -> bool:
-    """Whether two values that math-verify takes for equal are: it compares digits behind the point,
-    of which small values have few.
+    """Whether two sympy values are really equal that math-verify takes for equal: it compares a
+    number of decimal places, so that two small values look equal. Here they may differ by a
+    relative error of 5e-6 at most. True for what is no number.
     """
     if not all(getattr(one, "is_number", False) for one in (first, second)):
         return True
@@ -253,8 +256,9 @@ def are_near(first: Any, second: Any) -> bool:
 
 
 def near(exact: Fraction, value: Fraction, text: str) -> bool:
-    """Whether two numbers, written in `text`, may stand for each other: both exact ones must be
-    equal, a decimal number may be rounded.
+    """Whether the numbers `exact` and `value` count as equal. `text`: the two expressions in which
+    they stand, joined; with a decimal point in it, a relative error of 5e-6 is allowed, otherwise
+    none.
     """
     if "." not in text:
         return exact == value
@@ -262,9 +266,10 @@ def near(exact: Fraction, value: Fraction, text: str) -> bool:
 
 
 def is_answer(expression: str, reference: str, question: str) -> bool:
-    """Whether an expression that equals the reference answer is a finished value, or the reference
-    answer is none either. A fraction to be simplified or a power of ten that stands in the question
-    was not computed.
+    """Whether `expression`, which equals the `reference` answer (both LaTeX), counts as an answer:
+    it is a finished value, not one still to be evaluated such as `67 + 63`, or the reference is
+    unfinished too. A fraction to be simplified, or a power of ten, that stands in the text
+    `question` was only copied, so that it is no answer.
     """
     number = plain_number(expression)
     if number is not None or expression == reference:
@@ -280,7 +285,9 @@ def is_answer(expression: str, reference: str, question: str) -> bool:
 
 
 def is_operand(number: str, response: str) -> bool:
-    """Whether a number stands in a response only beside operators, as 8 does in `8^{1}`."""
+    """Whether `number`, the text of a number, stands in `response` only beside operators, as 8 does
+    in `8^{1}`. False for a text that is no plain number.
+    """
     number = number.strip("()[]{} ")
     if plain_number(number) is None:
         return False
@@ -300,8 +307,9 @@ def _squeezed(text: str) -> str:
 
 
 def without_equals(text: str) -> str:
-    """An expression in which one side stands for all that are numbers and equal: `130` for
-    `67 + 63 = 130`, and `x = 130` for `x = 67 + 63 = 130`. Empty if two exact numbers differ.
+    """Keep, of the sides of equations in `text`, a LaTeX expression, one for all that are numbers
+    and equal: returns `130` for `67 + 63 = 130`, and `x = 130` for `x = 67 + 63 = 130`; "" if two
+    exact numbers differ.
     """
     sides = [side.strip() for side in EQUALS.split(text)]
     if len(sides) == 1:
@@ -319,8 +327,8 @@ def without_equals(text: str) -> str:
 
 
 def final_expression(text: str) -> str | None:
-    r"""The text after the last `####` or inside the last `\boxed{}`, whichever comes later; None
-    without either.
+    r"""The marked answer in `text`: what follows the last `####` on its line, or is inside the last
+    `\boxed{}`, whichever comes later. None without either; empty if the last box is not closed.
     """
     hashed, box = text.rfind(FINAL), None
     for box in BOX.finditer(text):
@@ -344,8 +352,9 @@ def final_expression(text: str) -> str | None:
 
 
 def marked(response: str, line: str | None) -> str | None:
-    """The final expression of a response: the marked one, `line` if it is one, or the last formula
-    that a sentence calls the answer; None without any.
+    """The final expression of a model's `response`: that behind `####` or in a `\\boxed{}`; else
+    `line`, a candidate that was found before, if that is not None; else the last formula that a
+    sentence calls the answer; None without any.
     """
     found = final_expression(response)
     if found is not None or line is not None:
@@ -355,8 +364,9 @@ def marked(response: str, line: str | None) -> str | None:
 
 
 def in_tags(response: str) -> tuple[str, str | None]:
-    """(what the last `<answer>` and `</answer>` hold, the same if it is one line and no sentence,
-    otherwise None); (response, None) without such tags.
+    """The part of a model's response in which the answer is looked for. Returns (what the last
+    `<answer>` and `</answer>` hold; the same text if it is one line and no sentence, otherwise
+    None), or (`response`, None) without such tags.
     """
     end = response.rfind(TAGS[1])
     start = response.rfind(TAGS[0], 0, max(end, 0))
@@ -370,7 +380,9 @@ def in_tags(response: str) -> tuple[str, str | None]:
 
 
 def depth(text: str) -> int:
-    """How deep the brackets of `text` are nested, whether or not their kinds match; 0 without."""
+    """Number of levels of nested brackets in `text`, whether or not their kinds match; 0 without
+    brackets.
+    """
     level = deepest = 0
     for sign in text:
         if sign in "{([":
@@ -382,5 +394,7 @@ def depth(text: str) -> int:
 
 
 def is_deep(text: str) -> bool:
-    """Whether the expression is nested too deep to be parsed in time."""
+    """Whether the expression `text` (LaTeX) is nested too deep for math-verify to parse it in a
+    short time: more than 6 levels of brackets, or as much without brackets, such as x^x^x^x^x^x.
+    """
     return depth(text) > MAX_DEPTH or TOWERS.search(text) is not None

@@ -1,4 +1,4 @@
-r"""Notations of final answers, in the one that math-verify reads.
+r"""Rewrites the notations of final answers into the one that math-verify reads.
 
 response or final expression --in_prose, cleaned--> LaTeX          `21st` -> `21`
 final expression --plain_number, number_with_unit--> exact value   `1,234.50` -> 2469/2
@@ -34,8 +34,8 @@ CURRENCY = re.compile(
     r"|\$(?=\d)",
     re.DOTALL,
 )
-"""A formula, or a dollar sign before a number that begins none: the sign that closes a formula has
-no space before and no digit behind it."""
+"""A formula, or a dollar sign before a number that does not begin a formula: the sign that closes a
+formula has no space before it and no digit behind it."""
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SPACED = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
 SPACED_NUMBER = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
@@ -74,7 +74,7 @@ KNOWN = frozenset(
     ["pi", "inf", "infinity", "infty", "exp", "log", "ln", "sqrt"]
     + [arc + name for arc in ("", "arc") for name in ("sin", "cos", "tan", "cot", "sec", "csc")]
 )
-"""Words that are mathematics."""
+"""Words that are names of functions or constants."""
 _PLAIN = "|".join(
     sorted(KNOWN - {"sqrt", "exp", "inf", "infinity", "infty"}, key=len, reverse=True)
 )
@@ -99,11 +99,11 @@ _UNIT = (
 )
 _QUOTIENT = rf"\\frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}"
 VARIABLE = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{{_VARIABLE}")
-"""A variable, e or i in text mode, where other single letters are units."""
+"""A variable, e or i in text mode; other single letters in text mode are units."""
 UNITS = re.compile(
     rf"(?<=[\w)}}\]])((?:{SPACE}(?:\\cdot|/)?{SPACE}(?:{_QUOTIENT}|{_UNIT}))+){SPACE}\Z"
 )
-"""Words in text mode behind a value."""
+"""Units: words in text mode behind a value."""
 MULTIPLE = re.compile(
     rf"(.*\d){SPACE}(?:\\(?:text|mathrm)\s*\{{\s*)?(hundred|thousand|million|billion|trillion|dozen)\b"
     r"([A-Za-z\s]*)\}?"
@@ -142,15 +142,16 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=[.\d])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
     )
 )
-"""Notations that math-verify or `calculate` do not read, and the same in one that they do."""
+"""(pattern, replacement) of notations that math-verify or `calculate` do not read, and the same
+value in one that they do."""
 BRACKETS = {"{": "}", "(": ")"}
 
 
 @lru_cache(maxsize=1024)  # all rollouts of a group have one reference answer
 def cleaned(text: str) -> str:
-    r"""A final expression without what does not change its value: Markdown's `**`, `$` or `\(`
-    around it, a final percent sign, brackets that are doubled. Characters such as ½ and ², and
-    names such as pi and sin, become LaTeX.
+    r"""A final expression, of a response or a reference answer, as LaTeX without what does not
+    change its value: Markdown's `**`, `$` or `\(` around it, a final percent sign, units, doubled
+    brackets. Characters such as ½ and ², and names such as pi and sin, become LaTeX.
     """
     text = re.sub(r"^[*`\s]+|(?<!\^)[*`\s]+$", "", text)
     for before, after in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -181,15 +182,17 @@ def cleaned(text: str) -> str:
 
 
 def rewritten(text: str) -> str:
-    """`text` with `REWRITES` applied."""
+    """Replace notation that math-verify and `calculate` cannot read in `text`, an expression in
+    LaTeX, by equal notation that they can. Returns the new text.
+    """
     for pattern, written in REWRITES:
         text = pattern.sub(written, text)
     return text
 
 
 def without_units(text: str) -> str:
-    """A value without the words in text mode behind it, such as `12\\text{ cm}^2`, unless they
-    change it; 12000000 for `12 million`.
+    """`text`, a value in LaTeX, without a unit in text mode behind it, such as `12` for
+    `12\\text{ cm}^2`; words that change the value stay. `12 million` becomes 12000000.
     """
     found = MULTIPLE.fullmatch(text)
     if found and not NOT_UNITS.search(found[3]):
@@ -200,7 +203,9 @@ def without_units(text: str) -> str:
 
 
 def in_prose(text: str) -> str:
-    """A response without a marked answer, with its numbers written as math-verify reads them."""
+    """The text of a response without a marked answer, with its numbers written so that math-verify
+    finds them: without currency and percent signs, thin spaces and exponents such as 5e3.
+    """
     text = ANSWER.sub("answer: ", text.translate(WRITTEN).replace("\u3002", ". "))
     text = NO_ANSWER.sub("result", text)
     text = PERCENT_OF_NUMBER.sub("", CURRENCY.sub(lambda found: found["formula"] or "", text))
@@ -210,8 +215,8 @@ def in_prose(text: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of a text that is a plain number, otherwise None. A sign, `$`, `%`, thousands
-    separators, an exponent (5e3), a final full stop and a unit are allowed.
+    """The exact value of a text that is a plain number, otherwise None. A sign, `$`, `%` (which is
+    dropped), thousands separators, an exponent (5e3), a final full stop and a unit are allowed.
     """
     if len(text) > NUMBER_CHARACTERS:
         return None
@@ -246,8 +251,8 @@ def _mixed(found: re.Match[str]) -> Fraction:
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
-    """(opening, closing) positions of all brackets that match, in the order of their closings. A
-    bracket without a partner is passed over.
+    """(opening, closing) positions of all brackets `{}` and `()` in `text` that match, in the order
+    of their closings. A bracket without a partner is left out.
     """
     found: list[tuple[int, int]] = []
     opened: list[int] = []
@@ -277,7 +282,7 @@ def without_doubled(text: str) -> str:
 
 
 def latex(number: Fraction) -> str:
-    """A whole number or a fraction in LaTeX."""
+    """`number` in LaTeX: `3`, or `\\frac{1}{2}` if it is no whole number."""
     if number.denominator == 1:
         return str(number.numerator)
     return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"

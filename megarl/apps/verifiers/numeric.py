@@ -15,9 +15,10 @@ from megarl.schema import require
 from megarl.types import Prompt
 
 MOST_CHARACTERS = 10_000
-"""Of a response without a marker, only so many characters from its end are searched."""
+"""Of a longer text, only so many characters are searched: from its end or, behind a marker, from
+its beginning."""
 MOST_DIGITS = 400
-"""A longer number is no number: computing with it could take long."""
+"""A number of more characters has no value: computing with it could take long."""
 PLAIN = (
     r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9.]))?"
@@ -25,7 +26,8 @@ PLAIN = (
 SIGN = r"(?:(?<![\w.)}\]])[-+\u2212])?"
 BEFORE = r"(?:\\?[$\u20ac\u00a3]\s?)?"
 NOT_BEHIND = r"(?<![\w.^])(?<!\^[ {+\u2212-])(?<!\^[ {][+\u2212-])"
-"""The exponent of a unit is no number: `25 m^2`, `9.8 m s^{-2}`."""
+"""Regular expression for a place where a number may begin. The exponent of a unit is no number:
+`25 m^2`, `9.8 m s^{-2}`."""
 NUMBER = re.compile(
     rf"{NOT_BEHIND}(?P<sign>{SIGN}){BEFORE}(?:"
     rf"\\[dt]?frac\s*\{{\s*(?P<over>[-+]?{PLAIN})\s*\}}\s*\{{\s*(?P<under>{PLAIN})\s*\}}"
@@ -38,8 +40,9 @@ NUMBER = re.compile(
 
 
 def numbers(text: str, *, percent_is_hundredths: bool = False) -> Iterator[Fraction | None]:
-    """The values of the numbers in a text, in their order; None for one that is too long, or
-    divided by zero. The exponent of a unit (`m^2`) is no number.
+    """Yield the exact values of the numbers in `text`, in their order, such as 3/4 for
+    `\\frac{3}{4}`; None for a number that is too long, or divided by zero. The exponent of a unit
+    (`m^2`) is no number. `percent_is_hundredths`: whether `50%` is 1/2; otherwise it is 50.
     """
     for found in NUMBER.finditer(text):
         yield _value(found, percent_is_hundredths)
@@ -70,10 +73,11 @@ def _plain(text: str) -> Fraction:
 
 
 def numeric(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
-    """A verifier that returns 1.0 if the last number of the response, or with
-    `environment.answer_after` the first number after the last marker, differs from the reference
-    answer by at most max(`numeric.absolute`, `numeric.relative` x size of the reference), else 0.0.
-    It raises `ValueError` if the reference answer holds not exactly one number.
+    """Make the verifier `numeric` from the recipe: an async function (prompt, response) that
+    returns 1.0 if the last number of the response, or with `environment.answer_after` the first
+    number after the last marker, differs from the reference answer by at most
+    max(`numeric.absolute`, `numeric.relative` x size of the reference), else 0.0. The function
+    raises `ValueError` if the reference answer holds not exactly one number.
     """
     own = config.numeric
     hundredths = own.percent == "hundredths"

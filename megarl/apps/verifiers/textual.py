@@ -1,6 +1,6 @@
-r"""Final answers that are compared as text, because math-verify would read them as products,
-quotients or numbers without end: words, numbers in a base, ratios, times of day, letters of a
-multiple choice.
+r"""Comparison of final answers as text, because math-verify would read them as products, quotients
+or numbers without end: words, numbers in a base, ratios, times of day, letters of a multiple
+choice.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ RELATION = re.compile(
 INTERVALS = re.compile(r"[(\[].*,.*[)\]]", re.DOTALL)
 OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])|\bor\b")
 NAME = re.compile(r"\s*(?:[A-Za-z]|\\(?!infty|pi)[a-z]+)(?:_(?:\w|\{\w+\}))?\s*")
-"""A variable."""
+"""The name of a variable."""
 
 
 def same_part(reference: str, expression: str) -> tuple[str, str]:
-    """(reference, expression), of a multiple choice's letter with its value (`D. 5`) only the part
-    that the other names; of two such both values, or both letters if these differ.
+    """Return (reference answer, expression of a response), both LaTeX, reduced to the parts that
+    can be compared: of a letter with its value in a multiple choice (`D. 5`) only the part, letter
+    or value, that the other text names; of two such texts both values, or both letters if these
+    differ. Other texts are returned as they are.
     """
     texts = [WRAPPED.sub(r"\1", text) for text in (reference, expression)]
     choices = [CHOICE.fullmatch(text) for text in texts]
@@ -58,9 +60,10 @@ def same_part(reference: str, expression: str) -> tuple[str, str]:
 
 
 def compared_as_text(reference: str, expression: str) -> bool | None:
-    """Whether two expressions are equal that must not be parsed as products: words, whose letters
-    would commute; numbers in a base (1011_2), whose base must be equal; ratios and times of day;
-    numbers too large to compute; integrals and limits. None if they are none of these.
+    """Whether two final expressions (LaTeX) are equal that must not be parsed as products: words,
+    whose letters would commute; numbers in a base (1011_2), whose base must be equal; ratios and
+    times of day; numbers too large to compute; integrals and limits. None if they are none of
+    these, so that they have to be parsed.
     """
     words = _plain_words(reference)
     if words is not None:
@@ -120,8 +123,9 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 
 def outer_brackets(first: str, second: str) -> bool:
-    """Whether two lists stand in brackets that mean different things: a pair or an open interval
-    `(1, 2)`, a closed interval `[1, 2]`, a set `\\{1, 2\\}`.
+    """Whether two expressions (LaTeX) are both lists in brackets, but in brackets that mean
+    different things: a pair or an open interval `(1, 2)`, a closed interval `[1, 2]`, a set
+    `\\{1, 2\\}`.
     """
     ends = []
     for text in (first, second):
@@ -133,8 +137,8 @@ def outer_brackets(first: str, second: str) -> bool:
 
 
 def as_intervals(text: str) -> str:
-    r"""Inequalities of one variable as intervals: `[0, 1)` for `0 \le x < 1`; other texts as they
-    are.
+    r"""Inequalities of one variable (LaTeX) as intervals: `[0, 1)` for `0 \le x < 1`; with "or"
+    between them, as a union. Other texts are returned as they are.
     """
     found = [one for part in OR.split(text) if (one := _interval(part)) is not None]
     return r" \cup ".join(found) if len(found) == len(OR.split(text)) else text

@@ -1,4 +1,5 @@
-"""What a dispatch policy is: a pure state machine that the rollout service drives.
+"""What a dispatch policy is: a pure state machine that the rollout service asks which group (all
+rollouts of a prompt) may start now, and which groups a step trains on.
 
     may_start -> start -> finish -> close -> release -> may_start ...
 
@@ -18,10 +19,13 @@ from megarl.types import Cursor
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a recipe allows; the same for the whole run."""
+    """The limits of a run, from its recipe, that a dispatch policy must keep: groups in a step,
+    their age, and groups started at the same time. A dispatch policy decides when groups (all
+    rollouts of a prompt) start and in which step they are trained.
+    """
 
     per_step: int
-    """Accepted groups that a step's batch has."""
+    """Groups that a step trains on: those that dynamic sampling accepts."""
     max_draws: int
     """Groups, rejected ones included, after which a batch is complete with fewer accepted ones; at
     least `per_step`."""
@@ -36,7 +40,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of a step, as ordinals in ascending order."""
+    """Which groups (all rollouts of a prompt) a step uses, as ordinals in ascending order. An
+    ordinal is the position of the group's prompt in the training order, from 0.
+    """
 
     drawn: list[int]
     """Finished groups that the step has looked at, rejected ones included."""
@@ -47,10 +53,15 @@ class Batch:
 
 
 class DispatchPolicy(Protocol):
-    """Interface of a dispatch policy. The service calls every method from one event loop."""
+    """Interface of a dispatch policy, which decides when groups (all rollouts of a prompt) start
+    and which groups each step trains on. Groups are known by ordinals, their positions in the
+    training order; the open batch is that of the earliest step that still lacks groups. The rollout
+    service calls every method from one event loop.
+    """
 
     takes_gaps: ClassVar[bool]
-    """Whether `restore` takes a cursor with groups used beyond the first one that is not."""
+    """Whether `restore` takes a cursor that is not contiguous: groups are used although an earlier
+    one is not."""
     step: int
     """Step of the open batch."""
     version: int
@@ -58,45 +69,58 @@ class DispatchPolicy(Protocol):
 
     @classmethod
     def restore(cls, limits: Limits, cursor: Cursor, step: int) -> Self:
-        """The state after `step` steps have used the groups of `cursor`; nothing is in flight."""
+        """The state with which a run begins or is resumed: the first `step` steps have used the
+        groups that `cursor` names (all below `cursor.first` in the training order, and those in
+        `cursor.beyond`), weights have the version `step`, and no group is being generated.
+        """
         ...
 
     def may_start(self) -> bool:
-        """Whether another group may start now. Must be true where nothing is in flight, no batch is
-        complete that the trainer could train, and steps are left: otherwise the run is stuck.
+        """Whether another group (all rollouts of a prompt) may start now. Must be true where no
+        group is being generated, no complete batch waits to be trained, and steps are left:
+        otherwise the run is stuck.
         """
         ...
 
     def start(self) -> int:
-        """Mark the next group as started; returns its ordinal. Ordinals ascend, and skip those that
-        the cursor of `restore` names as used, and those that were adopted.
+        """Mark the next group (all rollouts of a prompt) as started; returns its ordinal, its
+        position in the training order. Only if `may_start()`. Ordinals ascend, and skip those that
+        the cursor of `restore` names as used, and those of `adopt`.
         """
         ...
 
     def adopt(self, ordinal: int, version: int, accepted: bool) -> bool:
-        """Record that group `ordinal` was started at `version` and finished before the run was
-        resumed. Called after `restore`, ascending by version and then by ordinal, before any group
-        is started, with `close` after each. Returns False, and records nothing, if a step might
-        find the group too old: it is then started as if it were new.
+        """Note a group from a checkpoint: group `ordinal` (its position in the training order) was
+        started at weights of `version` and finished before the run was resumed; `accepted`: dynamic
+        sampling keeps it. Called after `restore`, ascending by version and then by ordinal, before
+        any group is started, with `close` after each. Returns False, and notes nothing, if a step
+        might find the group too old: it is then started as if it were new.
         """
         ...
 
     def finish(self, ordinal: int, accepted: bool) -> None:
-        """Record that group `ordinal` is finished, and whether dynamic sampling accepts it. A swept
-        group does not finish.
+        """Note that group `ordinal` (its position in the training order) is finished, and whether
+        dynamic sampling accepts it. Not called for a group that `close` has given up for its age
+        (`Batch.swept`).
         """
         ...
 
     def close(self) -> Batch | None:
-        """If the open batch is complete, return it and open the next one; otherwise None."""
+        """If the batch of the earliest incomplete step is complete now, return it and go on to the
+        next step; otherwise None. A `Batch` lists groups by their positions in the training order:
+        those finished, those to train on, and those given up. Call it until it returns None.
+        """
         ...
 
     def release(self, version: int) -> None:
-        """Record that weights `version` are on the engines, so that earlier steps are trained. A
-        version that was released before changes nothing.
+        """Note that weights of `version` are on the engines, so that the steps before `version` are
+        trained. A second call with the same version changes nothing.
         """
         ...
 
     def cursor(self) -> Cursor:
-        """The groups that the batches closed so far have used, swept ones included."""
+        """The groups that the complete batches have used so far, also those given up for their age,
+        in the form that `restore` takes: all below `first` in the training order, and those in
+        `beyond`.
+        """
         ...

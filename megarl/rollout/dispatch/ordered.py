@@ -1,5 +1,5 @@
-"""Dispatch in order: groups are consumed in the order of their ordinals, and none is dropped for
-its age.
+"""The dispatch policy `ordered`: steps use groups (all rollouts of a prompt) in the order of their
+ordinals, their positions in the training order, and none is dropped for its age.
 
 A group is *accepted* into a step or *rejected* by dynamic sampling. A step's batch closes with
 `per_step` accepted groups, or short of that once it has looked at `max_draws` groups. Group o may
@@ -23,13 +23,20 @@ from megarl.types import Cursor
 
 @dataclass
 class Ordered:
-    """State of the ordered policy; see `megarl.rollout.dispatch.contract` for its methods."""
+    """The dispatch policy `ordered` and its state: steps use groups (all rollouts of a prompt) in
+    the order of the training data, and none is dropped for its age. Make it by `restore`. Then, as
+    the run goes on: `start()` returns the position in the training order of the next group to
+    generate, if `may_start()`; `finish(position, accepted)` notes that a group is done; `close()`
+    returns the next complete `Batch` or None; `release(version)` notes that the steps before
+    `version` are trained.
+    """
 
     limits: Limits
     first: int = 0
-    """Ordinal of the first group of the open batch."""
+    """Ordinal (position in the training order) of the first group of the open batch, that of the
+    earliest incomplete step."""
     step: int = 0
-    """Step of the open batch."""
+    """Earliest step whose batch is not complete, from 0."""
     version: int = 0
     """Version of the trainer's weights."""
     next: int = 0

@@ -9,11 +9,15 @@ from megarl.rollout.dispatch.windowed import Windowed
 from megarl.types import Cursor
 
 POLICIES: dict[str, type[DispatchPolicy]] = {"ordered": Ordered, "windowed": Windowed}
-"""{`rollout.dispatch`: class}"""
+"""{value of the setting `rollout.dispatch`: class of the policy}"""
 
 
 def limits_of(config: RolloutConfig, *, rejects: bool, last_step: int) -> Limits:
-    """The limits of a recipe. `rejects`: whether dynamic sampling is used."""
+    """The limits that the settings `config` set to a dispatch policy, which decides when groups
+    (all rollouts of a prompt) start: groups in a step, their age, and groups started at the same
+    time. `rejects`: whether dynamic sampling may reject groups. `last_step`: last step of the run,
+    from 0.
+    """
     per_step = config.groups_per_step
     draws = round(config.dynamic_sampling.max_draws * per_step) if rejects else per_step
     return Limits(
@@ -26,8 +30,8 @@ def limits_of(config: RolloutConfig, *, rejects: bool, last_step: int) -> Limits
 
 
 def refusal(dispatch: str, cursor: Cursor) -> str:
-    """Why a run with `rollout.dispatch` set to `dispatch` cannot go on from `cursor`, with what to
-    set; empty if the run can.
+    """Why a run cannot be resumed with the policy `dispatch` from a checkpoint whose steps have
+    used the groups of `cursor`: a phrase that also says what to set; empty if the run can.
     """
     if POLICIES[dispatch].takes_gaps or not cursor.beyond:
         return ""

@@ -1,5 +1,5 @@
-"""Dispatch in a window of ages: groups are consumed as they finish, and those that would be too old
-are swept.
+"""The dispatch policy `windowed`: steps use groups (all rollouts of a prompt) as they finish, and
+groups that would be too old are swept, that is, given up.
 
 A step's batch closes with the first `per_step` groups that finish and are accepted, or short of
 that once `max_draws` groups have finished. When a batch closes, a group in flight whose version is
@@ -31,23 +31,30 @@ from megarl.types import Cursor
 
 @dataclass
 class Windowed:
-    """State of the windowed policy; see `megarl.rollout.dispatch.contract` for its methods."""
+    """The dispatch policy `windowed` and its state: steps use groups (all rollouts of a prompt) as
+    they finish, and groups that would be too old are given up. Make it by `restore`. Then, as the
+    run goes on: `start()` returns the position in the training order of the next group to generate,
+    if `may_start()`; `finish(position, accepted)` notes that a group is done; `close()` returns the
+    next complete `Batch` or None; `release(version)` notes that the steps before `version` are
+    trained.
+    """
 
     limits: Limits
     step: int = 0
-    """Step of the open batch."""
+    """Earliest step whose batch is not complete, from 0: that of the open batch."""
     version: int = 0
     """Version of the trainer's weights."""
     next: int = 0
-    """Ordinal of the next group to start, unless `used` contains it."""
+    """Ordinal (position in the training order) of the next group to start, unless `used` contains
+    it."""
     first: int = 0
     """Ordinal of the first group that no closed batch has used."""
     used: set[int] = field(default_factory=set)
     """Ordinals above `first` that closed batches have used."""
     flying: dict[int, int] = field(default_factory=dict)
-    """{ordinal: version at its start} of the groups in flight."""
+    """{ordinal: weight version at its start} of the groups that are being generated."""
     finished: dict[int, bool] = field(default_factory=dict)
-    """{ordinal: accepted} of the finished groups of the open batch."""
+    """{ordinal: accepted by dynamic sampling} of the finished groups of the open batch."""
     adopted: set[int] = field(default_factory=set)
     """Ordinals of the groups that were finished before the run was resumed."""
     untrained: dict[int, int] = field(default_factory=dict)
@@ -61,7 +68,9 @@ class Windowed:
 
     @property
     def num_open(self) -> int:
-        """Number of groups that are started and neither trained nor rejected."""
+        """Number of groups (all rollouts of a prompt) that are started and neither trained nor
+        rejected.
+        """
         accepted = sum(self.finished.values())
         return len(self.flying) + accepted + sum(self.untrained.values())
 

@@ -71,24 +71,11 @@ def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
             f" which sees only {sorted(gpus)}; set weight_sync.transport to point_to_point, or let"
             " every process see all GPUs of the host"
         )
-    storage, size, first, counter, offset, event, wait = exported["handles"]
-    return rebuild_cuda_tensor(
-        torch.Tensor,
-        (exported["size"],),
-        (1,),
-        exported["start"],
-        torch.UntypedStorage,
-        torch.uint8,
-        gpus[exported["gpu"]],
-        bytes.fromhex(storage),
-        size,
-        first,
-        False,
-        bytes.fromhex(counter),
-        offset,
-        bytes.fromhex(event),
-        wait,
-    )
+    handles = [bytes.fromhex(one) if isinstance(one, str) else one for one in exported["handles"]]
+    shape = torch.Tensor, (exported["size"],), (1,), exported["start"]
+    memory = torch.UntypedStorage, torch.uint8, gpus[exported["gpu"]]
+    storage, its_size, its_offset, *events = handles
+    return rebuild_cuda_tensor(*shape, *memory, storage, its_size, its_offset, False, *events)  # pyright: ignore[reportCallIssue]
 
 
 def _synchronize(*memories: torch.Tensor) -> None:
@@ -98,12 +85,14 @@ def _synchronize(*memories: torch.Tensor) -> None:
 
 
 class Sender(shared_memory.Sender):
-    """Trainer rank's half of the transport `cuda_ipc`.
+    """Trainer rank's half of the transport `cuda_ipc`: writes weights into the memory of engine
+    ranks on the GPUs that both share.
 
-    Rank n allocates the memory of engine rank n.
+    Trainer rank r of n allocates the memory of the engine ranks r, r + n, ..., counted over all
+    engines.
     """
 
-    SHARED, LOCAL = False, True
+    LOCAL = True
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
@@ -115,19 +104,18 @@ class Sender(shared_memory.Sender):
         super().__init__(route, axis, folder)
 
     def init_info(self) -> dict[str, Any]:
-        """Data for receivers: path of the counters, number of senders, CUDA IPC handles."""
+        """What receivers need to connect, a dict: path of the shared counters, number of senders,
+        CUDA IPC handles of every engine rank's memory.
+        """
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Wait until the GPUs have finished this rank's copies, then note in the shared counters
-        that this rank has written its part of `bucket`. An engine rank reads a bucket once all
-        trainer ranks have noted it.
+        """Note that this rank has written its part of `bucket` (block of weights), after a wait
+        until the GPUs have finished its copies. An engine rank reads a bucket once all trainer
+        ranks have noted it.
         """
         _synchronize(*self._memories.values())
         super().commit(bucket, watch)
-
-    def _host_bytes(self) -> int:
-        return 0
 
     def _open(self) -> dict[int, torch.Tensor]:
         route, axis = self._route, self._axis
@@ -149,7 +137,9 @@ class Sender(shared_memory.Sender):
 
 
 class Receiver(shared_memory.Receiver):
-    """Engine rank's half of the transport `cuda_ipc`."""
+    """Engine rank's half of the transport `cuda_ipc`: receives weights in memory on its own GPU,
+    into which trainer ranks write.
+    """
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
         """Open this engine rank's memory.
@@ -161,9 +151,6 @@ class Receiver(shared_memory.Receiver):
 
     def _finish_reading(self) -> None:
         _synchronize(self._slots)
-
-    def _host_bytes(self) -> int:
-        return 0
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
         return _open_handle(init_info["memories"][self._destination])

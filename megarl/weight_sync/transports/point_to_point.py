@@ -1,7 +1,12 @@
 """Transport `point_to_point`: messages between hosts, gloo on CPU or NCCL on GPUs.
 
-    trainer rank: its regions -> one message for each (bucket, rank of engine 0) -> engine 0
-    engine: whole buckets -> two other engines (`megarl.weight_sync.transports.forwarding`)
+    trainer ranks -> engine 0 -> engines 1, 2 -> engines 3, 4, 5, 6 -> ...
+
+A trainer rank sends its regions, in one message for each (bucket, rank of engine 0). Rank r of an
+engine passes the buckets that it receives on to rank r of two others. So the trainer sends one
+engine's weights, however many engines there are, no process sends more than two, and a bucket
+reaches all engines after log2(engines) hops. Buckets follow each other without waiting for the last
+engine: time grows by the hops of one bucket, not of a version.
 
 Trainer ranks and the ranks of engine 0 form one process group, each relay and its receiver another
 (`megarl.weight_sync.transports.p2p_group`). At most two buckets are in flight at each side:
@@ -10,70 +15,85 @@ gloo transfers a message only once it is asked for, so nothing piles up. NCCL ha
 
 from __future__ import annotations
 
-import secrets
+import contextlib
+import queue
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 
 from megarl.errors import EngineLost
-from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
+from megarl.files import in_thread
+from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis
-from megarl.parallel.reshard.boxes import Piece
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route, RouteSpec
-from megarl.weight_sync.transports import forwarding
-from megarl.weight_sync.transports.base import (
-    GIVEN_UP,
-    Aborted,
-    Message,
-    Watch,
-    incoming,
-    length,
-    longest,
-    outgoing,
-    parts,
-    unpack,
-)
-from megarl.weight_sync.transports.forwarding import Relay, slowest
+from megarl.weight_sync.transports import base
 from megarl.weight_sync.transports.p2p_group import (
-    InFlight,
+    CANCEL_TIMEOUT_S,
     P2PGroup,
     PeerGone,
-    local_device,
+    Rendezvous,
+    StoreServer,
+    group_device,
+    network_place,
+    own_address,
 )
-from megarl.weight_sync.transports.rendezvous import Rendezvous, network_place, own_address
 
 SLOTS = 2
-"""Number of weight buckets that are in flight at the same time."""
+"""Number of weight buckets (blocks that are sent at once) that are in flight at the same time."""
 
 RELAY_BLOCKS = SLOTS + 1
 """Blocks of an engine rank that passes buckets on: one is received, one installed, one sent."""
+
+
+FANOUT = 2
+"""Engines that an engine passes weights on to."""
+
+OFFER_POLL_S = 0.05
+"""Seconds after which a relay thread that waits for a bucket checks whether the version was given
+up."""
+
+
+def parent(engine: int) -> int | None:
+    """Number of the engine that sends weights to engine number `engine`; None for engine 0, which
+    the trainer ranks send to.
+    """
+    return (engine - 1) // FANOUT if engine else None
+
+
+def children(engine: int, engines: int) -> list[int]:
+    """Numbers of the engines that engine number `engine` sends weights to, in a run of `engines`
+    engines: at most `FANOUT` (2), none at the end of the tree.
+    """
+    first = FANOUT * engine + 1
+    return list(range(first, min(first + FANOUT, engines)))
 
 
 def _name(rank: int, engine: int) -> str:
     return f"rank {rank} of engine {engine}"
 
 
+def _members(spec: RouteSpec) -> int:
+    """Number of trainer ranks and engine ranks together."""
+    return spec.layout.size + spec.engines * spec.engine_tensor
+
+
 def _first_group(meeting: Rendezvous, spec: RouteSpec, rank: int, device: torch.device) -> P2PGroup:
     """The group of the trainer ranks, which come first, and the ranks of engine 0."""
-    senders = spec.layout.size
-
-    def name(rank: int) -> str:
-        return f"trainer rank {rank}" if rank < senders else _name(rank - senders, 0)
-
-    return P2PGroup(meeting, "trainer", senders + spec.engine_tensor, rank, name, device)
+    names = [f"trainer rank {number}" for number in range(spec.layout.size)]
+    names += [_name(number, 0) for number in range(spec.engine_tensor)]
+    return P2PGroup(meeting, "trainer", rank, names, device)
 
 
-class Sender:
-    """Trainer rank's half of the transport `point_to_point`. Rank 0 hosts the key-value store
+class Sender(base.Sender):
+    """Trainer rank's half of the transport `point_to_point`: sends its part of the weights to the
+    ranks of engine 0, from which the other engines get them. Rank 0 hosts the key-value store
     through which the ranks connect.
     """
-
-    SHARED, LOCAL = True, False
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
         """Connect to the key-value store, which rank 0 creates and hosts. All ranks of `axis`, the
@@ -81,196 +101,235 @@ class Sender:
 
         `folder` is unused.
         """
-        self._route, self._axis, device = route, axis, local_device()
-        places, found = gather_objects(network_place(), axis), None
-        members = axis.size + route.spec.engines * route.spec.engine_tensor
+        self._route, self._axis, device = route, axis, group_device()
+        places, found, self._server = gather_objects(network_place(), axis), ("", ""), None
         if axis.rank == 0:
             is_one_host = route.spec.one_host and len(set(places)) == 1
-            host = "127.0.0.1" if is_one_host else own_address()
-            self._meeting = Rendezvous(host, 0, secrets.token_hex(32), members)
-            found = self._meeting.host, self._meeting.port, self._meeting.secret
-        found = broadcast_object(found, axis)
-        assert found is not None
-        if axis.rank > 0:
-            self._meeting = Rendezvous(*found, members)
+            self._server = StoreServer("127.0.0.1" if is_one_host else own_address())
+            found = self._server.address, self._server.key
+        self._meeting = Rendezvous(*broadcast_object(found, axis), _members(route.spec))
         self._group = _first_group(self._meeting, route.spec, axis.rank, device)
-        self._layouts = [_layout(found) for found in outgoing(route)]
+        self._messages = base.outgoing(route)
         self._memory = torch.empty(
-            SLOTS, max(size for _, size in self._layouts), dtype=route.dtype, device=device
+            SLOTS, base.longest(self._messages), dtype=route.dtype, device=device
         )
-        self._in_flight: dict[int, InFlight] = {}
-        self._num_groups, self._stale, self._joined = 0, True, 0
-        self.sent: Counter[tuple[int, int]] = Counter()
-        """Bytes of this version sent so far, by (source, destination)."""
+        self._num_groups, self._stale = 0, True
 
     def init_info(self) -> dict[str, Any]:
-        """Address and secret of rank 0's store, for receivers.
+        """What receivers need to connect, a dict: "address" and "key" of rank 0's key-value store,
+        and "device", "cpu" or "cuda".
 
         All ranks will connect anew for the next version.
         """
         self._stale = True
-        return {
-            "host": self._meeting.host,
-            "port": self._meeting.port,
-            "secret": self._meeting.secret,
-            "device": self._memory.device.type,
-        }
+        found = self._meeting
+        return {"address": found.address, "key": found.key, "device": self._memory.device.type}
 
-    def begin(self, version: int) -> None:
-        """Prepare to send a version: start a new attempt with a new number, which ranks add to
-        their reports.
+    def begin(self, version: int, attempt: int) -> None:
+        """Prepare to send a weight version. `attempt`: number of this try, with which ranks mark
+        their entries in the key-value store, so that those of earlier tries are ignored. `version`
+        is unused.
         """
-        barrier(self._axis)
+        meeting = self._meeting
         if self._axis.rank == 0:
-            self._stale = self._stale or self._meeting.is_aborted()
-        self._meeting.attempt += 1
-        if self._axis.rank == 0:
-            self._meeting.set("attempt", self._meeting.attempt)
-        self._in_flight.clear()
-        self.sent.clear()
+            self._stale = self._stale or meeting.is_aborted()
+            meeting.set("attempt", str(attempt))
+        meeting.attempt = attempt
 
-    def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """(copy, view of the send buffer to fill) for everything that this rank sends of a bucket.
+    def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
+        """The memory to which this rank must write its part of a bucket (block of weights that is
+        sent at once), a send buffer: (region of a tensor, view [rows, columns] to write it to) for
+        each. For the first bucket it also waits until the ranks of engine 0 have connected.
 
-        Waits until the bucket that used the same slot has been sent. Where several engine ranks get
-        identical content, it has one place in the buffer but an entry for each of them, so the
-        caller writes the same values there several times.
+        Waits until the bucket that used the same memory has been sent. Raises `EngineLost` if the
+        connection to engine 0 has ended.
         """
-        self._join(watch)
-        self._wait(bucket.number - SLOTS, watch)
-        return [pair for message, flat in self._messages(bucket) for pair in parts(message, flat)]
+        if bucket.number == 0:
+            self._join(watch)
+        with self._naming_engine():
+            self._group.wait(bucket.number - SLOTS, watch)
+        return base.reserved(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
 
-    def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Start sending a written bucket; after the last bucket wait until all have been sent."""
-        messages = {message[0].destination: flat for message, flat in self._messages(bucket)}
-        for destination, flat in messages.items():
-            self.sent[self._axis.rank, destination] += flat.nbytes
-        first, flats = self._axis.size, messages.items()
-        try:
-            self._in_flight[bucket.number] = self._group.send(
-                {first + to: flat for to, flat in flats}, self._memory, bucket.number
-            )
-        except PeerGone as error:
-            raise self._lost(error) from error
-        if self._route.is_last(bucket):
-            for number in sorted(self._in_flight):
-                self._wait(number, watch)
+    def commit(self, bucket: Bucket, watch: base.Watch) -> None:
+        """Start to send a bucket (block of weights) that was written to `reserve`'s memory; after
+        the last bucket wait until all have been sent. Raises `EngineLost` if the connection to
+        engine 0 has ended.
+        """
+        memory = self._memory[bucket.number % SLOTS]
+        found = base.flats(self._messages[bucket.number], memory)
+        ready = {self._axis.size + to: flat for to, flat in found.items()}
+        with self._naming_engine():
+            self._group.send(ready, memory, bucket.number)
+            if self._route.is_last(bucket):
+                for number in range(bucket.number + 1 - SLOTS, bucket.number + 1):
+                    self._group.wait(number, watch)
 
     def abort(self) -> None:
-        """Mark this attempt as aborted in the store and cancel this rank's messages."""
+        """Mark this try as aborted in the key-value store, so that all ranks that wait in it raise
+        `Aborted`, and cancel this rank's messages.
+        """
         self._meeting.abort()
         self._group.leave()
-        self._in_flight.clear()
 
     def progress(self, engine: int) -> int:
-        """Number of buckets of this version that all ranks of an engine have received."""
+        """Number of buckets (blocks of weights) of this version that all ranks of the engine at
+        position `engine` have received. With many engines it lags behind.
+        """
         attempt, ranks = self._meeting.attempt, range(self._route.spec.engine_tensor)
-        return min(self._meeting.get(f"received/{attempt}/{engine}/{rank}") or 0 for rank in ranks)
+        keys = [f"received/{attempt}/{engine}/{rank}" for rank in ranks]
+        return min(self._meeting.number(key) or 0 for key in keys)
 
     def lost(self) -> int | None:
-        """The engine that another engine has lost while this version was sent, or None."""
+        """The position of an engine that another engine has lost while this version was sent, or
+        None.
+        """
         return self._meeting.lost()
 
     def relay(self, engine: int) -> int | None:
-        """The engine that passes weights on to `engine`, or None."""
-        return forwarding.parent(engine)
+        """The position of the engine that passes weights on to `engine`; None for engine 0, to
+        which the trainer sends.
+        """
+        return parent(engine)
 
     def close(self) -> None:
-        """Leave the process group and the store."""
+        """Leave the process group, and end the connection to the key-value store, which rank 0
+        shuts down.
+        """
         self._group.leave()
         self._meeting.close()
+        if self._server is not None:
+            self._server.close()
 
-    def _join(self, watch: Watch) -> None:
-        """Join the process group of the current attempt to send a version; later calls in the same
-        attempt do nothing.
+    def _join(self, watch: base.Watch) -> None:
+        """Join the process group of the current attempt to send a version.
 
         Rank 0 writes the group's number to the store: the previous group, or a new one at the first
         attempt, after an abort or when an engine was replaced.
         """
-        attempt = self._meeting.attempt
-        if self._joined == attempt:
-            return
         if self._axis.rank == 0:
             self._num_groups += int(self._stale)
             self._stale = False
-            self._meeting.set(f"group/{attempt}", self._num_groups)
+            self._meeting.set(f"group/{self._meeting.attempt}", str(self._num_groups))
         self._group.join(_group_number(self._meeting, watch), watch)
-        self._joined = attempt
 
-    def _messages(self, bucket: Bucket) -> list[tuple[Message, torch.Tensor]]:
-        """This rank's messages of a bucket, each with its flat send buffer."""
-        slot = self._memory[bucket.number % SLOTS]
-        return [
-            (message, slot[start : start + length(message)])
-            for message, start in self._layouts[bucket.number][0]
-        ]
-
-    def _wait(self, number: int, watch: Watch) -> None:
-        """Wait until the messages of bucket `number`, if any are in flight, have been sent."""
-        if number in self._in_flight:
-            try:
-                self._group.wait(self._in_flight[number], watch)
-            except PeerGone as error:
-                raise self._lost(error) from error
-            del self._in_flight[number]
-
-    def _lost(self, error: PeerGone) -> RuntimeError:
-        """The error to raise where a peer is gone; trainer ranks exchange no messages here."""
-        assert error.peer >= self._axis.size
-        return EngineLost(str(error), (0,))
+    @contextlib.contextmanager
+    def _naming_engine(self) -> Iterator[None]:
+        """Raise `EngineLost` where a peer is gone: one of engine 0, as trainer ranks exchange no
+        messages here.
+        """
+        try:
+            yield
+        except PeerGone as error:
+            raise EngineLost(str(error), (0,)) from error
 
 
-def _group_number(meeting: Rendezvous, watch: Watch) -> int:
+def _group_number(meeting: Rendezvous, watch: base.Watch) -> int:
     """Number of the groups of this attempt, once trainer rank 0 has set it."""
     key = f"group/{meeting.attempt}"
-    meeting.until(lambda: meeting.has([key]), watch, meeting.pause_s)
-    number = meeting.get(key)
+    meeting.until(lambda: meeting.check([key]), watch, meeting.pause_s)
+    number = meeting.number(key)
     assert number
     return number
 
 
-def _layout(messages: Mapping[int, Message]) -> tuple[list[tuple[Message, int]], int]:
-    """([(message, first element in the send buffer)], elements of the buffer) of one bucket.
-
-    Messages with the same content share their place in the buffer.
+class Relay:
+    """A thread on an engine's rank that sends the buckets (blocks of weights) of one weight
+    version, which the rank has received itself, to one rank of another engine. Call `offer` for
+    each bucket.
     """
-    starts: dict[tuple[Piece, ...], int] = {}
-    placed, size = [], 0
-    for message in messages.values():
-        content = tuple(copy.taken for copy in message)
-        if content not in starts:
-            starts[content] = size
-            size += length(message)
-        placed.append((message, starts[content]))
-    return placed, size
+
+    def __init__(
+        self, group: P2PGroup, number: int, count: int, watch: base.Watch, lose: Callable[[], None]
+    ) -> None:
+        """Start the thread. `group`: the process group of this rank (number 0) and the receiving
+        rank (number 1); `number`: with which to join it, the same on both; `count`: buckets of a
+        version; `watch`: called in every wait, raises once the version has failed; `lose`: called
+        when the connection to the receiving rank has ended.
+        """
+        self._to, self._number, self._count, self._watch = group, number, count, watch
+        self._lose = lose
+        self._offered: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
+        """Each bucket, and on a GPU what the thread's stream waits for: its last writing."""
+        self._is_closed, self.sent = False, 0
+        """`sent`: buckets that the other rank has received."""
+        self._ended = in_thread("weights: relay", self._pass_on)
+
+    def offer(self, block: torch.Tensor) -> None:
+        """Have the thread send the next bucket (block of weights); returns at once. `block`: the
+        bucket's memory, [n] uint8, which must not change before `sent` counts the bucket. Only
+        vocabulary padding may change, because every rank sets it to zero by itself.
+        """
+        written = torch.cuda.current_stream(block.device).record_event() if block.is_cuda else None
+        self._offered.put((block, written))
+
+    def check(self) -> None:
+        """Raise the error that has ended the thread, if there is one; `Aborted` where the receiving
+        rank is gone, for which the constructor's function `lose` was called already.
+        """
+        if self._ended.done():
+            try:
+                self._ended.result()
+            except PeerGone as error:  # which is reported already
+                raise base.Aborted(base.GIVEN_UP) from error
+
+    def close(self) -> None:
+        """Stop sending: cancel the messages that are under way, leave the process group, and wait
+        for the thread to end.
+        """
+        self._is_closed = True
+        self._to.leave()
+        wait([self._ended], CANCEL_TIMEOUT_S)
+
+    def _pass_on(self) -> None:
+        """The thread: join the group, then send bucket after bucket, as `offer` brings them."""
+        self._to.join(self._number, self._watch)
+        for number in range(self._count):
+            block = self._next()
+            if block is None:
+                return
+            try:
+                self._to.send({1: block}, block, number)
+                self._to.wait(number, self._watch)
+            except PeerGone:
+                if not self._is_closed:
+                    self._lose()
+                raise
+            self.sent = number + 1
+
+    def _next(self) -> torch.Tensor | None:
+        """Wait for the next bucket; None if the relay was closed."""
+        while not self._is_closed:
+            self._watch()
+            with contextlib.suppress(queue.Empty):
+                block, written = self._offered.get(timeout=OFFER_POLL_S)
+                if written is not None:  # the current stream is per thread, vLLM has one of its own
+                    torch.cuda.current_stream(block.device).wait_event(written)
+                return block
+        return None
 
 
 class Receiver:
-    """Engine rank's half of the transport `point_to_point`: receives buckets from the trainer or
-    from another engine, and passes them on.
+    """Engine rank's half of the transport `point_to_point`: receives buckets of weights and
+    passes them on to the same rank of up to two further engines. Engine 0 receives them from the
+    trainer's ranks, every other engine from the engine before it in a binary tree.
     """
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Connect to the trainer's store.
+        """Connect to the trainer's key-value store. `engine`: position of the engine. `rank`:
+        tensor-parallel rank.
 
         Raises `ValueError` where only one of trainer and engine is on GPUs, `RuntimeError` where
         the store cannot be reached.
         """
-        device = local_device() if init_info["device"] == "cuda" else torch.device("cpu")
+        device = group_device() if init_info["device"] == "cuda" else torch.device("cpu")
         if device.type != init_info["device"]:
             raise ValueError(
                 "the trainer is on GPUs and this engine is not: weight_sync.transport"
                 " point_to_point needs both or neither"
             )
         spec, self._route, self._engine, self._rank = route.spec, route, engine, rank
-        members = spec.layout.size + spec.engines * spec.engine_tensor
-        self._meeting = Rendezvous(
-            init_info["host"], init_info["port"], init_info["secret"], members
-        )
-        self._parent, self._children = (
-            forwarding.parent(engine),
-            forwarding.children(engine, spec.engines),
-        )
+        self._meeting = Rendezvous(init_info["address"], init_info["key"], _members(spec))
+        self._parent, self._children = parent(engine), children(engine, spec.engines)
         if self._parent is None:
             self._from = _first_group(self._meeting, spec, spec.layout.size + rank, device)
         else:
@@ -278,22 +337,20 @@ class Receiver:
         self._to = [self._pair(engine, child, 0, device) for child in self._children]
         self._relays: list[Relay] = []
         # Buckets of another engine arrive as they are installed; those of trainer ranks in parts.
-        self._messages = incoming(route) if self._parent is None else []
-        self._memory = torch.empty(longest(self._messages), dtype=route.dtype, device=device)
-        self._blocks = torch.empty(
-            RELAY_BLOCKS if self._to else SLOTS,
-            route.largest_bytes,
-            dtype=torch.uint8,
-            device=device,
-        )
+        self._messages = base.incoming(route) if self._parent is None else []
+        self._memory = torch.empty(base.longest(self._messages), dtype=route.dtype, device=device)
+        shape = RELAY_BLOCKS if self._to else SLOTS, route.largest_bytes
+        self._blocks = torch.empty(shape, dtype=torch.uint8, device=device)
         self._reported_at = 0.0
 
-    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets of a version with their memory blocks. While a bucket is used,
-        the next one is received and those before are passed on.
+    def receive(self, version: int, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Iterate over the buckets (blocks of weights) of a version: (bucket, its memory, uint8
+        [bucket.num_bytes], valid until the next). While a bucket is used, the next one is received
+        and those before are passed on. `watch` is called while waiting and raises to end that;
+        raises `Aborted` if another process gave up or an engine was lost.
         """
         meeting, buckets = self._meeting, self._route.buckets
-        attempt = meeting.get("attempt")
+        attempt = meeting.number("attempt")
         assert attempt, "senders begin first"
         meeting.attempt = attempt
         try:
@@ -303,28 +360,27 @@ class Receiver:
                 for group, child in zip(self._to, self._children, strict=True)
             ]
             self._from.join(number, watch)
-            pending = self._start(buckets[0], watch)
+            self._start(buckets[0], watch)
             for bucket in buckets:
-                block = self._finish(pending, bucket, watch)
+                block = self._finish(bucket, watch)
                 for one in self._relays:
                     one.offer(block)
                 if not self._route.is_last(bucket):
-                    pending = self._start(buckets[bucket.number + 1], watch)
+                    self._start(buckets[bucket.number + 1], watch)
                 yield bucket, block
                 self._report(bucket)
             self._until_passed_on(len(buckets), watch)
-        except PeerGone as error:
+        except BaseException as error:
             self._leave()
-            if self._parent is None:
+            if not isinstance(error, PeerGone) or self._parent is None:
                 raise
             meeting.lose(self._parent)
-            raise Aborted(GIVEN_UP) from error
-        except BaseException:
-            self._leave()
-            raise
+            raise base.Aborted(base.GIVEN_UP) from error
 
     def close(self) -> None:
-        """Leave the process groups and the store."""
+        """Destroy this rank's process groups, cancel what is on its way through them, and close the
+        connection to the key-value store at which trainer and engines meet.
+        """
         self._leave()
         self._meeting.close()
 
@@ -340,38 +396,39 @@ class Receiver:
         """The group of this rank of two engines; `place` is this process's rank in it."""
         names = _name(self._rank, sender), _name(self._rank, receiver)
         key = f"engine/{receiver}/{self._rank}"
-        return P2PGroup(self._meeting, key, 2, place, lambda rank: names[rank], device)
+        return P2PGroup(self._meeting, key, place, names, device)
 
     def _block(self, bucket: Bucket) -> torch.Tensor:
         """Memory of a bucket, uint8 [bucket.num_bytes]."""
         return self._blocks[bucket.number % len(self._blocks)][: bucket.num_bytes]
 
-    def _start(self, bucket: Bucket, watch: Watch) -> InFlight:
+    def _start(self, bucket: Bucket, watch: base.Watch) -> None:
         """Start receiving a bucket, once its memory is free."""
         self._until_passed_on(bucket.number + 1 - len(self._blocks), watch)
         if self._parent is None:
-            flats = self._flats(bucket.number)
-            return self._from.receive(flats, self._memory, bucket.number)
-        block = self._block(bucket)
-        return self._from.receive({0: block}, block, bucket.number)
+            found = base.flats(self._messages[bucket.number], self._memory)
+            self._from.receive(found, self._memory, bucket.number)
+        else:
+            block = self._block(bucket)
+            self._from.receive({0: block}, block, bucket.number)
 
-    def _finish(self, pending: InFlight, bucket: Bucket, watch: Watch) -> torch.Tensor:
+    def _finish(self, bucket: Bucket, watch: base.Watch) -> torch.Tensor:
         """Wait for a bucket; returns its block."""
-        self._from.wait(pending, watch)
+        self._from.wait(bucket.number, watch)
         block = self._block(bucket)
         if self._parent is None:
             buffers = bucket.buffers(block, self._route.dtype)
-            for source, flat in self._flats(bucket.number).items():
-                unpack(self._messages[bucket.number][source], flat, buffers)
+            for source, flat in base.flats(self._messages[bucket.number], self._memory).items():
+                base.unpack(self._messages[bucket.number][source], flat, buffers)
         return block
 
-    def _until_passed_on(self, count: int, watch: Watch) -> None:
+    def _until_passed_on(self, count: int, watch: base.Watch) -> None:
         """Wait until the first `count` buckets are passed on to all engines that get them here."""
 
         def ready() -> bool:
             for one in self._relays:
                 one.check()
-            return slowest(self._relays) >= count
+            return all(one.sent >= count for one in self._relays)
 
         self._meeting.until(ready, watch)
 
@@ -381,12 +438,4 @@ class Receiver:
         if self._route.is_last(bucket) or now >= self._reported_at + self._meeting.progress_s:
             self._reported_at = now
             key = f"received/{self._meeting.attempt}/{self._engine}/{self._rank}"
-            self._meeting.set(key, bucket.number + 1)
-
-    def _flats(self, number: int) -> dict[int, torch.Tensor]:
-        """{source rank: flat receive buffer of its message} of bucket `number`."""
-        found, start = {}, 0
-        for source, message in self._messages[number].items():
-            found[source] = self._memory[start : start + length(message)]
-            start += length(message)
-        return found
+            self._meeting.set(key, str(bucket.number + 1))

@@ -1,4 +1,6 @@
-"""The transports by name; `megarl.weight_sync.transports.base` is their contract."""
+"""The transports, ways in which weights get to the engines, by the names of the setting
+`weight_sync.transport`; `megarl.weight_sync.transports.base` is their contract.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,12 @@ from typing import Any
 
 from megarl.weight_sync.transports import cuda_ipc, disk, point_to_point, shared_memory
 
-SENDERS: dict[str, Any] = {
-    "shared_memory": shared_memory.Sender,
-    "point_to_point": point_to_point.Sender,
-    "cuda_ipc": cuda_ipc.Sender,
-    "disk": disk.Sender,
+TRANSPORTS: dict[str, Any] = {
+    "shared_memory": shared_memory,
+    "point_to_point": point_to_point,
+    "cuda_ipc": cuda_ipc,
+    "disk": disk,
 }
-"""Name -> sender class, called with (route, world axis, `weight_sync.folder`)."""
-
-RECEIVERS: dict[str, Any] = {
-    "shared_memory": shared_memory.Receiver,
-    "point_to_point": point_to_point.Receiver,
-    "cuda_ipc": cuda_ipc.Receiver,
-    "disk": disk.Receiver,
-}
-"""Name -> receiver class, called with (route, engine number, tensor rank, sender's init_info)."""
+"""{value of the setting `weight_sync.transport`: module with the classes `Sender`, called with
+(route, world axis, `weight_sync.folder`), and `Receiver`, called with (route, position of the
+engine, tensor rank, sender's init_info)}"""

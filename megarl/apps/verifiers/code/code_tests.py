@@ -1,4 +1,4 @@
-"""Tests of programs, as data sets hold them in their rows.
+"""Tests of programs, as data sets hold them in their rows, and the comparison of outputs.
 
 | column | content | data sets |
 |---|---|---|
@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Literal
 
+from megarl.apps.verifiers.code.program_server import encode
+
 COLUMNS = (
     *("input_output", "test_list", "test", "public_test_cases", "private_test_cases"),
     *("tests", "test_cases"),
 )
-"""Columns in which tests are looked for, in this order."""
+"""Columns of a row in which tests are looked for, in this order."""
 ADDED = ("public_test_cases", "private_test_cases")
 SETUPS = ("test_setup_code", "test_imports")
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?")
@@ -33,32 +35,40 @@ PYTHON = ("python", "python3", "py")
 
 
 class BadTests(ValueError):
-    """Raised if a row's tests cannot be read; says what was found and what to set."""
+    """Raised if a row's tests cannot be read; the message says what was found and what to set."""
 
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of one row."""
+    """The tests of one row of a data set for a program that a model writes, and the text to put in
+    front of the program. `kind` says how a test is made: the program reads standard input
+    (`stdin`), its function is called (`calls`), or Python statements call its functions
+    (`asserts`).
+    """
 
     kind: Literal["stdin", "calls", "asserts"]
     tests: list[Any]
-    """For each test what is handed to the sandbox: the input text, the call, or the statements."""
+    """For each test what is given to the sandbox: the input text; the call as a dict {"call": name
+    of the function, "args": encoded values, "named": {}}; or the statements as text."""
     expected: list[Any] = field(default_factory=list)
-    """For each test the output text or the value; empty for asserts."""
+    """For each test the expected output text, or the value that the call returns; empty for
+    asserts."""
     wrapped: bool = False
-    """An expected list of one value may stand for the value, as in data of APPS."""
+    """Whether an expected list of one value may stand for the value itself, as in APPS."""
     prefix: str = ""
-    """Text in front of a program that is the body of the function `named`."""
+    """Text to put in front of a program that is only the body of the function `named`."""
     beside: str = ""
-    """Text in front of a program that defines the function `named` itself."""
+    """Text to put in front of a program that defines the function `named` itself."""
     named: str = ""
-    """The function that the data set wants; "" if it asks for a whole program."""
+    """Name of the function that the data set wants; "" if it asks for a whole program."""
     more: dict[str, Any] = field(default_factory=dict)
-    """For asserts: {"setup": statements that run before the tests, "names": functions of the
-    program}."""
+    """For asserts: {"setup": text of statements that run before the tests, "names": names of the
+    program's functions}; else empty."""
 
     def whole(self, program: str) -> str:
-        """`program`, taken from a response, with the text that belongs in front of it."""
+        """The text of `program`, which `extract` took from a response, with the text in front that
+        the data set asks for, such as the head of the function that the program is the body of.
+        """
         if not self.named:
             return program
         # A body is indented from its first line on, whatever a model has written behind it.
@@ -69,8 +79,10 @@ class Tests:
 
 
 def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> Tests:
-    """The first `most` tests of a row of a data set, from `column` or else the first of `COLUMNS`
-    that the row has. Raises `BadTests`.
+    """Read up to `most` tests of programs from a row of a data set, {column: value}: from the
+    column `column` or else the first of `input_output`, `test_list`, `test` and so on that the row
+    has. Returns the inputs or statements with the expected results, and which of the three forms
+    they have. Raises `BadTests` if there are none or their form is unknown.
     """
     names = (column,) if column else COLUMNS
     present = [name for name in names if row.get(name) not in (None, "", [], {})]
@@ -116,12 +128,11 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
         )
     if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
         return _read_cases(value, row, column)
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return Tests("asserts", value, more={"setup": _setup(row), "names": []})
     if isinstance(value, str) and "def check(" in value:
         return _read_check(value, row, column)
-    if isinstance(value, str) and "assert" in value:
-        return Tests("asserts", [value], more={"setup": _setup(row), "names": []})
+    texts = [value] if isinstance(value, str) and "assert" in value else value
+    if isinstance(texts, list) and all(isinstance(one, str) for one in texts):
+        return Tests("asserts", texts, more={"setup": _setup(row), "names": []})
     raise BadTests(
         f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/rewards.md lists the"
         " forms"
@@ -208,28 +219,18 @@ def _decoded(value: Any) -> Any:
 
 
 def _call(name: Any, arguments: Any, column: str) -> dict[str, Any]:
+    def refuse(value: Any) -> int:
+        raise BadTests(f"column {column}: an argument is no JSON value ({value!r})")
+
     if not isinstance(arguments, list):
         raise BadTests(f"column {column}: the input of a function must be a list of arguments")
-    try:
-        plain = json.loads(json.dumps(arguments))
-    except (TypeError, ValueError) as error:
-        raise BadTests(f"column {column}: an argument is no JSON value ({error})") from None
-    return {"call": str(name), "args": [_tagged(one) for one in plain], "named": {}}
-
-
-def _tagged(value: Any) -> Any:
-    """A JSON value in the form of `program_server.encode`."""
-    if isinstance(value, list):
-        return [_tagged(one) for one in value]
-    if isinstance(value, dict):
-        return {"t": "dict", "v": [[key, _tagged(one)] for key, one in value.items()]}
-    return value
+    return {"call": str(name), "args": encode(arguments, refuse), "named": {}}
 
 
 def extract(response: str, *, fence_required: bool = False) -> str | None:
-    """The program in a response: the last fenced block marked as Python, else the last fenced
-    block, else the whole response, or None with `fence_required`. A last block without an end runs
-    to the end of the response.
+    """The text of the Python program in a model's response: the last fenced block marked as Python,
+    else the last fenced block, else the whole response, or None with `fence_required`. A last block
+    without an end runs to the end of the response.
     """
     blocks: list[tuple[str, list[str]]] = []
     inside = False
@@ -249,9 +250,10 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs are equal but for spaces at the ends of lines, empty lines at the end,
-    and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with leading zeros
-    are compared as text). `tolerance`: see `CodeConfig.tolerance`.
+    """Whether two outputs (text) are equal but for spaces at the ends of lines, empty lines at the
+    end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with leading
+    zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal point or
+    exponent, relative to the expected number, or absolute where that is below 1.
     """
     ours, theirs = _kept_lines(found), _kept_lines(expected)
     return len(ours) == len(theirs) and all(
@@ -266,8 +268,6 @@ def _kept_lines(text: str) -> list[str]:
 
 def _same_line(found: str, expected: str, tolerance: float) -> bool:
     ours, theirs = found.split(), expected.split()
-    if len(ours) != len(theirs):
-        return False
     if not all(map(NUMBER.fullmatch, [*ours, *theirs])):  # between words, spaces count
         ours, theirs = re.split(r"(\s+)", found), re.split(r"(\s+)", expected)
     return len(ours) == len(theirs) and all(
@@ -288,33 +288,20 @@ def _same_number(found: str, expected: str, tolerance: float) -> bool:
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
-    if not (math.isfinite(found) and math.isfinite(expected)):
-        return False
-    return abs(found - expected) <= tolerance * max(1.0, abs(expected))
+    return abs(found - expected) <= tolerance * max(1.0, abs(expected)) < math.inf
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bool = False) -> bool:
-    """Whether a function's value equals the expected JSON value. Tuples count as lists, and keys of
-    dicts as texts. `wrapped`: see `Tests.wrapped`.
+    """Whether the value `found` that a function returned equals the `expected` JSON value. Tuples
+    count as lists, and keys of dicts as texts. `tolerance`: difference allowed for floats, relative
+    to the expected number, or absolute where that is below 1. `wrapped`: an expected list of one
+    value may stand for the value. Raises `TypeError` for a value that JSON cannot hold.
     """
-    value = _as_json(found)
+    value = json.loads(json.dumps(found))
     if _same(value, expected, tolerance):
         return True
     is_wrapped = wrapped and isinstance(expected, list) and len(expected) == 1
     return is_wrapped and _same(value, expected[0], tolerance)
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
-    if isinstance(value, dict):
-        return {_key(key): _as_json(one) for key, one in value.items()}
-    return value
-
-
-def _key(key: Any) -> str:
-    """A key of a dict as JSON writes it."""
-    return key if isinstance(key, str) else json.dumps(key, default=str)
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:

@@ -1,56 +1,65 @@
 """The verifier `code`: does a program that the model wrote pass the tests of its row?
 
-response --extract--> program --Sandbox.run--> outputs --compare, here--> share of tests passed
+response --extract--> program --Sandbox.run--> outputs --compare, here--> fraction of tests passed
+
+Before a run the sandbox is tried, and the tests in the rows of the data are read.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from megarl.apps.verifiers.code.code_tests import (
-    BadTests,
-    Tests,
-    extract,
-    read_tests,
-    same_output,
-    same_value,
-)
+from megarl import console
+from megarl.apps.verifiers.code import code_tests
+from megarl.apps.verifiers.code.assert_checker import without_module
 from megarl.apps.verifiers.code.program_server import decode
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.scores import BadScore, Score
+from megarl.parallel import launcher
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from megarl.environments.config import EnvironmentConfig
 
 SHARE_OF_LIMIT = 0.9
-"""Share of `environment.time_limit_s` that all tests of a response have together."""
+"""Fraction of `environment.time_limit_s` that all tests of a response have together."""
 FIRST_TESTS = 4
-"""Tests of the first round; each further round has twice as many. A wrong program ends with the
-round in which it fails."""
+"""Number of tests in the first round; each further round has twice as many. A wrong program ends
+with the round in which it fails."""
+READ_WITHIN_S = 5.0
+"""Seconds in which the tests of rows are read whole; of later rows only the names of the columns
+are looked at."""
+SHOWN_ROWS = 5
+HOLDS = {
+    "namespaces": "programs run in Linux namespaces: no network, a read-only view of the"
+    " interpreter, no privileges, limits on time, memory, processes, files and output",
+    "rlimits": "programs run under limits only: they can read files and use the network",
+    "none": "programs run without protection but limits on time and output",
+}
 
 
 def code(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Score]]:
-    """A verifier that runs the program of a response in a sandbox on the tests of the prompt's row.
+    """Make the verifier `code` from the recipe: starts a sandbox and returns an async function
+    (prompt, response) that runs the program in the response on the tests of the prompt's row.
 
-    It returns 1.0 if all tests pass, else 0.0 (`environment.code.partial`: the share that pass),
-    with the metrics `tests_passed` (share) and `timed_out` (0 or 1). A row without tests is a
-    failure, a `BadScore`. Raises `ValueError` if the sandbox does not start.
+    The function blocks, and returns a score of 1.0 if all tests pass, else 0.0
+    (`environment.code.partial`: the fraction that pass), with the metrics `tests_passed` (a
+    fraction) and `timed_out` (0 or 1); it raises `BadScore` for a row without tests. Raises
+    `ValueError` if the sandbox does not start.
     """
     settings, sandbox = config.code, Sandbox(config.code)
     limit_s = SHARE_OF_LIMIT * config.time_limit_s
 
     async def verify(prompt: Prompt, response: str) -> Score:
         try:
-            tests = read_tests(prompt.fields, settings.tests_column, settings.max_tests)
-        except BadTests as error:
+            tests = code_tests.read_tests(prompt.fields, settings.tests_column, settings.max_tests)
+        except code_tests.BadTests as error:
             raise BadScore("error", str(error)) from None
-        program = extract(response, fence_required=settings.fence_required)
+        program = code_tests.extract(response, fence_required=settings.fence_required)
         if not program:
             return Score(0.0, False, {"tests_passed": 0.0, "timed_out": 0.0})
         passed, timed_out = _run(sandbox, settings, tests, tests.whole(program), limit_s)
@@ -63,7 +72,7 @@ def code(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Score]]
 
 
 def _run(
-    sandbox: Sandbox, settings: CodeConfig, tests: Tests, program: str, limit_s: float
+    sandbox: Sandbox, settings: CodeConfig, tests: code_tests.Tests, program: str, limit_s: float
 ) -> tuple[int, bool]:
     """(number of tests passed, whether time ran out in one of them), within `limit_s` seconds.
     Without `settings.partial` it stops soon after the first test that fails.
@@ -96,7 +105,9 @@ def _run(
     return passed, timed_out
 
 
-def _passes(result: dict[str, Any], expected: Any, tests: Tests, tolerance: float) -> bool:
+def _passes(
+    result: dict[str, Any], expected: Any, tests: code_tests.Tests, tolerance: float
+) -> bool:
     """Whether what a program has said is what was expected."""
     if result["status"] != "ok":
         return False
@@ -104,12 +115,60 @@ def _passes(result: dict[str, Any], expected: Any, tests: Tests, tolerance: floa
         return True
     try:
         if tests.kind == "stdin":
-            output = base64.b64decode(result["output"]).decode("utf-8", "replace")
-            return same_output(output, expected, tolerance)
-        reply = json.loads(result["reply"])
+            return code_tests.same_output(result["output"], expected, tolerance)
+        reply = json.loads(result["output"])
         if "value" not in reply:
             return False
         found = decode(reply["value"], lambda index: object())
-        return same_value(found, expected, tolerance, wrapped=tests.wrapped)
+        return code_tests.same_value(found, expected, tolerance, wrapped=tests.wrapped)
     except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError):
         return False  # a program may write anything in place of a reply
+
+
+def say_protection(config: EnvironmentConfig) -> None:
+    """Print on rank 0, once for all ranks, under which protection the verifier `code` runs
+    programs: starts a sandbox and ends it. Raises `ValueError` if this machine refuses the
+    protection that the recipe asks for.
+    """
+    for name, settings in config.programs.items():
+        if launcher.rank() == 0:
+            sandbox = Sandbox(settings)
+            sandbox.close()
+            where = f"environment.mixture.{name}.code" if name else "environment.code"
+            console.say(f"{where}: {HOLDS[sandbox.protection]}")
+
+
+def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
+    """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in the row of
+    every prompt that it scores. Rows whose tests no program can pass, because they use a module
+    that is not there, are named in a warning. `setting`: the recipe's section that the prompts are
+    read from, for messages.
+    """
+    programs, until = config.programs, time.monotonic() + READ_WITHIN_S
+    unmet: dict[str, list[int]] = {}
+    for prompt in prompts:
+        if prompt.environment not in programs:  # scored by another verifier
+            continue
+        column = programs[prompt.environment].tests_column
+        columns = (column,) if column else code_tests.COLUMNS
+        has_tests = any(prompt.fields.get(name) for name in columns)
+        if has_tests and time.monotonic() > until:
+            continue
+        try:
+            tests = code_tests.read_tests(prompt.fields, column)
+            if tests.kind == "asserts":
+                for used in without_module(tests.tests, **tests.more):
+                    unmet.setdefault(used, []).append(prompt.index)
+        except code_tests.BadTests as error:
+            name = prompt.environment
+            where = f"environment.mixture.{name}.code." if name else "environment.code."
+            said = str(error).replace("environment.code.", where)
+            raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {said}") from None
+    for used, rows in sorted(unmet.items()) if launcher.rank() == 0 else ():
+        more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
+        console.say(
+            f"megarl: warning: {setting}, verifier 'code': the tests of row"
+            f" {', '.join(map(str, rows[:SHOWN_ROWS]))}{more} use '{used}.', which neither they nor"
+            f" the row's {' or '.join(code_tests.SETUPS)} define: every program gets the score 0;"
+            " import it there, or leave the rows out"
+        )

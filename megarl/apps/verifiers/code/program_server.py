@@ -1,24 +1,28 @@
-"""Calls functions of a program, in the program's own process; values travel as JSON.
+"""Calls functions of a tested program, in the program's own process; values travel as JSON.
 
-This file's text is handed to the interpreter in the sandbox, so it imports only the standard
-library, and not `json`, which takes as long to import as Python takes to start. Requests come on
-descriptor 3 and replies go to descriptor 4, a line each; a request as a Python literal, a reply,
-which is read by a process that must not trust it, as JSON:
+The text of this file is given to the interpreter in the sandbox, so it imports only the standard
+library, and not `typing`, which takes as long to import as Python takes to start. Requests come on
+descriptor 3 and replies go to descriptor 4, a line each:
 
     {"call": name, "args": [values], "named": {}}
         ->  {"value": value} or {"raised": class, "text": message}
 
-Nothing that the program could do to this file's functions matters: its replies are claims, which
-are compared with what is expected in a process that it cannot reach.
+The program may change this file's functions without harm: its replies are not believed, but
+compared with what is expected, in a process that the program cannot reach.
 """
 
 from __future__ import annotations
 
 import builtins
 import importlib
+import json
 import os
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 COMMON = {
     "typing": "Any Callable Deque Dict FrozenSet Generator Iterable Iterator List NamedTuple"
@@ -32,86 +36,65 @@ COMMON = {
     "string": "ascii_lowercase ascii_uppercase",
     "operator": "add itemgetter mul xor",
 }
-"""{module: names} that function tests (LeetCode's) expect a program to have without an import."""
+"""{module: names} that tests of functions (LeetCode's) expect a program to have without an import.
+"""
 MODULES = (*COMMON, "random", "re")
 
 
-def encode(value: Any, kept: list[Any]) -> Any:
-    """`value` for JSON: lists, texts, numbers and None as they are, other containers as {"t": type,
-    "v": content}. What is none of these is added to `kept` and becomes {"t": "kept", "v": index}.
+CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    dict: (lambda value: [[key, one] for key, one in value.items()], dict),
+    bytes: (lambda value: value.decode("latin-1"), lambda text: text.encode("latin-1")),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+}
+"""{type: (function from a value to its content as a list or text, function from that to a value)}
+"""
+
+
+def encode(value: Any, keep: Callable[[Any], int]) -> Any:
+    """Make data for JSON of a value that travels between a tested program and its tests: lists,
+    texts, numbers and None stay as they are; tuples, sets, dicts, bytes, complex numbers and ranges
+    become {"t": name of the type, "v": content}. Any other object becomes {"t": "kept", "v":
+    keep(value)}, where `keep` stores the object and returns its index.
     """
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, list):
-        return [encode(one, kept) for one in value]
-    for kind in (tuple, set, frozenset):
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return {"t": kind.__name__, "v": [encode(one, kept) for one in value]}
-    if isinstance(value, dict):
-        pairs = [[encode(key, kept), encode(one, kept)] for key, one in value.items()]
-        return {"t": "dict", "v": pairs}
-    if isinstance(value, bytes):
-        return {"t": "bytes", "v": value.decode("latin-1")}
-    if isinstance(value, complex):
-        return {"t": "complex", "v": [value.real, value.imag]}
-    if isinstance(value, range):
-        return {"t": "range", "v": [value.start, value.stop, value.step]}
-    kept.append(value)
-    return {"t": "kept", "v": len(kept) - 1}
+            return kind(value)
+    if isinstance(value, list):
+        return [encode(one, keep) for one in value]
+    for kind, (content, _) in CONTAINERS.items():
+        if isinstance(value, kind):
+            return {"t": kind.__name__, "v": encode(content(value), keep)}
+    return {"t": "kept", "v": keep(value)}
 
 
-def decode(value: Any, kept: Any) -> Any:
-    """The inverse of `encode`. `kept`: function of an index that gives the object, or what stands
-    for it. Raises `KeyError`, `TypeError` or `ValueError` for what `encode` does not make.
+def decode(value: Any, kept: Callable[[int], Any]) -> Any:
+    """Turn data from `encode`, such as {"t": "tuple", "v": [1, 2]}, back into the value. `kept`:
+    function from an index to the object that `encode` gave to `keep`, or to what stands for it.
+    Raises `TypeError`, `ValueError`, `KeyError` or `AttributeError` for data that `encode` does not
+    make.
     """
     if isinstance(value, list):
         return [decode(one, kept) for one in value]
     if not isinstance(value, dict):
         return value
-    kind, content = value["t"], value["v"]
-    if kind == "dict":
-        return {decode(key, kept): decode(one, kept) for key, one in content}
-    if kind == "kept":
+    content = decode(value["v"], kept)
+    if value["t"] == "kept":
         return kept(content)
-    if kind == "bytes":
-        return content.encode("latin-1")
-    if kind in ("complex", "range"):
-        return {"complex": complex, "range": range}[kind](*content)
-    made = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(decode(one, kept) for one in content)
-
-
-def to_json(value: Any) -> str:
-    """A value made by `encode` as JSON. Raises `ValueError` for numbers of too many digits."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(to_json, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_quoted(key)}:{to_json(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, float) and value - value != 0.0:  # not finite
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    try:
-        from _json import encode_basestring_ascii as quoted
-    except ImportError:  # a Python without that accelerator
-        from json.encoder import encode_basestring_ascii as quoted
-    return quoted(text)
+    [make] = [make for kind, (_, make) in CONTAINERS.items() if kind.__name__ == value["t"]]
+    return make(content)
 
 
 def common_names(source: str) -> dict[str, Any]:
-    """The names of `COMMON` and `MODULES` that occur in the text of a program, imported."""
+    """Names of Python's library that a program may use without an import, as LeetCode's do: {name:
+    object} of those, such as `List`, `deque` or `math`, that occur in `source`, the text of the
+    program; their modules are imported.
+    """
     found: dict[str, Any] = {}
     for module, names in COMMON.items():
         wanted = [name for name in names.split() if name in source]
@@ -125,7 +108,9 @@ def common_names(source: str) -> dict[str, Any]:
 
 
 def load_program(path: str) -> tuple[dict[str, Any], BaseException | None]:
-    """Run a program as a module that is not `__main__`. Returns its names and what it raised."""
+    """Run the program file `path` as a module that is not `__main__`. Returns (the names that it
+    defines, the exception that it raised or None).
+    """
     module = type(sys)("program")
     sys.modules["program"] = module
     try:
@@ -141,10 +126,18 @@ def load_program(path: str) -> tuple[dict[str, Any], BaseException | None]:
 
 def call(
     names: dict[str, Any], request: dict[str, Any], kept: list[Any], failed: BaseException | None
-) -> dict[str, Any]:
-    """The reply to a request. A name that the program has not defined is looked for in an object of
-    its class `Solution`. `failed`: what loading the program raised.
+) -> str:
+    """Call a function of the tested program for a request {"call": its name, "args": [encoded
+    values], "named": {name: encoded value}}. Returns one line of JSON: {"value"} of the function,
+    or {"raised", "text"} of its exception; raises nothing. `names`: those of the program; a
+    function that is not among them is looked for in an object of its class `Solution`. `kept`: list
+    to which objects are added that JSON cannot hold. `failed`: what loading the program raised.
     """
+
+    def keep(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
     try:
         if failed is not None:
             raise failed
@@ -156,9 +149,9 @@ def call(
             raise NameError(f"the program has no function {name}")
         arguments = [decode(one, kept.__getitem__) for one in request["args"]]
         named = {key: decode(one, kept.__getitem__) for key, one in request["named"].items()}
-        return {"value": encode(found(*arguments, **named), kept)}
+        return json.dumps({"value": encode(found(*arguments, **named), keep)})
     except BaseException as error:
-        return {"raised": type(error).__name__, "text": str(error)[:1000]}
+        return json.dumps({"raised": type(error).__name__, "text": str(error)[:1000]})
 
 
 def _end_forks(own: int) -> None:
@@ -170,7 +163,10 @@ def _end_forks(own: int) -> None:
 
 
 def main(path: str) -> None:
-    """Serve requests until descriptor 3 is closed."""
+    """Main function of a tested program's process: load the program file `path` and call its
+    functions as requests ask for it, one line of JSON each, on descriptor 3, with replies on
+    descriptor 4, until descriptor 3 is closed.
+    """
     builtins.exit = builtins.quit = sys.exit
     requests, replies = os.fdopen(3, "rb"), os.fdopen(4, "wb")
     own = os.getpid()
@@ -178,11 +174,7 @@ def main(path: str) -> None:
     _end_forks(own)
     kept: list[Any] = []
     for line in requests:
-        try:
-            request = eval(line, {"inf": float("inf"), "nan": float("nan")})  # noqa: S307 - trusted
-            reply = to_json(call(names, request, kept, failed))
-        except BaseException as error:
-            reply = to_json({"raised": type(error).__name__, "text": str(error)[:1000]})
+        reply = call(names, json.loads(line), kept, failed)
         _end_forks(own)
         replies.write(reply.encode() + b"\n")
         replies.flush()

@@ -1,21 +1,21 @@
 """A sandbox for programs that a model wrote: the verifier's end of it.
 
-    Sandbox(CodeConfig) --run(job)--> results of tests
+    Sandbox(CodeConfig) --run(kind, program, tests)--> results of the tests
 
-One server process for each sandbox builds the protection once and runs job after job in fresh
-processes; `megarl.apps.verifiers.code.sandbox_child` says how. It ends with this process.
+Each sandbox has one server process, which builds the protection once and runs the tests of program
+after program in fresh processes (`megarl.apps.verifiers.code.sandbox_child`). The server ends with
+the process that made the sandbox.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import socket
-import struct
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,73 +24,76 @@ from megarl.apps.verifiers.code import program_server
 if TYPE_CHECKING:
     from megarl.environments.code_config import CodeConfig
 
-LENGTH = struct.Struct("!Q")
 START_WITHIN_S = 30.0
 LATE_S = 6.0
-"""Seconds beyond a job's own limit until the server is given up; it keeps the limit itself."""
+"""Seconds beyond the time limit of a call of `Sandbox.run` after which the server process is
+killed; the server keeps the time limit itself."""
 ROOT = Path(__file__).resolve().parents[4]  # where the package megarl lies
 CHILD = """import sys
 sys.path.append(sys.argv[1])
 from megarl.apps.verifiers.code.sandbox_child import main
-main(int(sys.argv[2]))"""
+main()"""
 PROGRAM = """import builtins, sys
 builtins.exit = builtins.quit = sys.exit
 del sys.argv[0], builtins
 exec(compile(open(sys.argv[0], "rb").read(), sys.argv[0], "exec"))"""
-"""Runs a program file as `__main__`. Python without site packages starts in a third of the time,
-but lacks `exit` and `quit`."""
+"""Python program that runs the program file in its first argument as `__main__`. Python without
+site packages starts in a third of the time, but lacks `exit` and `quit`, which are added."""
 SYSTEM = (
-    *("/bin", "/sbin", "/usr", "/lib", "/lib32", "/lib64"),
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
     *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
 )
-"""What every program may read."""
+"""Absolute paths of the system that every program may read."""
 
 
 class SandboxError(RuntimeError):
-    """Raised if a job could not be run, through no fault of the program."""
+    """Raised if tests could not be run, through no fault of the program that is tested."""
 
 
 class Sandbox:
-    """Runs programs under the protection of a `CodeConfig`."""
+    """Runs programs that a model wrote on their tests (`run`), under the protection (Linux
+    namespaces, or resource limits alone) and the limits of a `CodeConfig`, in child processes of
+    one server process. Used by one thread; call `close` at the end.
+    """
 
     protection: str
-    """The protection that holds, such as `namespaces`."""
+    """The protection that holds: "namespaces", "rlimits" or "none"."""
+    _process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, config: CodeConfig) -> None:
-        """Start the server process. Raises `ValueError` if the kernel refuses the protection that
-        `config.sandbox` asks for, or a word of the interpreter is not found.
+        """Start the server process, which takes at most `START_WITHIN_S` seconds. Raises
+        `ValueError` if the kernel refuses the protection that `config.sandbox` asks for, or the
+        interpreter or a path in the recipe is not found.
         """
         self._config = config
         self.command, self.server = commands(config)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self.protection = "namespaces" if config.sandbox == "auto" else config.sandbox
         self._start()
 
     def _start(self) -> None:
         config = self._config
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [_python(), "-I", "-S", "-c", CHILD, str(ROOT), str(os.getpid())],
-                stdin=theirs.fileno(),
-                env={},
-                cwd="/",
-            )
-        names = ("memory_mib", "processes", "file_mib", "output_kib")
+        self._process = subprocess.Popen(
+            [_python(), "-I", "-S", "-c", CHILD, str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={},
+            cwd="/",
+        )
+        names = ("memory_mib", "processes", "file_mib", "output_kib", "time_limit_s")
         setup = {
-            "sandbox": "namespaces" if config.sandbox == "auto" else config.sandbox,
+            "sandbox": self.protection,
             "command": self.command,
+            "server": self.server,
             "visible": _visible(config, [*self.command, *self.server]),
-            "limits": {name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in names},
         }
         try:
             said = self._ask(setup, START_WITHIN_S)
         except SandboxError as error:
             said = {"refused": str(error)}
-        if "refused" in said:
+        if said["refused"]:
             self.close()
             raise ValueError(f"environment.code.sandbox is '{config.sandbox}': {said['refused']}")
-        self.protection = said["protection"]
 
     def run(
         self,
@@ -102,64 +105,51 @@ class Sandbox:
         go_on: bool = True,
         **more: Any,
     ) -> list[dict[str, Any]]:
-        """Run tests of a program within `total_s` seconds. Returns what
-        `megarl.apps.verifiers.code.sandbox_jobs.run_job` does, whose arguments these are. Raises
-        `SandboxError`.
+        """Run `tests` of `program` (text) and block until they are done, at most `total_s` seconds
+        and a few more. `kind`: "stdin" (a test is the input text), "calls" (a dict {"call", "args",
+        "named"}) or "asserts" (the text of Python statements, with `setup` and `names` in `more`).
+        `go_on`: whether tests are run after one that fails.
+
+        Returns for each test that was run, in order, {"status": "ok", "failed", "time", "output" or
+        "memory", "output": standard output, or JSON text of what a function returned}. Raises
+        `SandboxError`, after which the next call starts a new server process.
         """
         if self._process is None:
             self._start()
-        job = {
-            "kind": kind,
-            "program": program,
-            "tests": tests,
-            "command": self.command,
-            "server": self.server,
-            "limit_s": self._config.time_limit_s,
-            "total_s": total_s,
-            "go_on": go_on,
-            **more,
-        }
-        said = self._ask(job, total_s + LATE_S)
+        job = {"kind": kind, "program": program, "tests": tests, "total_s": total_s, "go_on": go_on}
+        said = self._ask({**job, **more}, total_s + LATE_S)
         if "results" not in said:
             raise SandboxError(f"the sandbox failed: {said.get('failed', 'no answer')}")
         return said["results"]
 
     def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
-        assert self._channel is not None
-        body = json.dumps(message).encode()
-        deadline = time.monotonic() + within_s
+        assert self._process and self._process.stdin and self._process.stdout
+        deadline = threading.Timer(within_s, self._process.kill)
+        deadline.start()
         try:
-            self._channel.settimeout(within_s)
-            self._channel.sendall(LENGTH.pack(len(body)) + body)
-            return json.loads(self._exactly(LENGTH.unpack(self._exactly(8, deadline))[0], deadline))
-        except OSError as error:
-            self.close()
-            raise SandboxError(f"the sandbox's server process does not answer: {error}") from None
-
-    def _exactly(self, size: int, deadline: float) -> bytes:
-        assert self._channel is not None
-        parts = bytearray()
-        while len(parts) < size:
-            self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-            part = self._channel.recv(min(size - len(parts), 1 << 20))
-            if not part:
-                raise ConnectionResetError("it has ended")
-            parts += part
-        return bytes(parts)
+            with contextlib.suppress(OSError, ValueError):  # ValueError: half an answer, or none
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.flush()
+                return json.loads(self._process.stdout.readline())
+        finally:
+            deadline.cancel()
+        self.close()
+        raise SandboxError(
+            "the sandbox's server process does not answer: it has ended, or took more than"
+            f" {within_s:g} s"
+        )
 
     def close(self) -> None:
-        """Kill the server process and with it everything in the sandbox. May be called twice."""
-        process, channel = self._process, self._channel
-        self._process = self._channel = None
+        """Kill the server process and with it everything in the sandbox. May be called twice; a
+        later `run` starts a new server process.
+        """
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
-        if channel is not None:
-            channel.close()
+            process.communicate()
 
     def __del__(self) -> None:
-        if hasattr(self, "_channel"):  # the interpreter's command may have been refused
-            self.close()
+        self.close()
 
 
 def _python() -> str:
@@ -168,8 +158,10 @@ def _python() -> str:
 
 
 def commands(config: CodeConfig) -> tuple[list[str], list[str]]:
-    """(command that runs a program, command that serves its functions); the program's path is to be
-    added to either. Raises `ValueError` if the interpreter is not found.
+    """The two commands with which a sandbox starts a program, as lists of words, without a shell:
+    (one that runs it; one that loads it and then calls its functions as requests in JSON on
+    descriptor 3 ask for it, with replies on descriptor 4). The path of the program is to be added
+    to either. Raises `ValueError` if the interpreter, or a path in `config`, is not found.
     """
     gone = [path for path in config.visible if not os.path.exists(path)]
     if gone:
@@ -205,13 +197,5 @@ def _visible(config: CodeConfig, words: list[str]) -> list[str]:
     paths += [word for word in words if word.startswith("/") and os.path.exists(word)]
     if config.interpreter and words[0] == os.path.abspath(sys.executable):
         paths.append(sys.prefix)
-    found: dict[str, None] = {}
-    for path in paths:
-        path = os.path.abspath(path)
-        for _ in range(40):  # each link on the way to the file, and the file
-            found[path] = None
-            found[os.path.join(os.path.realpath(os.path.dirname(path)), Path(path).name)] = None
-            if not os.path.islink(path):
-                break
-            path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
-    return [path for path in found if path != "/" and os.path.lexists(path)]
+    found = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.lexists(path))
+    return [path for path in found if path != "/"]

@@ -10,178 +10,176 @@ namespace's first process ends all its processes. Without namespaces (`rlimits`,
 process is an ordinary one that adopts and kills what programs leave behind; should it be killed,
 the warden does so.
 
-Messages on standard input's socket are 8 bytes of length and JSON. First {"setup"}, answered by
-{"protection"} or {"refused"}; then jobs (`megarl.apps.verifiers.code.sandbox_jobs.run_job`), each
-answered by {"results": list} or {"failed": text}.
+Messages on standard input and output are JSON, a line each. First the setup, answered by
+{"refused": why, or ""}; then jobs, each answered by {"results": list} or {"failed": text}.
+
+    stdin     input of a program -> its standard output
+    calls     arguments of a function -> its value, as JSON
+    asserts   Python statements that call the program's functions -> whether they hold
+
+Expected outputs and values never come here: the verifier compares outside. Asserts run in a process
+of their own (`megarl.apps.verifiers.code.assert_checker`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import os
-import platform
+import resource
 import select
 import shutil
 import signal
-import socket
-import struct
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
-from megarl.apps.verifiers.code.sandbox_jobs import run_job
-from megarl.apps.verifiers.code.sandbox_programs import Programs, end_children
+from megarl.apps.verifiers.code.assert_checker import check_asserts
 
-LENGTH = struct.Struct("!Q")
-MOST_REPORT_BYTES = 2**28
 GRACE_S = 2.0
-"""Seconds after a job's own time limit until the warden kills it: it has its report to write."""
+"""Seconds after a job's own time limit until the job is killed: its report is still to be written.
+"""
 FOLDER = "megarl-program-"
 """Prefix of the temporary folders of programs that run without namespaces."""
+ENOUGH_BYTES = 2**24
+"""Bytes of output of all tests of a job after which no further test is begun; the verifier then
+gives the rest as another job."""
+FAILED = json.dumps({"failed": "the sandbox's own process ended before its report"}).encode()
+PROGRAM = "program"
+"""Name of the program's file in the folder of the program."""
+LOOK_EVERY_S = 0.02
+"""Seconds between two looks at the memory of all processes of a program."""
+LOOK_AGAIN_S = 0.0005
+END_WITHIN_S = 1.5
+"""Seconds within which the processes of a program must have ended once they are killed; less than
+`GRACE_S`."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PIPE_BYTES = 65536
+MOST_FILES = 128
+"""Most files that each process of a program may have open."""
+LEAST_NUMBER = 200
+"""Lowest number of the copies of descriptors that are made before they get their final numbers."""
+OWN_PROCESSES = 4
+"""Number of processes of the sandbox that count as the program's own where both have the same user.
+"""
 
 
-def main(parent: int) -> None:
-    """Serve jobs on the socket at standard input until the parent process `parent` closes it."""
-    kernel.tie_to_parent(parent)
-    kernel.prctl(kernel.SET_DUMPABLE, 0)
-    channel = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(null, number)
-    os.close(null)
-    setup = _receive(channel)
-    if setup is None:
-        return
+def main() -> None:
+    """Main function of the process that `Sandbox` starts to run programs of a model. It reads lines
+    of JSON from standard input: first the setup (protection, commands, limits), then jobs, each a
+    program with its tests, one at a time. It answers each with a line of JSON on standard output:
+    {"refused": why no program can run, or ""}, then {"results": list, one for each test} or
+    {"failed": text}. It ends with standard input or with the process that started it.
+    """
+    kernel.tie_to_parent()
+    setup = json.loads(sys.stdin.buffer.readline())
     try:
-        protection = _protect(setup)
-    except ValueError as error:
-        _send(channel, json.dumps({"refused": str(error)}).encode())
-        return
+        refused = _protect(setup)
     except (OSError, KeyError) as error:
-        said = getattr(error, "strerror", None) or str(error)
+        cause = getattr(error, "strerror", None) or str(error)
         refused = (
-            f"this machine refuses namespaces ({said}); allow user namespaces (Linux 5.12 or"
+            f"this machine refuses namespaces ({cause}); allow user namespaces (Linux 5.12 or"
             " newer), or set environment.code.sandbox to rlimits or none, with which programs can"
             " read files and use the network"
         )
-        _send(channel, json.dumps({"refused": refused}).encode())
-        return
-    _send(channel, json.dumps({"protection": protection}).encode())
-    while (job := _receive(channel)) is not None:
-        _send(channel, _supervised(setup, job))
+    kernel.prctl(kernel.SET_DUMPABLE, 0)  # for programs this process is closed
+    _answer(json.dumps({"refused": refused}).encode())
+    for line in sys.stdin.buffer:
+        read, write = os.pipe()
+        warden = os.fork()
+        if not warden:
+            _warden(setup, json.loads(line), write)
+        os.close(write)
+        with open(read, "rb") as file:
+            report = file.read()  # to its end: neither the warden nor what it started is left
+        os.waitpid(warden, 0)
+        _answer(report if report.endswith(b"\n") else FAILED)
+
+
+def _answer(line: bytes) -> None:
+    """Write an answer, JSON text with or without a newline, as one line to standard output."""
+    sys.stdout.buffer.write(line.rstrip() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _protect(setup: dict[str, Any]) -> str:
-    """Enter the namespaces that all jobs share. Returns a description of the protection."""
-    if setup["sandbox"] != "namespaces":
-        _remove_old_folders()
-        if setup["sandbox"] == "rlimits" and os.geteuid() == 0:
-            _check_for_nobody(setup["command"][0])
-        return setup["sandbox"]
-    kernel.prctl(kernel.SET_DUMPABLE, 1)  # the files by which users are mapped are root's otherwise
-    setup["is_root"] = os.geteuid() == 0
-    kernel.new_user(setup["is_root"])
-    kernel.prctl(kernel.SET_DUMPABLE, 0)
-    kernel.build_root(setup["visible"])
-    known = platform.machine() in kernel.AUDIT
-    return "namespaces" if known else "namespaces, no system call filter on this kind of CPU"
-
-
-def _check_for_nobody(program: str) -> None:
-    """Raise `ValueError` unless the user nobody may run `program`: root's programs run as
-    nobody, because limits do not bind root.
+    """Enter the namespaces that all jobs share. Returns why programs cannot run, or "". Raises
+    `OSError` or `KeyError` where the kernel refuses namespaces.
     """
-    child = os.fork()
-    if not child:
-        os.setgroups([])
-        os.setresgid(kernel.NOBODY, kernel.NOBODY, kernel.NOBODY)
-        os.setresuid(kernel.NOBODY, kernel.NOBODY, kernel.NOBODY)
-        os._exit(0 if os.access(program, os.X_OK) else 1)
-    if os.waitpid(child, 0)[1]:
-        raise ValueError(
-            f"programs run as the user nobody, who may not run {program}; set"
-            " environment.code.interpreter to one that all users may run"
-        )
+    setup["is_root"] = is_root = os.geteuid() == 0
+    if setup["sandbox"] == "namespaces":
+        kernel.new_user(is_root)
+        kernel.build_root(setup["visible"])
+    elif not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return "this kernel tells no process's children (CONFIG_PROC_CHILDREN); set namespaces"
+    else:
+        _remove_old_folders()
+    if setup["sandbox"] == "rlimits" and is_root:  # as nobody, because limits do not bind root
+        program = setup["command"][0]
+        nobody: Any = {"user": kernel.NOBODY, "group": kernel.NOBODY, "extra_groups": []}
+        if subprocess.run(["test", "-x", program], check=False, **nobody).returncode:
+            return (
+                f"programs run as the user nobody, who may not run {program}; set"
+                " environment.code.interpreter to one that all users may run"
+            )
+    return ""
 
 
-def _supervised(setup: dict[str, Any], job: dict[str, Any]) -> bytes:
-    """Run a job in a warden process. Returns its report as JSON."""
-    read, write = os.pipe()
-    warden = os.fork()
-    if not warden:
-        os.close(read)
-        _warden(setup, job, write)
-    os.close(write)
-    deadline = time.monotonic() + job["total_s"] + 2 * GRACE_S
-    report, whole = bytearray(), False
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([read], [], [], left)[0]:
-            break
-        part = os.read(read, 1 << 20)
-        if not part or len(report) > MOST_REPORT_BYTES:
-            whole = not part
-            break
-        report += part
-    os.close(read)
-    if not whole:
-        os.kill(warden, signal.SIGKILL)
-    os.waitpid(warden, 0)
-    if whole and report.endswith(b"\n"):
-        return bytes(report)
-    return json.dumps({"failed": "the sandbox's own process ended before its report"}).encode()
+def _remove_old_folders() -> None:
+    """Remove folders of programs whose warden was killed."""
+    base = tempfile.gettempdir()
+    for name in os.listdir(base):
+        process = name.removeprefix(FOLDER).partition("-")[0]
+        if name.startswith(FOLDER) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
+            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
 
 
 def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
     """Run a job in a process of its own, and kill that at the deadline. Does not return."""
     try:
         kernel.tie_to_parent()
-        in_namespaces = setup["sandbox"] == "namespaces"
+        in_namespaces, top = setup["sandbox"] == "namespaces", ""
         if in_namespaces:
-            kernel.unshare(kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC)
+            kernel.call_libc("unshare", kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC)
         else:
             kernel.prctl(kernel.SET_SUBREAPER, 1)
+            # This process's own: else a program, or another user, could put a link there.
+            top = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
+            os.chmod(top, 0o711)  # noqa: S103 - programs of root run as nobody
         first = os.fork()
         if not first:
-            _first_process(setup, job, report, in_namespaces)
-        os.close(report)
-        # Reaped only below, so that its number stays its own.
-        handle = os.pidfd_open(first)
-        ended = select.select([handle], [], [], job["total_s"] + GRACE_S)[0]
-        if not ended:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            _first_process(Programs(setup, top + kernel.FOLDER), job, report)
+        select.select([os.pidfd_open(first)], [], [], job["total_s"] + GRACE_S)
+        os.kill(first, signal.SIGKILL)  # not reaped before, so its number is its own
         os.waitpid(first, 0)
         if not in_namespaces:
-            end_children()  # which are the program's, if the first process has not ended them
+            end_children()  # which are the program's
+            shutil.rmtree(top, ignore_errors=True)
     finally:
         os._exit(0)
 
 
-def _first_process(
-    setup: dict[str, Any], job: dict[str, Any], report: int, in_namespaces: bool
-) -> None:
+def _first_process(programs: Programs, job: dict[str, Any], report: int) -> None:
     """Run a job and write its report to the descriptor `report`. Does not return."""
-    folder = ""
     try:
         kernel.tie_to_parent()
         os.setsid()  # a signal to the process group stays in the sandbox
-        if in_namespaces:
-            _own_proc()
-            programs = Programs(setup, kernel.FOLDER)
-        else:
-            kernel.prctl(kernel.SET_SUBREAPER, 1)
-            folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
-            programs = Programs(setup, folder)
-        said: dict[str, Any] = {"results": run_job(programs, job)}
-    except BaseException as error:
-        said = {"failed": f"{type(error).__name__}: {error}"}
-    try:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        body = memoryview(json.dumps(said).encode() + b"\n")
-        while body:
-            body = body[os.write(report, body) :]
+        try:
+            if programs.in_namespaces:
+                _own_proc()
+            else:
+                kernel.prctl(kernel.SET_SUBREAPER, 1)
+            said: dict[str, Any] = {"results": run_job(programs, job)}
+        except Exception as error:
+            said = {"failed": f"{type(error).__name__}: {error}"}
+        with open(report, "wb") as file:
+            file.write(json.dumps(said).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -197,34 +195,289 @@ def _own_proc() -> None:
         kernel.mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
 
 
-def _remove_old_folders() -> None:
-    """Remove folders of programs whose first process was killed."""
-    base = tempfile.gettempdir()
-    for name in os.listdir(base):
-        process = name.removeprefix(FOLDER).partition("-")[0]
-        if name.startswith(FOLDER) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run the tests of a job in order until the first that fails by itself, or all of them with
+    `go_on`. Blocks for at most `total_s` seconds.
+
+    job: {"kind": "stdin", "calls" or "asserts", "program": its text, "tests": list, "total_s":
+    seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program}.
+    Returns a dict for each test that was run, which are the first ones, with "status": "ok" (with
+    "output", the program's output or a function's reply as text), "failed" (exit code, exception or
+    assertion), "time", "output" or "memory" (a limit). Fewer tests than given are run if time is
+    over or there is much output.
+    """
+    kind, tests, size = job["kind"], job["tests"], 0
+    until = time.monotonic() + job["total_s"]
+    running: Running | None = None
+    results: list[dict[str, Any]] = []
+    while len(results) < len(tests) and time.monotonic() < until and size <= ENOUGH_BYTES:
+        running = running or _begin(programs, job, tests[len(results) :])
+        limit = min(until, time.monotonic() + programs.setup["time_limit_s"])
+        status, said = programs.exchange(running, limit, one_line=kind != "stdin")
+        size += len(said)
+        result = {"status": status}
+        if kind == "stdin" or status != "ok":
+            running = None
+        if status == "ok" and kind == "asserts":
+            verdict = json.loads(said)
+            result["status"] = "ok" if verdict["passed"] else "failed"
+            running = None if verdict["gone"] else running
+        elif status == "ok":
+            result["output"] = said.decode("utf-8", "replace")
+        results.append(result)
+        if result["status"] != "ok" and not job["go_on"]:
+            break
+    return results
 
 
-def _receive(channel: socket.socket) -> dict[str, Any] | None:
-    head = _exactly(channel, LENGTH.size)
-    body = None if head is None else _exactly(channel, LENGTH.unpack(head)[0])
-    return None if body is None else json.loads(body)
+def _begin(programs: Programs, job: dict[str, Any], tests: list[Any]) -> Running:
+    """Start the program of a job in an empty folder, for the first of `tests` or, as a server of
+    its functions, for all of them; for asserts, start what runs `tests` beside it too.
+    """
+    setup, null, total_s = programs.setup, programs.null, job["total_s"]
+    path = programs.fresh(job["program"])
+    out, writes = os.pipe()
+    if job["kind"] == "stdin":
+        command, reads = [*setup["command"], path], _as_file(tests[0])
+        handle = programs.start(command, setup["time_limit_s"], reads, writes, null)
+        return Running(handle, out)
+    command = [*setup["server"], path]
+    if job["kind"] == "calls":
+        reads = _as_file("".join(f"{json.dumps(test)}\n" for test in tests))
+        return Running(programs.start(command, total_s, null, null, null, reads, writes), out)
+
+    def check() -> None:
+        check_asserts(tests, job["setup"], job["names"], job["program"])
+
+    reads, asks = os.pipe()
+    results, tells = os.pipe()
+    os.close(programs.start(command, total_s, null, null, null, reads, writes))
+    return Running(programs.start(check, total_s, null, null, null, out, asks, tells), results)
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = channel.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
+def _as_file(text: str) -> int:
+    """Descriptor of a file in memory that holds `text` and that nobody can change."""
+    number = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    with open(number, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "replace"))
+    os.lseek(number, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
+    return number
 
 
-def _send(channel: socket.socket, body: bytes) -> None:
-    channel.sendall(LENGTH.pack(len(body)) + body)
+class Running:
+    """A program that runs, with this process's end of the pipe on which the program writes; the
+    descriptors are closed with the object.
+    """
+
+    def __init__(self, handle: int, out: int) -> None:
+        """`handle`: pidfd of the process, readable once the process has ended. `out`: descriptor to
+        read what the program writes, standard output or replies.
+        """
+        self.handle, self.out = io.FileIO(handle), io.FileIO(out)
+        os.set_blocking(out, False)
+        self.received = bytearray()
+        """Bytes that the program has written and that were not returned yet."""
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+class Programs:
+    """Starts and ends the processes of one tested program: `fresh` prepares its folder, `start`
+    starts it, `exchange` reads what it writes.
+    """
+
+    def __init__(self, setup: dict[str, Any], folder: str) -> None:
+        """`setup`: {"sandbox", "is_root", "command", "server"} and the limits of `CodeConfig`.
+        `folder`: absolute path of the folder in which programs may write.
+        """
+        self.setup = setup
+        self.in_namespaces = setup["sandbox"] == "namespaces"
+        self.folder = folder
+        self.null = os.open(os.devnull, os.O_RDWR)
+
+    def fresh(self, program: str) -> str:
+        """End all running programs, empty the folder and write the text `program` to a file in it.
+        Returns the file's path. Raises `TimeoutError` if processes do not end.
+        """
+        end_children(all_of_namespace=self.in_namespaces)
+        if self.in_namespaces:
+            if os.path.ismount(self.folder):
+                kernel.call_libc("umount2", self.folder, kernel.DETACH)
+            options = f"size={self.setup['file_mib']}m,nr_inodes=4096,mode=0777"
+            kernel.mount("tmpfs", self.folder, "tmpfs", kernel.NOSUID | kernel.NODEV, options)
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.mkdir(self.folder, 0o700)
+            if self.setup["is_root"]:
+                os.chown(self.folder, kernel.NOBODY, kernel.NOBODY)
+        path = os.path.join(self.folder, PROGRAM)
+        with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(program)
+        os.chmod(path, 0o444)
+        return path
+
+    def start(self, command: list[str] | Callable[[], None], limit_s: float, *wiring: int) -> int:
+        """Start a program, `command`, in the folder under all limits, or call a function in a copy
+        of this process under the same limits. Does not wait. Returns a pidfd, which is readable
+        once it has ended.
+
+        `limit_s`: seconds of CPU time. `wiring`: descriptors that become its 0, 1, 2 and so on, and
+        are closed here.
+        """
+        process = os.fork()
+        if process:
+            for descriptor in set(wiring) - {self.null}:
+                os.close(descriptor)
+            return os.pidfd_open(process)
+        try:
+            self._confine(wiring, limit_s)
+            if callable(command):
+                command()
+            else:
+                paths = "/usr/local/bin:/usr/bin:/bin"
+                home = {"PATH": paths, "LANG": "C.UTF-8", "HOME": self.folder}
+                os.execve(command[0], command, home)  # noqa: S606 - there is no shell
+        finally:
+            os._exit(127)
+
+    def _confine(self, wiring: Sequence[int], limit_s: float) -> None:
+        """Give this process its descriptors, limits, user and system call filter."""
+        os.setsid()
+        os.chdir(self.folder)
+        # First to numbers beyond those that are overwritten
+        high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, LEAST_NUMBER) for one in wiring]
+        for number, descriptor in enumerate(high):
+            os.dup2(descriptor, number, inheritable=True)
+        os.closerange(len(high), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if self.setup["sandbox"] != "none":
+            self._set_limits(limit_s)
+            if self.setup["is_root"]:
+                user = kernel.INSIDE if self.in_namespaces else kernel.NOBODY
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+        kernel.tie_to_parent()
+        if self.in_namespaces:
+            # What it has given up does not come back through a set-user-id program.
+            kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
+            kernel.clear_capabilities()
+            kernel.deny_system_calls()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, not by its children
+            signal.signal(number, signal.SIG_DFL)
+
+    def _set_limits(self, limit_s: float) -> None:
+        mib, count = 2**20, self.setup["processes"]
+        if self.in_namespaces:
+            count += 1 if self.setup["is_root"] else OWN_PROCESSES
+        else:  # the limit counts all processes of the user
+            count += _tasks_of(kernel.NOBODY if self.setup["is_root"] else os.getuid())
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_NOFILE: MOST_FILES,
+            resource.RLIMIT_FSIZE: self.setup["file_mib"] * mib,
+            resource.RLIMIT_DATA: self.setup["memory_mib"] * mib,
+            # Runtimes reserve more address space than they use.
+            resource.RLIMIT_AS: 4 * self.setup["memory_mib"] * mib,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_CPU: int(limit_s) + 1,
+            resource.RLIMIT_NPROC: count,
+        }
+        for kind, most in limits.items():
+            hard = resource.getrlimit(kind)[1]  # a lower one is kept
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
+
+    def _too_large(self) -> bool:
+        """Whether all programs together use more memory than is allowed."""
+        if self.setup["sandbox"] == "none":
+            return False
+        if self.in_namespaces:
+            processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        else:
+            processes = descendants()
+        pages = 0
+        for process in processes:
+            with contextlib.suppress(OSError), open(f"/proc/{process}/statm", "rb") as file:
+                pages += int(file.read().split()[1])
+        return pages * PAGE_BYTES > self.setup["memory_mib"] * 2**20
+
+    def exchange(self, running: Running, until: float, *, one_line: bool) -> tuple[str, bytes]:
+        """Read what a program writes, to its end or, with `one_line`, until there is a whole line.
+        Blocks until then, or until the time `until` (of `time.monotonic`).
+
+        Returns (status, bytes that were read): "ok" after the line, or if the program ended with
+        exit code 0; "failed" if it ended otherwise; "time", "output" or "memory", with no bytes, if
+        it went beyond that limit.
+        """
+        look_at, reads = time.monotonic() + LOOK_EVERY_S, [running.handle, running.out]
+        received = running.received
+        while True:
+            end = received.find(b"\n") if one_line else -1
+            if (len(received) if end < 0 else end) > self.setup["output_kib"] * 1024:
+                return "output", b""
+            if end >= 0:
+                line = bytes(received[:end])
+                del received[: end + 1]
+                return "ok", line
+            now = time.monotonic()
+            if now >= until:
+                return "time", b""
+            if now >= look_at:
+                if self._too_large():
+                    return "memory", b""
+                look_at = time.monotonic() + LOOK_EVERY_S
+            readable = select.select(reads, [], [], max(0.0, min(until, look_at) - now))[0]
+            if running.out in readable:
+                part = running.out.read(PIPE_BYTES) or b""
+                received += part
+                reads = reads if part else [running.handle]
+            elif running.handle in readable:
+                ended = os.waitid(os.P_PIDFD, running.handle.fileno(), os.WEXITED)
+                is_clean = ended and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
+                return "ok" if is_clean and not one_line else "failed", bytes(received)
+
+
+def end_children(*, all_of_namespace: bool = False) -> None:
+    """Kill this process's children and their descendants until none is left, and reap them. This
+    process must adopt those whose parent has ended, as a subreaper (prctl) or as the first process
+    of its PID namespace. Raises `TimeoutError` after 1.5 seconds.
+
+    `all_of_namespace`: kill all processes of this namespace but its first, in one system call.
+    """
+    until = time.monotonic() + END_WITHIN_S
+    while time.monotonic() < until:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for process in (-1,) if all_of_namespace else descendants():
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(LOOK_AGAIN_S)
+    raise TimeoutError("a program's processes did not end when they were killed")
+
+
+def descendants() -> Iterator[int]:
+    """Yield the process ids of all descendants of this process, each as soon as it is found, so
+    that the caller can kill it before it forks again.
+    """
+    above = [os.getpid()]
+    while above:
+        process = above.pop()
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{task}/children") as file:
+                    for child in map(int, file.read().split()):
+                        above.append(child)
+                        yield child
+
+
+def _tasks_of(user: int) -> int:
+    """Number of processes and threads of a user."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == user:
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import resource
 import struct
 from collections.abc import Sequence
 
@@ -23,18 +22,17 @@ RDONLY, NOSUID, NODEV, NOEXEC = 1, 2, 4, 8
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 DETACH = 2
 FOLDER = "/box"
-"""The folder in which programs may write."""
+"""The folder of the sandbox in which programs may write."""
 MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_RECURSIVE = 0x8000
 
-SET_DEATH_SIGNAL, SET_DUMPABLE, DROP_BOUNDING = 1, 4, 24
-SET_SUBREAPER, SET_NO_NEW_PRIVILEGES, SET_SECCOMP, AMBIENT = 36, 38, 22, 47
-LAST_CAPABILITY = 63
+SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP = 1, 4, 22
+SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 36, 38
 
 NOBODY = 65534
 """User id on the host of the programs of a sandbox that root has started."""
 INSIDE = 1000
-"""The same user's id as the programs see it."""
+"""User id, in the sandbox, of that same user."""
 
 DENIED = {
     # name: (number on x86_64, number on aarch64); None: not on that machine
@@ -64,21 +62,22 @@ DENIED = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    # what only a capability over the whole machine allows, which programs have not
     "kexec_load": (246, 104),
     "init_module": (175, 105),
     "finit_module": (313, 273),
     "delete_module": (176, 106),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "syslog": (103, 116),
     "acct": (163, 89),
     "reboot": (169, 142),
     "swapon": (167, 224),
     "swapoff": (168, 225),
-    "quotactl": (179, 60),
     "iopl": (172, None),
     "ioperm": (173, None),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
+    "quotactl": (179, 60),
     "modify_ldt": (154, None),
     # memory that counts for no process
     "memfd_create": (319, 279),
@@ -88,50 +87,42 @@ DENIED = {
     "semget": (64, 190),
     "mq_open": (240, 180),
 }
-"""System calls that end with EPERM in a program of a sandbox."""
+"""{system call: (its number on x86_64, on aarch64)} of calls that fail with EPERM in a program of a
+sandbox."""
 CLONE, CLONE3 = (56, 220), 435
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
 
 
-def check(result: int, what: str) -> None:
-    """Raise `OSError`, naming `what`, if a call of the C library returned -1."""
-    if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def prctl(option: int, *values: int) -> None:
-    """Call prctl(2). Raises `OSError`."""
-    filled = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-    check(libc.prctl(option, *filled), f"prctl {option}")
-
-
-def tie_to_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends. `parent`: its id; a parent that has
-    ended before ends this process at once.
+def call_libc(name: str, *values: int | str | bytes) -> None:
+    """Call the function `name` of the C library with `values`: integers as unsigned longs, texts
+    encoded. Raises `OSError` if it returns -1.
     """
+    given = [
+        ctypes.c_ulong(value) if isinstance(value, int) else os.fsencode(value) for value in values
+    ]
+    if getattr(libc, name)(*given) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def prctl(option: int, value: int = 0, more: int = 0) -> None:
+    """Call prctl(2) for this process with the operation `option`, one of Linux's numbers such as 38
+    for PR_SET_NO_NEW_PRIVS (`SET_NO_NEW_PRIVILEGES` here), and its two arguments. Raises `OSError`.
+    """
+    call_libc("prctl", option, value, more, 0, 0)
+
+
+def tie_to_parent() -> None:
+    """Have the kernel kill this process (SIGKILL) when its parent ends. Raises `OSError`."""
     prctl(SET_DEATH_SIGNAL, 9)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
-
-
-def unshare(flags: int) -> None:
-    """Move this process to new namespaces. Raises `OSError`."""
-    check(libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2). Raises `OSError`."""
-    found = libc.mount(
-        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
-    )
-    check(found, f"mount {kind or source} at {target}")
-
-
-def unmount(target: str) -> None:
-    """Detach a mount from the tree. Raises `OSError`."""
-    check(libc.umount2(target.encode(), DETACH), f"umount {target}")
+    """Call mount(2): mount `source` at the path `target`, with a file system of type `kind`
+    ("" for a bind mount) and `options`, its data text. Raises `OSError`.
+    """
+    call_libc("mount", source, target, kind, flags, options)
 
 
 def make_read_only(path: str, *, below: bool = True) -> None:
@@ -139,37 +130,23 @@ def make_read_only(path: str, *, below: bool = True) -> None:
     set-user-id programs. Raises `OSError`; Linux before 5.12 cannot do it.
     """
     wanted = struct.pack("QQQQ", RDONLY | NOSUID | NODEV, 0, 0, 0)
-    flags = AT_RECURSIVE if below else 0
-    found = libc.syscall(MOUNT_SETATTR, -100, path.encode(), flags, wanted, len(wanted))
-    check(found, "mount_setattr")
-
-
-def pivot_root(new: str, old: str) -> None:
-    """Make the mount at `new` the root and put the present root at `old`. Raises `OSError`."""
-    check(libc.syscall(PIVOT_ROOT[platform.machine()], new.encode(), old.encode()), "pivot_root")
-
-
-def drop_capabilities() -> None:
-    """Give up all capabilities, for good: they do not come back through a set-user-id program."""
-    prctl(SET_NO_NEW_PRIVILEGES, 1)
-    prctl(AMBIENT, 4)
-    for number in range(LAST_CAPABILITY + 1):  # those that the kernel does not know are refused
-        libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
+    call_libc(
+        "syscall", MOUNT_SETATTR, -100, path, AT_RECURSIVE if below else 0, wanted, len(wanted)
+    )
 
 
 def clear_capabilities() -> None:
-    """Empty the sets of capabilities of this process. Raises `OSError`."""
-    head, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    check(libc.capset(head, none), "capset")
+    """Give up all capabilities of this process. Raises `OSError`."""
+    call_libc("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
-def deny_system_calls() -> bool:
-    """Install a seccomp filter under which the calls of `DENIED`, and clone(2) into a namespace,
-    fail with EPERM. Returns False on a machine whose numbers of system calls are not known here.
+def deny_system_calls() -> None:
+    """Install a seccomp filter in this process, and so in those that it starts, under which system
+    calls that a tested program does not need, such as ptrace, mount and socket, and clone(2) into a
+    new namespace fail with EPERM. Raises `OSError`, and `KeyError` on a machine that is neither
+    x86_64 nor aarch64.
     """
     machine = platform.machine()
-    if machine not in AUDIT:
-        return False
     column = 0 if machine == "x86_64" else 1
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     errno, allow, kill = 0x00050000, 0x7FFF0000, 0x80000000
@@ -197,71 +174,51 @@ def deny_system_calls() -> bool:
     program = struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(code))
     held = ctypes.create_string_buffer(program)
     prctl(SET_SECCOMP, 2, ctypes.addressof(held))
-    return True
 
 
-def limit(kind: int, most: int) -> None:
-    """Set a limit of this process, or keep the present one if that is lower."""
-    hard = resource.getrlimit(kind)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (most, most))
-
-
-def new_user(helper_writes: bool) -> None:
+def new_user(is_root: bool) -> None:
     """Move this process, which must have one thread, to new user, mount, network, IPC and UTS
-    namespaces, in which it has all capabilities. `helper_writes`: it is root's, so that a process
-    outside maps two users, root and `NOBODY` as `INSIDE`; otherwise its own user is `INSIDE`.
-    Raises `OSError`.
+    namespaces, in which it has all capabilities. `is_root`: whether root calls it; then two users
+    and groups exist in the namespace: 0 as 0, and the host's 65534 (nobody) as 1000. Otherwise only
+    this process's own user and group exist there, as 1000. Raises `OSError`.
     """
-    flags = NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS
-    user, group, process = os.geteuid(), os.getegid(), os.getpid()
-    if not helper_writes:
-        unshare(flags)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{INSIDE} {user} 1")
-        _write("/proc/self/gid_map", f"{INSIDE} {group} 1")
-        return
+    process, more = os.getpid(), f"\n{INSIDE} {NOBODY} 1"
+    ids = [("uid_map", os.geteuid()), ("gid_map", os.getegid())]
+    texts = {name: f"0 {own} 1{more}" if is_root else f"{INSIDE} {own} 1" for name, own in ids}
     read, write = os.pipe()
     helper = os.fork()
-    if not helper:
-        os.close(write)
-        os.read(read, 1)
+    if not helper:  # only a process outside may map two users
         try:
-            _write(f"/proc/{process}/uid_map", f"0 {user} 1\n{INSIDE} {NOBODY} 1")
-            _write(f"/proc/{process}/gid_map", f"0 {group} 1\n{INSIDE} {NOBODY} 1")
-        except OSError as error:
-            os._exit(error.errno or 1)
-        os._exit(0)
-    os.close(read)
+            os.close(write)
+            os.read(read, 1)
+            for name, text in (texts if is_root else {"setgroups": "deny", **texts}).items():
+                with open(f"/proc/{process}/{name}", "w") as file:
+                    file.write(text)
+            os._exit(0)
+        finally:
+            os._exit(1)
     try:
-        unshare(flags)
+        call_libc("unshare", NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS)
     finally:
         os.close(write)
-        status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
-    if status:
-        raise OSError(status, f"mapping users: {os.strerror(status)}")
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+        refused = os.waitpid(helper, 0)[1]
+    if refused:
+        raise OSError(EPERM, "mapping users is not permitted")
 
 
 def build_root(visible: Sequence[str]) -> None:
     """Give this process, in a mount namespace of its own, a root folder in memory that holds only
-    the paths `visible`, read-only, the empty folders `FOLDER` and `/proc`, and four devices. `/tmp`
-    is `FOLDER`, unless something in it is to be visible. Raises `OSError`.
+    the absolute paths `visible`, read-only, the folders `/box` (empty) and `/proc`, and four
+    devices. `/tmp` is a link to `/box`, unless something in it is to be visible. Raises `OSError`.
     """
     mount("none", "/", "", RECURSIVE | PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=0755")
     os.mkdir("/tmp/.old")
     os.chdir("/tmp")
-    pivot_root(".", "./.old")
+    call_libc("syscall", PIVOT_ROOT[platform.machine()], ".", "./.old")
     os.chdir("/")
-    shown = "/.old"
-    for path in sorted(visible, key=lambda path: path + "/"):  # a folder before what it holds
-        if not path.startswith(shown + "/"):
-            shown = path if _show(path) else shown
+    for path in visible:
+        _show(path)
     for folder in (FOLDER, "/proc", "/dev"):
         os.makedirs(folder, exist_ok=True)
     if not os.path.lexists("/tmp"):
@@ -269,39 +226,35 @@ def build_root(visible: Sequence[str]) -> None:
     # Another /proc can be mounted only where a whole one is; programs never see this one.
     mount("/.old/proc", "/proc", "", BIND | RECURSIVE)
     make_read_only("/proc")
-    devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
-    for device in devices:
+    for device in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         open(device, "w").close()
         mount(f"/.old{device}", device, "", BIND)
     os.symlink("/proc/self/fd", "/dev/fd")
     os.symlink(FOLDER, "/dev/shm")  # where semaphores of multiprocessing are kept
-    unmount("/.old")
+    call_libc("umount2", "/.old", DETACH)
     os.rmdir("/.old")
     make_read_only("/", below=False)
 
 
-def _show(path: str) -> bool:
+def _show(path: str) -> None:
     """Show `path` of the old root at its place in the new one. A symbolic link, also one on the
-    way, is not followed but shown as such. Returns whether a file or folder is shown.
+    way, is shown as such, and so is what it leads to.
     """
-    parts = path.strip("/").split("/")
-    for depth in range(1, len(parts) + 1):
-        place = "/" + "/".join(parts[:depth])
+    place, old, rest = "", "", path.strip("/").split("/")
+    while rest:
+        place, rest = f"{place}/{rest[0]}", rest[1:]
         old = "/.old" + place
         if os.path.islink(old):
             if not os.path.lexists(place):
                 os.symlink(os.readlink(old), place)
-            return False
-        if depth < len(parts):
-            if not os.path.isdir(place):
+            leads = os.path.join(os.path.dirname(place), os.readlink(old), *rest)
+            _show(os.path.normpath(leads))
+            return
+        if not os.path.lexists(place):
+            if os.path.isdir(old):
                 os.mkdir(place)
-            continue
-        if not os.path.exists(old):
-            return False
-        if os.path.isdir(old):
-            os.makedirs(place, exist_ok=True)
-        elif not os.path.lexists(place):
-            open(place, "w").close()
+            elif os.path.exists(old):
+                open(place, "w").close()
+    if os.path.exists(old) and not os.path.samefile(old, place):  # not in a folder that is shown
         mount(old, place, "", BIND | RECURSIVE)
         make_read_only(place)
-    return True

@@ -1,0 +1,118 @@
+"""`megarl init FOLDER [--model PATH]`: a folder with a recipe, a reward and problems to begin with.
+
+FOLDER/recipe.yaml      what is trained, on what, how
+FOLDER/my_reward.py     the score of a response
+FOLDER/problems.jsonl   64 problems, and held_out.jsonl 16 others
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+from pathlib import Path
+
+from megarl.console import Arguments, result
+from megarl.errors import UserError
+
+RECIPE = """\
+# Every key with its meaning: megarl train recipe.yaml --help prompts
+folder: run                     # where the run writes; `megarl report run`, `megarl chat run`
+steps: 50
+model: {path: MODEL}
+prompts:                        # one problem a line; other columns and formats: docs/data.md
+  source: problems.jsonl
+  template: chat                # the model's own; none where it has no chat template
+  max_prompt_tokens: 128
+environment: {verifier: "my_reward.py:score"}
+rollout:
+  groups_per_step: 16           # problems of a step
+  group_size: 8                 # responses to each, which are compared with each other
+  max_new_tokens: 128
+  max_staleness: 0              # generate and train in turns; 1 does both at the same time
+algorithm: {advantage: grpo, loss: ppo_clip}
+training:
+  micro_batch_tokens: 2048      # lower it where memory is short
+  optimizer: {learning_rate: 1e-6}
+evaluation:
+  every: 10
+  prompts: {source: held_out.jsonl, template: chat, max_prompt_tokens: 128, shuffle: false}
+"""
+REWARD = '''\
+"""The reward of the run."""
+
+import re
+
+
+def score(prompt, response):
+    """1 if the last number of the response (text) is the problem's answer, else 0.
+
+    prompt.text, prompt.answer and prompt.metadata come from a line of problems.jsonl. A dict may
+    say more: {"reward": 0.5, "correct": False, "a_metric_of_mine": 3}.
+    """
+    numbers = re.findall(r"-?\\d+", response)
+    return float(numbers[-1:] == [prompt.answer])
+'''
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+NEXT = """\
+cd {folder}
+megarl train recipe.yaml --check
+megarl train recipe.yaml
+On one GPU add --rollout.placement colocated. On several: megarl launch recipe.yaml --gpus-train 1
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `megarl init FOLDER [--model PATH]`: write the files of a new task into FOLDER
+    (recipe.yaml, my_reward.py, problems.jsonl, held_out.jsonl), and print the commands to run next.
+    `arguments`: the words after `megarl init`. Returns the exit code 0. Raises `UserError` for
+    other words, and for a folder that has files or cannot be written.
+    """
+    parser = Arguments("megarl init", usage="megarl init FOLDER [--model PATH]")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default=MODEL)
+    found = parser.parse_args(arguments)
+    folder, local = found.folder, Path(os.path.expanduser(found.model))
+    model = str(local.resolve()) if found.model and local.exists() else found.model
+    if not model:
+        parser.error("--model is empty")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if files := sorted(one.name for one in folder.iterdir()):
+            raise UserError(f"{folder} has files already, such as {files[0]}; name a new folder")
+        for name, text in task_files(model).items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; name another one") from None
+    result(NEXT.format(folder=shlex.quote(str(folder))).rstrip())
+    return 0
+
+
+def _has_chat_template(model: str) -> bool:
+    """Whether a model has a chat template; a name of the hub is taken for one that has."""
+    settings = Path(model) / "tokenizer_config.json"
+    if not Path(model).is_dir() or (Path(model) / "chat_template.jinja").exists():
+        return True
+    return settings.exists() and "chat_template" in json.loads(settings.read_text())
+
+
+def task_files(model: str) -> dict[str, str]:
+    """The files of a new task as {file name: text}: a recipe (YAML), a reward function (Python),
+    and sums of two numbers as problems and held-out problems (JSON lines with `prompt` and
+    `answer`). `model`: path or hub name, the recipe's `model.path`.
+    """
+    pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
+    chosen = random.Random(0).sample(pairs, 80)
+    rows = [
+        json.dumps({"prompt": f"What is {a} plus {b}?", "answer": str(a + b)}) + "\n"
+        for a, b in chosen
+    ]
+    recipe = RECIPE if _has_chat_template(model) else RECIPE.replace(": chat", ": none")
+    return {
+        "recipe.yaml": recipe.replace("MODEL", json.dumps(model, ensure_ascii=False)),
+        "my_reward.py": REWARD,
+        "problems.jsonl": "".join(rows[:64]),
+        "held_out.jsonl": "".join(rows[64:]),
+    }

@@ -1,0 +1,260 @@
+"""Rows of a data set on their way to token ids: what prompts, demonstrations and preferences have
+in common, and what is refused in all of them.
+
+    DataSetConfig --Reading--> rows: list[Cells] --texts--> TokenLists --fit--> those that are used
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from megarl import console
+from megarl.chat_template import ChatTemplate
+from megarl.data.chats import as_written, from_json
+from megarl.data.config import PromptsConfig
+from megarl.data.order import Order
+from megarl.data.rows import NOT_TEXT, C, Cells, Table, read_rows
+from megarl.data.tokens import TokenLists, prompt_tokens
+from megarl.schema import require, shortened
+from megarl.third_party import opening
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+MOST_TEXTS = 1000
+"""Largest number of texts that are decoded again, evenly spread over the data set."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can write (`"\\ud800"`) and no encoding has."""
+
+
+class Reading(Generic[C]):
+    """Reads the rows of the section `config` of a recipe (`prompts`, `demonstrations` or
+    `preferences`), and has the steps from rows to token ids that these have in common. The
+    constructor reads the rows; `rows` (a list of `Cells`: a dict {column: value} with its place in
+    the file), `template` (chat template or None) and `source` are then set, and `warning` collects
+    what the user should know.
+    """
+
+    def __init__(
+        self,
+        config: C,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        setting: str,
+        as_read: Callable[[C, Table, str], tuple[C, Table]],
+    ) -> None:
+        """`seed`: of shuffling. `setting`: name of the section that `config` is, for messages.
+        `as_read`: a function (section, table, setting) -> (section, table) that recognises data
+        sets with other column names, such as `megarl.data.forms.prompts_as_read`. Raises
+        `ValueError` for a source that cannot be read or a chat template that does not fit.
+        """
+        subset = getattr(config, "subset", "")
+        table = read_rows(config.source, config.split, config.limit, setting, subset)
+        self.config, table = as_read(config, as_written(table, config.tools_column), setting)
+        self.tokenizer, self.setting, self.seed = tokenizer, setting, seed
+        self.template = self._chat_template()
+        self.source = table.source
+        self.rows = [
+            Cells(self.config, setting, row, place)
+            for row, place in zip(table.rows, table.places, strict=True)
+        ]
+        self.notes: list[str] = []
+        """What the user should know of the rows."""
+        self.is_lossy = False
+        """Whether it was noted that the tokenizer loses text."""
+        self.is_cut = False
+        """Whether some prompts are used without their first tokens, because they were too long."""
+
+    def _chat_template(self) -> ChatTemplate | None:
+        """The chat template of the tokenizer where `template` is 'chat', else None. Raises
+        `ValueError` if the tokenizer has none, or one that does not read a variable of
+        `template_variables`.
+        """
+        if self.config.template != "chat":
+            return None
+        require(
+            bool(getattr(self.tokenizer, "chat_template", None)),
+            f"{self.setting}.template is 'chat', but the tokenizer has no chat template; set"
+            f" {self.setting}.template to 'none', use an instruction-tuned model, or put a"
+            " chat_template.jinja beside the tokenizer",
+        )
+        found = ChatTemplate(self.tokenizer, self.config.template_variables, self.setting)
+        found.check_variables()
+        return found
+
+    @property
+    def settings(self) -> list[Any]:
+        """JSON data that enter the digest by which a resumed run recognises its data, because they
+        determine how rows are rendered: the chat template's text and variables; empty without a
+        chat template.
+        """
+        if self.template is None:
+            return []
+        variables = self.config.template_variables
+        return [self.tokenizer.chat_template, *([{"variables": variables}] if variables else [])]
+
+    @property
+    def cut_settings(self) -> list[str]:
+        """If prompts were cut to the largest number of tokens, a text with this number, which
+        enters the digest by which a resumed run recognises its data; otherwise empty.
+        """
+        return [f"truncated to {self._limit[1]}"] if self.is_cut else []
+
+    @property
+    def warning(self) -> str:
+        """What the user should know of the rows, as sentences joined by "; "; empty if nothing."""
+        return "; ".join(self.notes)
+
+    @property
+    def _limit(self) -> tuple[str, int]:
+        """(setting, value) of the most tokens of a row."""
+        key = "max_prompt_tokens" if isinstance(self.config, PromptsConfig) else "max_tokens"
+        return key, getattr(self.config, key)
+
+    def order(self, num_rows: int) -> Order:
+        """The order in which `num_rows` rows are used in training, by the seed and the setting
+        `shuffle`.
+        """
+        return Order(num_rows, seed=self.seed, shuffle=self.config.shuffle)
+
+    def check_texts(self, *texts: Sequence[str]) -> None:
+        """Check texts, before they are tokenised: each of `texts` is a list with one text for every
+        row. Raises `ValueError`, naming row and column, if a text holds half of a surrogate pair,
+        which UTF-8 cannot encode, or a placeholder (`<image>`) of a column with images, sound or
+        video. If rows have such columns without a placeholder, one line on standard error says that
+        the model is not shown them.
+        """
+        unseen: list[list[str]] = []
+        for cells, *here in zip(self.rows, *texts, strict=True):
+            row = cells.row
+            names = sorted(
+                one for one in NOT_TEXT & row.keys() if row[one] not in (None, "", [], {})
+            )
+            for name in names:
+                mark = f"<{name.rstrip('s')}>"
+                cells.require(
+                    not any(mark in text for text in here),
+                    f"'{mark}' stands for column '{name}', which is not shown to the model; drop"
+                    " the row",
+                )
+            if half := next(filter(None, map(HALF.search, here)), None):
+                held = [name for name, value in row.items() if _has_half(value)]
+                where = f"column '{', '.join(held)}'" if held else "the text"
+                raise ValueError(
+                    f"{cells.place}: {where} holds half of a surrogate pair"
+                    f" (U+{ord(half[0]):04X}), which is no character; mend the text or drop the row"
+                )
+            unseen += [names] if names else []
+        if unseen:
+            names = ", ".join(map(repr, sorted({name for names in unseen for name in names})))
+            console.say(
+                f"{self.setting}: {len(unseen)} of {len(self.rows)} rows have more than text"
+                f" (columns {names}), which is not shown to the model"
+            )
+
+    def prompt_tokens(self, texts: Sequence[str]) -> TokenLists:
+        """Tokenise the prompts, one text for each row. Adds to `warning` if the tokenizer loses
+        text, and if the model has a chat template but the prompts are read without it and have no
+        special tokens.
+        """
+        found = prompt_tokens(self.tokenizer, texts, self.config.template)
+        self.note_lost(texts, found, "prompts")
+        is_bare = self.config.template == "none" and bool(self.tokenizer.chat_template)
+        if is_bare and not any(one in texts[0] for one in self.tokenizer.all_special_tokens):
+            self.notes.append(
+                f"{self.setting}.template is none, so the model reads the texts of {self.setting}"
+                " bare, without its chat template; a model that was trained on chats answers those"
+                f" badly: set {self.setting}.template to chat, unless this is a base model"
+            )
+        return found
+
+    def note_lost(self, texts: Sequence[str], token_ids: TokenLists, what: str) -> None:
+        """Add to `warning` if some of `texts` differ from what their `token_ids` decode to, with
+        the fraction of such texts and the first of them; only at the first call that finds any. At
+        most about a thousand texts are compared. `what`: the texts in words, such as "responses".
+
+        White space is not compared, since tokenizers add and join it. Tokens around a text, such as
+        a beginning of sequence, do not count as a difference.
+        """
+        chosen = range(0, len(texts), max(1, -(-len(texts) // MOST_TEXTS)))
+        lists = [token_ids[index] for index in chosen]
+        with opening("the tokenizer cannot decode the data", fix="fetch the tokenizer again"):
+            decoded = self.tokenizer.batch_decode(lists, clean_up_tokenization_spaces=False)
+        pairs = [(texts[index], again) for index, again in zip(chosen, decoded, strict=True)]
+        lost = [one for one in pairs if "".join(one[0].split()) not in "".join(one[1].split())]
+        if lost and not self.is_lossy:
+            self.is_lossy = True
+            text, again = (shortened(repr(part), 60) for part in lost[0])
+            self.notes.append(
+                f"the tokenizer changes {len(lost) / len(lists):.0%} of the {what} of"
+                f" {self.setting} ({len(lost)} of {len(lists)} looked at): {text} becomes {again};"
+                " set a tokenizer that has a token for every character of the data"
+            )
+
+    def fit(
+        self, prompts: TokenLists, replies: np.ndarray | int = 0
+    ) -> tuple[list[int], TokenLists]:
+        """Apply the setting `too_long` to rows that have more tokens than the recipe allows.
+        Returns (indices of the rows that are used, prompts of all rows, shortened where `too_long`
+        is `truncate_left`).
+
+        `replies`: [N] tokens of each row's response, which is never cut; 0 without responses.
+        Raises `ValueError` for a prompt without tokens, if `too_long` is `refuse` and a row is too
+        long, or if no row is left.
+        """
+        (key, limit), setting, config = self._limit, self.setting, self.config
+        lengths = prompts.lengths + replies
+        num_rows = len(lengths)
+        for index in np.flatnonzero(lengths == replies):
+            raise ValueError(f"{self.rows[index].place}: the prompt has no tokens; fill its column")
+        long = np.flatnonzero(lengths > limit)
+        if not len(long):
+            return list(range(num_rows)), prompts
+        longest, first = int(lengths.max()), int(long[0])
+        found = (
+            f"{len(long)} of {num_rows} {'prompts' if np.all(replies == 0) else 'rows'} have more"
+            f" tokens than {setting}.{key} = {limit} (the longest {longest})"
+        )
+        require(
+            config.too_long != "refuse",
+            f"{found}, the first is {self.rows[first].place} with {lengths[first]}; set {key} to at"
+            f" least {longest}, or {setting}.too_long to 'drop' or 'truncate_left'",
+        )
+        if config.too_long == "drop":
+            require(len(long) < num_rows, f"{found}, so that no row is left; raise {key}")
+            self.notes.insert(0, f"{found}; they are left out")
+            return np.flatnonzero(lengths <= limit).tolist(), prompts
+        room = np.broadcast_to(limit - np.asarray(replies), (num_rows,))
+        full = np.flatnonzero(room < 1)
+        for index in full:
+            raise ValueError(
+                f"{setting}.too_long is 'truncate_left', which cuts prompts and never responses,"
+                f" but {len(full)} of {num_rows} responses leave no room for a prompt within {key}"
+                f" = {limit}, the first is {self.rows[index].place}; raise {key}, or set too_long"
+                " to 'drop'"
+            )
+        self.notes.insert(0, f"{found}; their prompts lose the first tokens")
+        self.is_cut = True
+        cut = TokenLists(prompts[row][-int(room[row]) :] for row in range(num_rows))
+        return list(range(num_rows)), cut
+
+
+def picked(items: Sequence[T], rows: Sequence[int]) -> list[T]:
+    """A list of the items at the indices `rows`, in that order."""
+    return [items[row] for row in rows]
+
+
+def _has_half(value: Any) -> bool:
+    """Whether a text in `value`, or in the JSON that it is the text of, has a half pair."""
+    value = from_json(value)
+    if isinstance(value, dict):
+        return any(map(_has_half, [*value, *value.values()]))
+    if isinstance(value, list):
+        return any(map(_has_half, value))
+    return isinstance(value, str) and HALF.search(value) is not None

@@ -1,0 +1,120 @@
+"""The interface of an inference engine. vLLM's is `megarl.rollout.engine.Engine`; another one is a
+class in a file of your own, which a recipe names as `rollout.engine.kind: my_engine.py:MyEngine`.
+
+An engine is made in a process of its own, a Ray actor, and all its methods run in one event loop
+there, where they may run at the same time. Token ids in, token ids and their log-probs out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megarl.types import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """An engine's sign of life, which it gives about once a second when asked: counts of its steps,
+    tokens and requests, and whether it is paused or dead.
+    """
+
+    steps: int
+    """Engine steps so far. A step computes the next token of every running request, or a part of
+    the prompts. An engine that has requests and makes none is taken for hung."""
+    tokens: int
+    """Tokens generated so far."""
+    prompt_tokens: int
+    """Tokens of the prompts of all answered requests, earlier turns included."""
+    cached_tokens: int
+    """How many of `prompt_tokens` were in the prefix cache, so that they were not computed."""
+    requests: int
+    """Requests that are not yet answered."""
+    is_paused: bool
+    """Whether generation is paused on purpose: new weights arrive, or the engine sleeps."""
+    is_dead: bool
+    """Whether one of the engine's processes has died."""
+
+
+class InferenceEngine(Protocol):
+    """Interface of an inference engine, which generates responses, scores tokens, and receives the
+    trainer's weights. The setting `rollout.engine.kind` names a class with these methods. The class
+    is called with keyword arguments only, those of `megarl.rollout.engine.Engine`: number, model,
+    config, max_tokens and others.
+    """
+
+    async def start(self) -> None:
+        """Load the model and return when it is ready. Its weights may have any values, since the
+        trainer sends version 0 before generation, unless the engine was made with `load`.
+        """
+        ...
+
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+    ) -> Segment:
+        """Sample one response of at most `max_tokens` tokens, which `seed` decides; `temperature` 0
+        is greedy. Returns a segment of kind "model" with token ids and their log-probs at
+        `temperature`; its `versions` say which weight versions have generated how many of the
+        tokens, its `receipts` the digest of each of these weights.
+        """
+        ...
+
+    async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
+        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
+        present weights; with `adapted` False without LoRA adapters. After new weights were sent,
+        they are compared with the trainer's own.
+        """
+        ...
+
+    async def connect(self, info: dict[str, Any]) -> None:
+        """Connect to the trainer, which will send weights. `info`: a dict with "transport" (its
+        name), "spec" (the fields of a `RouteSpec`, by which both sides plan the transfer), "engine"
+        (the engine's position among those that receive), "init_info" (what the transport's sender
+        says, such as addresses), and "table" (the model's parameter table as JSON text, or "").
+        Raises `RuntimeError` if weights cannot be received.
+        """
+        ...
+
+    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Receive the weights of `version` in at most `timeout_s` seconds, while open requests
+        wait and then go on with the new weights. Returns for each of the engine's ranks {"version":
+        that it has, "digests": [int64 for each tensor], "seconds": {part: s}, "problem": error
+        message or ""}.
+        """
+        ...
+
+    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
+        """Load LoRA adapters as the weights of `version`. `files`: {file name: content} in PEFT's
+        format. Returns {"version": the same, "receipt": digest of the files by
+        `megarl.weight_sync.weight_receipts.receipt_of_adapter`}. Called for
+        `training.lora.publish: adapter` only.
+        """
+        ...
+
+    async def pulse(self) -> Pulse:
+        """Return the engine's sign of life: counts of its steps, tokens and open requests so far,
+        and whether it is paused or dead. Called about once a second.
+        """
+        ...
+
+    async def paused_s(self, last_s: float) -> float:
+        """For how many of the last `last_s` seconds generation was paused on purpose, because
+        weights arrived or the engine slept. The deadlines of requests do not count this time.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Free the memory of a GPU that a colocated trainer shares, and return when that is done.
+        Open requests wait.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Allocate the memory that `sleep` has freed again. The weights' values come with the next
+        `update`, for which requests wait.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End the engine's processes; called once, at the end of the run."""
+        ...

@@ -1,0 +1,79 @@
+"""Parts of rollouts for tests: segments, prompts, an environment, a rollout service and its shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.rollout.batch import SharePlan, shares
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.service import RolloutService
+from megarl.types import Group, Prompt, Segment, TokenArrays, Verdict
+
+
+def segment(
+    tokens: Sequence[int], version: int = 0, *, logprob: float = 0.0, **more: Any
+) -> Segment:
+    """What the model has generated: `tokens`, all with weights of `version` and `logprob`. `more`:
+    other fields of the segment.
+    """
+    count = len(tokens)
+    arrays = TokenArrays(np.array(tokens, np.int32), np.full(count, logprob, np.float32))
+    return Segment(
+        "model", count, arrays, **({"versions": [(version, count)], "finish": "stop"} | more)
+    )
+
+
+@dataclass
+class Prompts:
+    """A thousand prompts: `of` an ordinal."""
+
+    of: Callable[[int], Prompt]
+
+    def __len__(self) -> int:
+        return 1000
+
+    def at(self, ordinal: int) -> Prompt:
+        return self.of(ordinal)
+
+
+class OneStep:
+    """An environment without observations, in which each response is right."""
+
+    has_start = False
+
+    async def step(self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int) -> Verdict:
+        return Verdict(1.0, correct=True)
+
+    async def texts(self, segments: Sequence[Segment]) -> list[str]:
+        return [str(part.arrays.token_ids.tolist()) for part in segments]
+
+
+def rollout_service(
+    engines: Sequence[Any],
+    config: RolloutConfig,
+    prompts: Prompts,
+    *,
+    kind: type[RolloutService] = RolloutService,
+    **settings: Any,
+) -> RolloutService:
+    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`."""
+    usual: dict[str, Any] = dict(
+        seed=3, environment=OneStep(), num_data_ranks=1, num_mini_batches=1, micro_batch_tokens=40,
+        last_step=5, transcripts_per_step=0,
+    )  # fmt: skip
+    return kind(config=config, prompts=prompts, engines=engines, **usual | settings)
+
+
+def dealt(groups: list[Group], **settings: Any) -> SharePlan:
+    """The shares of a step that has drawn and accepted `groups`, without transcripts, for one rank
+    and one mini-batch. `settings`: further arguments of `shares`.
+    """
+    usual: dict[str, Any] = dict(
+        step=0, drawn=groups, accepted=groups, seconds=1.0, num_data_ranks=1, num_mini_batches=1,
+        micro_batch_tokens=50, transcripts=0,
+    )  # fmt: skip
+    return shares(**usual | settings)

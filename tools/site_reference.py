@@ -1,0 +1,117 @@
+"""Reference pages of the documentation's site, of the code itself: a hook of mkdocs (mkdocs.yml).
+
+`reference/COMMAND.md` has every key of the recipe of a command, `reference/commands.md` every
+command with its options. The pages are made when the site is built, and no files of docs/.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from megarl import config as configs
+from megarl.command_line.settings import Setting, as_yaml, settings
+from megarl.command_line.table import COMMANDS, Command
+from megarl.schema import FILE, Of
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    pages = {name: _recipe_page(name, using) for name, using in recipes().items()}
+    for name, lines in {**pages, "commands": _commands_page()}.items():
+        content = "\n".join(lines) + "\n"
+        files.append(File.generated(config, f"reference/{name}.md", content=content))
+    return files
+
+
+def recipes() -> dict[str, list[str]]:
+    """{command that a kind of recipe is named after: all commands that take this kind}."""
+    kinds: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        if command.config:
+            kinds.setdefault(command.config, []).append(name)
+    return {names[0]: names for names in kinds.values()}
+
+
+def _recipe_page(name: str, using: list[str]) -> Iterator[str]:
+    """The lines of the page about the recipe of `using`."""
+    commands = ", ".join(f"[`megarl {one}`](commands.md#megarl-{one})" for one in using)
+    yield from (f"# Recipe of `megarl {name}`", "")
+    yield f"Every key with its default, its values and its meaning. For the commands {commands}."
+    yield "On the command line a key is an option: `--section.key VALUE`. `NAME` in a key stands"
+    yield "for a name that the recipe chooses, `N` for the number of an entry of a list."
+    known = list(settings(getattr(configs, COMMANDS[name].config)))
+    sections = {one.key: one for one in known if one.is_section}
+    rows: dict[str, list[Setting]] = {"": [], **{key: [] for key in sections}}
+    for one in known:
+        if not one.is_section:
+            rows[one.key.rpartition(".")[0]].append(one)
+    for section, keys in rows.items():
+        if section:
+            yield from ("", f"## `{section}`", "", _cell(sections[section].meaning))
+        if keys:
+            yield from ("", "| key | default | values | meaning |", "|---|---|---|---|")
+        for one in keys:
+            cells = [f"`{one.key}`", f"`{as_yaml(one.default)}`", _values(one), _meaning(one)]
+            yield f"| {' | '.join(cells)} |"
+
+
+def _values(one: Setting) -> str:
+    """The cell of a table with the values that a setting may have. A word that is written into a
+    recipe is set as code; a description such as "number from 0 to 1" is plain text.
+    """
+    words = {*one.choices, FILE, "null"}
+    values = one.values.split(" | ")
+    return ", ".join(f"`{value}`" if value in words else _cell(value) for value in values)
+
+
+def _meaning(one: Setting) -> str:
+    """The cell with what a setting does. It ends with the setting on which it depends, if any."""
+    section = one.key.rpartition(".")[0]
+    said = [_cell(one.meaning)]
+    for mark in typing.get_args(one.kind)[1:]:
+        if isinstance(mark, Of):
+            other = ".".join(filter(None, (section, mark.key)))
+            values = " or ".join(f"`{as_yaml(value)}`" for value in mark.values)
+            said.append(f"Only where `{other}` is {values or 'set'}.")
+    return " ".join(filter(None, said))
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table: outside of code, nothing in it is Markdown or HTML but links to
+    the pages that it names.
+    """
+    parts = text.split("`")
+    for at in range(0, len(parts), 2):
+        plain = re.sub(r"([\\|*\[])", r"\\\1", parts[at]).replace("<", "&lt;")
+        parts[at] = re.sub(r"\bdocs/(\w+\.md)", r"[docs/\1](../\1)", plain)
+    return "`".join(parts)
+
+
+def _commands_page() -> Iterator[str]:
+    """The lines of the page about all commands."""
+    own = recipes()
+    yield from ("# Commands", "")
+    yield "Every command has `--help`. A command that takes a recipe also takes its keys as"
+    yield "options; `--help SECTION`, `--help WORD` and `--help all` print keys."
+    for name, command in COMMANDS.items():
+        yield from ("", f"## megarl {name}", "", *_about(name, command))
+        if command.config:
+            named = next(one for one, using in own.items() if name in using)
+            yield from ("", f"Recipe: [its keys]({named}.md).")
+        yield from ("", "| option | meaning |", "|---|---|")
+        for option, meaning in command.all_options.items():
+            yield f"| `{option}` | {_cell(meaning)} |"
+
+
+def _about(name: str, command: Command) -> Iterator[str]:
+    """The lines about a command without its options."""
+    words = ["[OPTIONS]", command.first] if name == "torchrun" else [command.first, "[OPTIONS]"]
+    yield _cell(f"{command.summary[0].upper()}{command.summary[1:]}. {command.about}".strip())
+    yield from ("", "```bash", " ".join(["megarl", name, *filter(None, words)]))
+    yield from (f"megarl {name} {command.example}", "```", "")
+    yield f"More: [{command.docs}](../../{command.docs})."
