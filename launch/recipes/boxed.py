@@ -4,13 +4,16 @@ import re
 
 
 def score(prompt, response):
-    r"""1 if the last \boxed{} holds the right whole number, 0.2 to 0.5 for another one, more for a
-    nearer one, else 0. Without the part for nearness one number is written everywhere.
+    r"""0.8 if the last whole number is right, wherever it stands, and 0.2 more if a \boxed{} holds
+    it or another number. Were a right number paid in a box only, the model would learn to write
+    boxes first, with wrong numbers in them: at the start none of its boxes holds the right one.
     """
-    boxes = re.findall(r"\\boxed\{(-?\d{1,6})\}", response)
-    distance = abs(int(boxes[-1]) - int(prompt.answer)) if boxes else 0
+    numbers = re.findall(r"-?\d{1,6}", response)
+    right = bool(numbers) and int(numbers[-1]) == int(prompt.answer)
+    boxed = re.search(r"\\boxed\{-?\d{1,6}\}[^\d]*$", response) is not None
     return {
-        "reward": (0.2 + 0.3 / distance if distance else 1.0) if boxes else 0.0,
-        "correct": bool(boxes) and distance == 0,
-        "boxed": float(bool(boxes)),
+        "reward": 0.8 * right + 0.2 * boxed,
+        "correct": right and boxed,
+        "right": float(right),
+        "boxed": float(boxed),
     }
