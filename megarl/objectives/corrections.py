@@ -8,8 +8,8 @@ The trainer's log-probs are those before the step's first update; if both agree,
 Together with a loss that clips the ratio to the trainer's log-probs, this is PPO with three
 policies: the engine's (behaviour), the trainer's at the start of the step (proximal) and the one
 that learns (current). Weights multiply `LossTerms.per_token` and do not change the normalisers: a
-token of weight 0 still counts. `mismatch`, `merge` and `summarise` measure the difference over
-micro-batches and ranks, `weight_sums` and `summarise_weights` what the weights do.
+token of weight 0 still counts. `mismatch` and `summarise` measure the difference over micro-batches
+and ranks, `weight_sums` and `summarise_weights` what the weights do.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ LOG_WEIGHT_LIMIT = 20.0
 OUTSIDE_RATIO = 1.25
 """A token's ratio of probabilities, engine to trainer, counts as outside if it is not in
 [1 / 1.25, 1.25] = [0.8, 1.25]."""
-
-MAXIMA = frozenset({"max_abs"})
-"""Keys of the result of `mismatch` that are reduced over micro-batches and ranks with maximum; all
-others with sum."""
 
 WEIGHT_SUMS = ("weights", "squares", "dropped", "clipped")
 """Keys of the result of `weight_sums`, which are all reduced over micro-batches and ranks with
@@ -225,22 +221,16 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 
 @torch.no_grad()
-def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-    """Sums over this rank's tokens of the differences d between the trainer's and the engine's
-    log-probs, as a dict of float64 scalars: `count` of tokens, `sum_abs` and `max_abs` of |d|,
-    `sum_k1` and `sum_k3` of two KL estimates, and `sum_outside`, the number of tokens whose
-    probability ratio is not in [0.8, 1.25]. `merge` adds up those of several micro-batches or
-    ranks, and `summarise` makes metrics of them.
-
-    Args:
-        trainer_T: [T] log-probs by the trainer.
-        engine_T: [T] log-probs reported by the engine.
-        mask_T: [T] bool, tokens to count; other positions may have any value, NaN included.
+def mismatch(trainer_T: Tensor, engine_T: Tensor) -> dict[str, Tensor]:
+    """Sums over this rank's tokens of the differences d between the log-probs by the trainer and
+    those that the engine reported, [T] each, as a dict of float64 scalars: `count` of tokens,
+    `sum_abs` and `max_abs` of |d|, `sum_k1` and `sum_k3` of two KL estimates, and `sum_outside`,
+    the number of tokens whose probability ratio is not in [0.8, 1.25]. Over micro-batches and ranks
+    `max_abs` is reduced with maximum, all others with sum; `summarise` makes metrics of them.
     """
-    # Selected before any arithmetic, because 0 x NaN is NaN. A difference of 0 adds 0 to each sum.
-    d_T = torch.where(mask_T, engine_T.to(torch.float64) - trainer_T.to(torch.float64), 0.0)
+    d_T = engine_T.to(torch.float64) - trainer_T.to(torch.float64)
     return {
-        "count": mask_T.sum().to(torch.float64),
+        "count": d_T.new_full((), d_T.numel()),
         "sum_abs": d_T.abs().sum(),
         "max_abs": d_T.abs().max() if d_T.numel() else d_T.new_zeros(()),
         "sum_k1": d_T.sum(),
@@ -249,25 +239,14 @@ def mismatch(trainer_T: Tensor, engine_T: Tensor, mask_T: Tensor) -> dict[str, T
     }
 
 
-def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Combine two dicts of scalars that `mismatch` returned for two micro-batches or ranks (sums of
-    differences between the trainer's and the engine's log-probs) into a new dict: maximum for the
-    largest difference `max_abs`, sum for all other keys.
-    """
-    return {
-        key: torch.maximum(value, second[key]) if key in MAXIMA else value + second[key]
-        for key, value in first.items()
-    }
-
-
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
     """Metrics of the difference between the trainer's and the engine's log-probs, as {name:
-    number}, from the dicts of `mismatch` (sums over tokens) merged over all micro-batches and
+    number}, from the dicts of `mismatch` (sums over tokens) reduced over all micro-batches and
     ranks; all 0 without tokens.
 
     `mean_abs` and `max_abs` are of |log-prob difference|, in nats. `k1` and `k3` are estimates of
-    KL(engine || trainer) per token. `outside` is the fraction of tokens whose probability ratio is
-    not in [0.8, 1.25].
+    KL(engine || trainer) per token. `outside_share` is the fraction of tokens whose probability
+    ratio is not in [0.8, 1.25].
     """
     num_tokens = max(float(sums["count"]), 1.0)
     return {
@@ -275,5 +254,5 @@ def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
         "max_abs": float(sums["max_abs"]),
         "k1": float(sums["sum_k1"]) / num_tokens,
         "k3": float(sums["sum_k3"]) / num_tokens,
-        "outside": float(sums["sum_outside"]) / num_tokens,
+        "outside_share": float(sums["sum_outside"]) / num_tokens,
     }
