@@ -14,40 +14,24 @@ from typing import Any
 import torch
 
 from megarl.kernels.block import Block, Positions
-
-
-def _reference() -> Block:
-    from megarl.kernels.block_reference import ReferenceBlock
-
-    return ReferenceBlock()
-
-
-def _cpu() -> Block:
-    from megarl.kernels.block_cpu import CpuBlock
-
-    return CpuBlock()
+from megarl.kernels.block_cpu import CpuBlock
+from megarl.kernels.block_flash import FlashBlock
+from megarl.kernels.block_reference import ReferenceBlock
 
 
 def _triton() -> Block:
-    from megarl.kernels.block_triton import TritonBlock
+    from megarl.kernels.block_triton import TritonBlock  # needs triton
 
     return TritonBlock()
 
 
-def _flash() -> Block:
-    from megarl.kernels.block_flash import FlashBlock
-
-    return FlashBlock()
-
-
 BLOCKS: dict[str, Callable[[], Block]] = {
-    "reference": _reference,
-    "cpu": _cpu,
+    "reference": ReferenceBlock,
+    "cpu": CpuBlock,
     "triton": _triton,
-    "flash": _flash,
+    "flash": FlashBlock,
 }
-"""{name: function that makes the block attention kernel}. A kernel is imported when its function is
-called, since some need a GPU's packages."""
+"""{name: function that makes the block attention kernel}."""
 
 
 def default_block(device: torch.device) -> str:
