@@ -233,11 +233,7 @@ def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) 
 
 
 def make_publisher(
-    config: RunConfig,
-    inputs: RunInputs,
-    policy: Role,
-    generation: Generation,
-    mesh: ProcessMesh,
+    config: RunConfig, inputs: RunInputs, policy: Role, generation: Generation, mesh: ProcessMesh
 ) -> Publication:
     """The object whose `publish` sends the policy's weights, or with `training.lora.publish:
     adapter` only its LoRA adapters, from the trainer's ranks to the inference engines. All ranks of

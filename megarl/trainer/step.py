@@ -112,10 +112,7 @@ def optimizer_step(
 
 
 def _accumulate(
-    role: Role,
-    micro_batches: Sequence[MicroBatch],
-    loss: MicroBatchLoss,
-    guard: StepGuard,
+    role: Role, micro_batches: Sequence[MicroBatch], loss: MicroBatchLoss, guard: StepGuard
 ) -> str:
     """Run forward and backward pass of all micro-batches, which adds up their gradients. Returns ""
     or, if a loss or another value that `guard` watches is not finite, a description of it.

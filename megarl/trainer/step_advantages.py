@@ -126,11 +126,7 @@ def _of_turns(
         sums[1] += turn_sums(torch.ones_like(reward), mask, of, shape)
     sums = all_reduce(sums, data).cpu()
     found = turn_advantages(
-        function,
-        sums[0],
-        sums[1].long(),
-        groups.cpu(),
-        discount=algorithm.turn_discount,
+        function, sums[0], sums[1].long(), groups.cpu(), discount=algorithm.turn_discount
     )
     found = found.float().to(groups.device)
     return [found[of, turn] for of, turn in zip(ids, turns, strict=True)]

@@ -198,11 +198,7 @@ class BatchTransfer:
         return [torch.cat([nothing, *(found[n] for n in numbers)]) for numbers in self._here]
 
     def to_policy(
-        self,
-        column: Column,
-        *,
-        width: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
+        self, column: Column, *, width: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Column:
         """Bring a column of the step that was sent last back to the policy's ranks. `column`: for
         each mini-batch a tensor [T, *width] of `dtype` over the tokens of this rank's samples as a
@@ -330,11 +326,7 @@ class Scorer:
         """Its scores, on the role's ranks; empty on others."""
 
     def score(
-        self,
-        batch: StepBatch | None,
-        packed: Sequence[Sequence[MicroBatch]],
-        *,
-        temperature: float,
+        self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]], *, temperature: float
     ) -> Column:
         """Compute a number for each token of `batch` that the policy generated: for each mini-batch
         a float32 tensor [T] over the tokens of this rank's samples, 0 for all other tokens.
