@@ -87,7 +87,7 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
     engine.config = TrainingConfig(zero_stage=1, offload_optimizer=True)
     engine.device = torch.device("cpu")
     engine.mesh = SimpleNamespace(world=Axis("world", 1, 0, (0,), None))
-    engine._module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
+    engine.module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
     assert engine.broken_gradient() == "weight"
 
 

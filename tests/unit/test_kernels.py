@@ -302,23 +302,6 @@ def test_a_torch_that_knows_no_shared_heads_is_given_every_head(
     torch.testing.assert_close(*grads)
 
 
-def test_another_document_never_changes_mine() -> None:
-    lengths = [7, 30, 12]
-    draw = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(49, 2, 8, generator=draw, requires_grad=True) for _ in range(3))
-    out = packed_attention(q, k, v, Documents.of(starts_of(lengths)), 0.3)
-    grads = torch.autograd.grad(out[7:37].sum(), (q, k, v))
-    for grad in grads:
-        others = torch.cat([grad[:7], grad[37:]])
-        assert others.abs().max() == 0 and grad[7:37].abs().max() > 0
-    with torch.no_grad():
-        for x in (q, k, v):
-            x[:7] = 1e4
-            x[37:] = -1e4
-    again = packed_attention(q, k, v, Documents.of(starts_of(lengths)), 0.3)
-    assert torch.equal(out[7:37], again[7:37])
-
-
 @pytest.mark.parametrize("shape", [(1, 5, 7), (2, 33, 192), (64, 17)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_linear_equals_float64_forward_and_backward(

@@ -285,41 +285,6 @@ def test_logprob_passes_equal_their_twins(first: int, dtype: torch.dtype) -> Non
 
 
 @here
-def test_the_twins_are_the_derivative() -> None:
-    """Two shards put together by the formulae of logprobs_torch.py, against autograd in float64."""
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(7, 53, dtype=torch.float64, generator=draw) * 3
-    targets, temperature = torch.randint(0, 53, (7,), generator=draw), 0.7
-    leaf = logits.clone().requires_grad_()
-    log_p = torch.log_softmax(leaf / temperature, 1)
-    wanted = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    upstream = torch.randn(2, 7, dtype=torch.float64, generator=draw)
-    (gradient,) = torch.autograd.grad(wanted, leaf, list(upstream))
-
-    shards = [(0, 20), (20, 20), (20, 53)]  # one of them empty
-    found = [logprobs_torch.statistics(logits[:, a:b], targets, a, temperature) for a, b in shards]
-    m = torch.stack([part[0] for part in found]).amax(0)
-    shifts = [(part[0] - m).masked_fill(part[0] == -torch.inf, 0.0) for part in found]
-    s = sum(part[1] * shift.exp() for part, shift in zip(found, shifts, strict=True))
-    t = sum(
-        shift.exp() * (part[2] + shift * part[1]) for part, shift in zip(found, shifts, strict=True)
-    )
-    owned = [(targets >= a) & (targets < b) for a, b in shards]
-    z_y = sum(
-        torch.where(mine, part[3] + shift, 0.0)
-        for part, shift, mine in zip(found, shifts, owned, strict=True)
-    )
-    assert isinstance(s, torch.Tensor)
-    entropy = s.log() - t / s
-    torch.testing.assert_close((z_y - s.log(), entropy), wanted)
-    for a, b in shards:
-        logprobs_torch.gradient_(
-            logits[:, a:b], targets, a, temperature, m, s.log(), entropy, *upstream
-        )
-    torch.testing.assert_close(logits, gradient)
-
-
-@here
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_kernels_compile_for_hopper(descriptors: bool) -> None:
     """No GPU is needed for it: they use Hopper's own matrix instructions and fit into its shared
