@@ -9,10 +9,7 @@ what is left of the difference that float32 shows after optimizer steps.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
 
 from support.ranks import run_ranks
 

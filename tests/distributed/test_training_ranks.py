@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
 from support.ranks import run_ranks
 from support.tiny import groups, write_model
 
