@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.policy import Policy, make_checkpoints, make_role, on_mesh, whole_weights
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups, write_model
 
-from megarl.objectives.config import CorrectionConfig
+from megarl.checkpoints import checkpoint, export, rank_files
+from megarl.checkpoints.manifest import damage
+from megarl.errors import UserError
+from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
+from megarl.parallel import launcher
+from megarl.parallel.reshard.owned import training_owned
+from megarl.parallel.tensor import whole_shapes
+from megarl.trainer import zero_state
+from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
 
 STEPS = 3
 # Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes the
@@ -55,25 +67,10 @@ def three_steps(
     """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank.
     `equal`: every second group has equal rewards, and is "sent" to the ranks or "skipped".
     """
-    from dataclasses import replace
-
-    import torch
-    from support.policy import Policy
-
-    from megarl.objectives.config import AlgorithmConfig, KLConfig
-    from megarl.parallel import launcher
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.batch import shares
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-
-    torch.set_num_threads(1)
     settings, found = CASES[case], {}
     where = "reward" if "reward" in case else "loss"
     kl = KLConfig(coefficient=0.05, where=where) if "KL" in case else KLConfig()
-    device = mesh_module.initialise(timeout_s=60)
-    with ProcessMesh(Layout(data=launcher.num_ranks()), timeout_s=60) as mesh:
+    with on_mesh(launcher.num_ranks()) as (mesh, device):
         for stage in stages:
             policy = Policy(
                 model=ModelConfig(path=model),
@@ -104,24 +101,17 @@ def three_steps(
                         replace(one, verdict=replace(one.verdict, reward=0.25))
                         for one in group.rollouts
                     ]
-                dealt = shares(
+                plan = dealt(
+                    made,
                     step=step,
-                    drawn=made,
-                    accepted=made,
-                    seconds=1.0,
                     num_data_ranks=mesh.data.size,
                     num_mini_batches=settings["num_mini_batches"],
                     micro_batch_tokens=settings["micro_batch_tokens"],
-                    transcripts=0,
                     skips_equal=equal == "skipped",
                 )
-                reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-            weights = {
-                name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()
-            }
-            found[stage] = (reports, weights)
+                reports.append(policy.train(plan.share(mesh.data.rank)).metrics)
+            found[stage] = (reports, whole_weights(policy.engine))
             policy.engine.destroy()
-    mesh_module.finalise()
     return found
 
 
@@ -229,19 +219,10 @@ def test_deepspeeds_cpu_optimizer_takes_the_same_steps(
 ) -> None:
     """Under every ZeRO stage, its state offloaded; the first run compiles the extension."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")  # ninja
-    alone = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
-    other = run_ranks(
-        2,
-        __file__,
-        "three_steps",
-        models[False],
-        [0, 1, 2, 3],
-        "dapo",
-        4,
-        "float32",
-        "deepspeed_cpu",
-        timeout_s=500,
-    )
+    model, kind = models[False], ("float32", "deepspeed_cpu")
+    alone = run_ranks(1, __file__, "three_steps", model, [0], "dapo", 4)[0][0]
+    stages = [0, 1, 2, 3]
+    other = run_ranks(2, __file__, "three_steps", model, stages, "dapo", 4, *kind, timeout_s=500)
     for stage in range(4):
         found = differences(alone, other[0][stage])
         assert max(found.values()) < 1e-5, (stage, found)
@@ -259,21 +240,6 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     """Rank 1 cannot write: the trained state, its random state, its file of the exported model, its
     files to the disk. Returns what each rank was told.
     """
-    from pathlib import Path
-
-    from megarl.checkpoints import checkpoint, export, rank_files
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.errors import UserError
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.parallel.reshard.owned import training_owned
-    from megarl.parallel.tensor import whole_shapes
-    from megarl.trainer import zero_state
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.loading import load_model
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.zero import TrainEngine
 
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
@@ -283,30 +249,13 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     def put_no_model(file: rank_files.RankFile, *content: Any) -> None:
         (full if file.path.parent.name == "model" else put)(file, *content)
 
-    import torch
-
-    device = mesh_module.initialise(timeout_s=30)
-    with ProcessMesh(Layout(data=2), timeout_s=30) as mesh:
-        config = ModelConfig(path=model)
-        training = TrainingConfig(zero_stage=1)
-        network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        engine = TrainEngine(network, training, mesh, device, total_steps=1)
-        second = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        critic = TrainEngine(second, training, mesh, device, total_steps=1)
-        tokenizer = load_tokenizer(model)
-        made = checkpoint.Checkpoints(
-            Path(folder),
-            keep=2,
-            engine=engine,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            seed=0,
-            data="d",
-            others={"critic": critic},
-        )
+    with on_mesh(2) as (mesh, device):
+        one, other = (make_role(model, mesh, device, steps=1, zero_stage=1) for _ in range(2))
+        engine, critic = one.engine, other.engine
+        made = make_checkpoints(Path(folder), engine, model, mesh, others={"critic": critic})
         made.save(step=1, next_ordinal=4)
         # From here on several files of weights, so that rank 1 writes one of them.
-        shapes = whole_shapes(network.model, {})
+        shapes = whole_shapes(engine.module.model, {})
         owned = training_owned(shapes, {}, mesh.layout, 1)
         made._weights = export.WeightExport(
             owned, shapes, torch.float32, file_bytes=60_000, band_bytes=9_000
@@ -333,20 +282,17 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         change(critic, "zero_")
         made.load(path)
         assert all(torch.equal(weight, saved[name]) for name, weight in critic.owned().items())
-        told += save_in_background(made, critic, rank_files)
+        told += save_in_background(made, critic)
         made.others = {"value": critic}
         with pytest.raises(UserError, match="has no roles/value"):
             made.load(path)
-    mesh_module.finalise()
     return "\n".join(told)
 
 
-def save_in_background(made: Any, critic: Any, rank_files: Any) -> list[str]:
+def save_in_background(made: Any, critic: Any) -> list[str]:
     """Two checkpoints that are written while training goes on; the disk of rank 1 is full for the
     second. Returns what is raised. The first holds the weights as they were at the save.
     """
-    import torch
-
     made.in_background = True
     whole, may_write = rank_files.RankFile.finish, threading.Event()
 
@@ -390,8 +336,6 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
         assert words.count("rank 1: ") == 5 and words.count("No space left on device") == 5
         assert "step 8 could not be written" in words
         assert "earlier checkpoints are whole" in words
-    from megarl.checkpoints.manifest import damage
-
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000006", "step_000007"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())
     assert len(list((tmp_path / "step_000006" / "model").glob("*.safetensors"))) > 1

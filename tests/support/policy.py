@@ -4,14 +4,16 @@ the loop makes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.rank_files import RankFiles
+from megarl.data.tokenizer import load_tokenizer
 from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
@@ -37,8 +39,18 @@ def on_mesh(*degrees: int, timeout_s: float = 120.0) -> Iterator[tuple[ProcessMe
         yield mesh, device
 
 
+def over_meshes(
+    layouts: Iterable[tuple[int, int, int]],
+) -> Iterator[tuple[tuple[int, int, int], ProcessMesh, torch.device]]:
+    """`joined`, and one mesh after the other with the degrees of each of `layouts`."""
+    with joined() as device:
+        for degrees in layouts:
+            with ProcessMesh(Layout(*degrees), timeout_s=60) as mesh:
+                yield degrees, mesh, device
+
+
 def make_role(
-    model: str | Path,
+    model: str | Path | ModelConfig,
     mesh: ProcessMesh,
     device: torch.device,
     *,
@@ -52,7 +64,7 @@ def make_role(
     """A role, frozen without `steps`. `settings`: those of its training."""
     return Role(
         name,
-        model=ModelConfig(path=str(model)),
+        model=model if isinstance(model, ModelConfig) else ModelConfig(path=str(model)),
         training=training or TrainingConfig(**settings),
         mesh=mesh,
         device=device,
@@ -67,6 +79,13 @@ def save_state(engine: Any, folder: str | Path) -> None:
     files = RankFiles(Path(folder))
     engine.save(Path(folder), files)
     files.finish()
+
+
+def make_checkpoints(
+    folder: Path, engine: Any, model: str, mesh: ProcessMesh, **settings: Any
+) -> Checkpoints:
+    usual: dict[str, Any] = dict(keep=2, seed=0, data="d") | settings
+    return Checkpoints(folder, engine=engine, tokenizer=load_tokenizer(model), mesh=mesh, **usual)
 
 
 def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
