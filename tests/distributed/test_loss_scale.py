@@ -145,9 +145,7 @@ def test_an_overflow_is_computed_again(found: list[list[dict[str, Any]]]) -> Non
             assert runs["high"][0] == found[0][CASES.index(case)]["high"][0]
 
 
-def test_the_step_in_which_the_scale_grows_is_the_same(
-    found: list[list[dict[str, Any]]],
-) -> None:
+def test_the_step_in_which_the_scale_grows_is_the_same(found: list[list[dict[str, Any]]]) -> None:
     for case, runs in zip(CASES, found[0], strict=True):
         scales = [math.log2(one["loss_scale"]) for one in runs["growing"][0]]
         assert scales[-1] > scales[0] == 2, (case, scales)

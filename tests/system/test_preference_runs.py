@@ -187,10 +187,7 @@ def sft_of(place: Path, model: Path) -> str:
     tree = {
         "folder": str(place / "sft"),
         "model": {"path": str(model)},
-        "demonstrations": {
-            "source": str(place / "train.jsonl"),
-            "response_column": "chosen",
-        },
+        "demonstrations": {"source": str(place / "train.jsonl"), "response_column": "chosen"},
     }
     return write_recipe(place / "sft.yaml", tree)
 

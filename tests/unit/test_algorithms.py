@@ -425,9 +425,7 @@ def correct(name: str, trainer: Tensor, engine: Tensor, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0])
 @FEW
-@given(
-    log_w=st.lists(st.tuples(st.floats(-4, 4), st.integers(0, 2)), min_size=1, max_size=20),
-)
+@given(log_w=st.lists(st.tuples(st.floats(-4, 4), st.integers(0, 2)), min_size=1, max_size=20))
 def test_correction_is_its_closed_form(
     name: str, scale: float, log_w: list[tuple[float, int]]
 ) -> None:

@@ -16,15 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.block_pairs import LAYOUTS, LONG, compare
-from support.sequence_cases import (
-    CPU,
-    TOLERANCE,
-    Case,
-    assert_close,
-    cases,
-    dense,
-    split_attention,
-)
+from support.sequence_cases import CPU, TOLERANCE, Case, assert_close, cases, dense, split_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.kernels import block_flash, pieces

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.tiny import adapter_shapes, random_adapter, write_adapter, write_model
 
-from megarl.checkpoints.adapter_files import (
-    CONFIG,
-    PREFIX,
-    SCORE,
-    TENSORS,
-    read_adapter,
-)
+from megarl.checkpoints.adapter_files import CONFIG, PREFIX, SCORE, TENSORS, read_adapter
 from megarl.checks.model_checks import adapter_warning, check_adapters
 from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
