@@ -4,6 +4,7 @@ comparison of their results.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ STEPS = 3
 RATE = 1e-3
 
 Case = dict[str, Any]
-"""layout, stage, and optionally model, sequence, training, algorithm, groups, prompts: see
-`three_steps`.
+"""layout, stage, and optionally model, sequence, training, optimizer, algorithm, groups, prompts:
+see `three_steps`. `equal`: every second group has equal rewards, and is "sent" to the ranks or
+"skipped".
 """
 
 
@@ -53,14 +55,14 @@ def run_cases(cases: list[Case]) -> list[Any]:
 def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     """Three clipped optimizer steps of reinforcement learning on uneven packed documents."""
     # Clipping makes a wrong scale of the gradient visible, which AdamW alone would hide.
-    optimizer = OptimizerConfig(learning_rate=RATE, clip_norm=0.5, eps=1e-6)
+    optimizer: Any = dict(learning_rate=RATE, clip_norm=0.5, eps=1e-6) | case.get("optimizer", {})
     algorithm = {"kl": KLConfig(coefficient=0.05)} | case.get("algorithm", {})
     policy = Policy(
         model=ModelConfig(path=case["model"]),
         training=TrainingConfig(
             zero_stage=case["stage"],
             sequence=sequence,
-            optimizer=optimizer,
+            optimizer=OptimizerConfig(**optimizer),
             **case.get("training", {}),
         ),
         algorithm=AlgorithmConfig(**algorithm),
@@ -75,9 +77,14 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     first_layer.register_forward_pre_hook(lambda _, inputs: met.append(inputs[0].shape[1]))
     for step in range(STEPS):
         made = groups(*case.get("groups", (3, 3)), seed=step, prompts=case.get("prompts", (1, 7)))
+        for group in made[::2] if "equal" in case else ():
+            group.rollouts[:] = [
+                replace(one, verdict=replace(one.verdict, reward=0.25)) for one in group.rollouts
+            ]
         plan = dealt(
             made,
             step=step,
+            skips_equal=case.get("equal") == "skipped",
             num_data_ranks=mesh.data.size,
             num_mini_batches=case.get("num_mini_batches", 1),
             micro_batch_tokens=case.get("tokens", 70) * mesh.sequence.size,
@@ -111,6 +118,8 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         "entropy": 1e-3,
         "mismatch/mean_abs": 1e-3,
         "tokens/trained": 1.0,
+        "staleness/token_mean": 1e-3,
+        "staleness/token_max": 1.0,
     }
     if "correction/mean" in one[0][0]:
         shares = ("dropped_share", "clipped_share")
@@ -125,17 +134,16 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         )
         for name, scale in scales.items()
     }
-    # About half the mean square of differences of log-probs of some 4 nats, with their rounding:
-    # compared in nats.
-    numbers["kl"] = max(
-        abs((2 * a["kl"]) ** 0.5 - (2 * b["kl"]) ** 0.5)
-        for a, b in zip(one[0], other[0], strict=True)
-    )
-    for name, number in (("logprobs", 1), ("entropies", 2)):
-        numbers[name] = max(
-            float((a - b).norm() / a.norm())
-            for a, b in zip(one[number], other[number], strict=True)
+    if "kl" in one[0][0]:
+        # About half the mean square of differences of log-probs of some 4 nats, with their
+        # rounding: compared in nats.
+        numbers["kl"] = max(
+            abs((2 * a["kl"]) ** 0.5 - (2 * b["kl"]) ** 0.5)
+            for a, b in zip(one[0], other[0], strict=True)
         )
+    for name, number in (("logprobs", 1), ("entropies", 2)):
+        pairs = zip(one[number], other[number], strict=True)
+        numbers[name] = max((float((a - b).norm() / a.norm()) for a, b in pairs), default=0.0)
     weights, others = one[3], other[3]
     assert weights.keys() == others.keys()
     numbers["weights"] = max(
