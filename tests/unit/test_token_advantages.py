@@ -164,11 +164,8 @@ def test_targets_with_lambda_1_do_not_depend_on_the_values() -> None:
     config = AlgorithmConfig(advantage="gae", gae=GaeConfig(gamma=0.9, lam=0.5, value_lam=1.0))
     assert step.values is not None
     other = replace(step, values=step.values * -3)
-    assert torch.allclose(
-        value_targets(step, step.values, config),
-        value_targets(other, other.values, config),
-        atol=1e-12,
-    )
+    targets = [value_targets(one, one.values, config) for one in (step, other)]
+    assert torch.allclose(*targets, atol=1e-12)
     assert not torch.allclose(gae(step, config), gae(other, config), atol=1e-3)
     plain = replace(step, values=torch.zeros_like(step.values))
     expected = by_definition(plain, 0.9, 1.0)
@@ -233,13 +230,12 @@ def test_explained_variance() -> None:
     assert of(returns + 7) == pytest.approx(1.0)  # a constant error has no variance
     assert of(torch.full((4,), 0.3)) == pytest.approx(0.0)
     assert of(-returns) == pytest.approx(1 - 4.0)
-    small = moments(torch.tensor([0.0, 1e-6]), torch.tensor([0.0, 2e-6]))
-    assert explained_variance({n: float(v) for n, v in small.items()}) == pytest.approx(0.75)
-    empty = torch.zeros(0)
-    sums = {name: float(value) for name, value in moments(empty, empty).items()}
-    assert explained_variance(sums) == 0.0
-    equal = moments(torch.tensor([0.1, 0.2]), torch.tensor([0.7, 0.7]))
-    assert explained_variance({name: float(value) for name, value in equal.items()}) == 0.0
+    for values, others, wanted in (
+        ([0.0, 1e-6], [0.0, 2e-6], 0.75), ([], [], 0.0), ([0.1, 0.2], [0.7, 0.7], 0.0),
+    ):  # fmt: skip
+        sums = moments(torch.tensor(values), torch.tensor(others))
+        found = explained_variance({name: float(value) for name, value in sums.items()})
+        assert found == pytest.approx(wanted)
 
 
 def test_turns_are_stretches_of_the_policys_tokens() -> None:
