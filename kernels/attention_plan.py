@@ -199,10 +199,8 @@ class AttentionPlan:
             raise ValueError(
                 f"no attention block is called {name!r}; set one of {', '.join(BLOCKS)}"
             )
-        joined = [
-            torch.cat(list(indices[start : start + ulysses]))
-            for start in range(0, len(indices), ulysses)
-        ]
+        groups = range(0, len(indices), ulysses)
+        joined = [torch.cat(list(indices[start : start + ulysses])) for start in groups]
         positions = [Positions.of(index, starts, parents) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)

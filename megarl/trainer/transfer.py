@@ -261,9 +261,8 @@ class BatchTransfer:
         """The token ids that samples of this rank may share with any others, those of other ranks
         too, each once, with the ids of these samples. Of the ranks with the same samples one tells.
         """
-        if not parts or self.share_prefix == "off":
-            return []
-        if self.policy.sequence.rank or self.policy.tensor.rank:
+        is_copy = self.policy.sequence.rank or self.policy.tensor.rank
+        if not parts or self.share_prefix == "off" or is_copy:
             return []
         found: dict[bytes, tuple[np.ndarray, list[int]]] = {}
         for samples in parts:

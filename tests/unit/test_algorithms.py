@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.objectives.advantages import ADVANTAGES
+from megarl.objectives.advantages import ADVANTAGES, check_rewards
 from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
@@ -147,11 +147,10 @@ def test_remax_needs_one_greedy_response_in_each_group(tokens: list[int]) -> Non
         advantages("remax", [1.0, 0.0, 1.0], [7, 7, 7], tokens)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("value", [1e150, -1e19, math.inf, math.nan])
-def test_rewards_without_finite_squares_are_refused(name: str, value: float) -> None:
+def test_rewards_without_finite_squares_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match=r"the reward of sample 1 is .* at most 1e\+18"):
-        advantages(name, [1.0, value], [0, 0], [1, 1])
+        check_rewards(f64([1.0, value]), torch.zeros(2), torch.ones(2))
 
 
 @pytest.mark.parametrize("name", SAMPLED)
