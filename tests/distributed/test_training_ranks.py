@@ -23,30 +23,23 @@ from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.tensor import whole_shapes
 from megarl.trainer import zero_state
 
+OFF_POLICY: dict[str, Any] = dict(
+    aggregation="sequence", entropy_coefficient=0.01, advantage="rloo",
+    correction=CorrectionConfig(kind="tis"),
+)  # fmt: skip
+IN_REWARD: dict[str, Any] = dict(
+    loss="gspo", aggregation="constant", constant_tokens=24,
+    advantage="reinforce_plus_plus_baseline", kl=KLConfig(coefficient=0.05, where="reward"),
+)  # fmt: skip
 CASES: dict[str, Case] = {
     "dapo": {"num_mini_batches": 2, "tokens": 60, "algorithm": {"kl": KLConfig()}},
     # Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes
     # the update.
     "sequence-mean, KL, entropy": {"tokens": 200, "optimizer": {"clip_norm": 0.0}}
-    | {
-        "algorithm": dict(
-            aggregation="sequence",
-            entropy_coefficient=0.01,
-            advantage="rloo",
-            correction=CorrectionConfig(kind="tis"),
-        )
-    },
+    | {"algorithm": OFF_POLICY},
     "tied, recomputed activations, KL in the reward, GSPO": {"num_mini_batches": 2, "tokens": 100}
     | {"training": {"gradient_checkpointing": True}, "optimizer": {"clip_norm": 1.0}}
-    | {
-        "algorithm": dict(
-            loss="gspo",
-            aggregation="constant",
-            constant_tokens=24,
-            advantage="reinforce_plus_plus_baseline",
-            kl=KLConfig(coefficient=0.05, where="reward"),
-        )
-    },
+    | {"algorithm": IN_REWARD},
 }
 
 
