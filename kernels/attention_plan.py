@@ -14,40 +14,24 @@ from typing import Any
 import torch
 
 from megarl.kernels.block import Block, Positions
-
-
-def _reference() -> Block:
-    from megarl.kernels.block_reference import ReferenceBlock
-
-    return ReferenceBlock()
-
-
-def _cpu() -> Block:
-    from megarl.kernels.block_cpu import CpuBlock
-
-    return CpuBlock()
+from megarl.kernels.block_cpu import CpuBlock
+from megarl.kernels.block_flash import FlashBlock
+from megarl.kernels.block_reference import ReferenceBlock
 
 
 def _triton() -> Block:
-    from megarl.kernels.block_triton import TritonBlock
+    from megarl.kernels.block_triton import TritonBlock  # needs triton
 
     return TritonBlock()
 
 
-def _flash() -> Block:
-    from megarl.kernels.block_flash import FlashBlock
-
-    return FlashBlock()
-
-
 BLOCKS: dict[str, Callable[[], Block]] = {
-    "reference": _reference,
-    "cpu": _cpu,
+    "reference": ReferenceBlock,
+    "cpu": CpuBlock,
     "triton": _triton,
-    "flash": _flash,
+    "flash": FlashBlock,
 }
-"""{name: function that makes the block attention kernel}. A kernel is imported when its function is
-called, since some need a GPU's packages."""
+"""{name: function that makes the block attention kernel}."""
 
 
 def default_block(device: torch.device) -> str:
@@ -215,10 +199,8 @@ class AttentionPlan:
             raise ValueError(
                 f"no attention block is called {name!r}; set one of {', '.join(BLOCKS)}"
             )
-        joined = [
-            torch.cat(list(indices[start : start + ulysses]))
-            for start in range(0, len(indices), ulysses)
-        ]
+        groups = range(0, len(indices), ulysses)
+        joined = [torch.cat(list(indices[start : start + ulysses])) for start in groups]
         positions = [Positions.of(index, starts, parents) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)

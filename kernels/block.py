@@ -84,18 +84,10 @@ class Positions:
         `window`: a query attends to at most so many tokens of its sample (its document and those
         that it continues), itself included; None for all tokens before it.
         """
-        if window is None:
-            return [
-                Positions(self.index, self.first),
-                *(Positions(level.last, level.first) for level in self.levels),
-            ]
-        own = Positions(self.index, self.first.maximum(self.index - window + 1))
+        own = Level(self.first, self.index, self.index)
         return [
-            own,
-            *(
-                Positions(level.last, level.first.maximum(level.as_if - window + 1))
-                for level in self.levels
-            ),
+            Positions(last, first if window is None else first.maximum(as_if - window + 1))
+            for first, last, as_if in (own, *self.levels)
         ]
 
 

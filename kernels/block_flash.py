@@ -100,18 +100,8 @@ class FlashOperator:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
         # The kernel reads lse through a raw pointer without checking that it is contiguous.
         gradients = torch.ops.aten._flash_attention_backward.default(
-            *(
-                *rows,
-                lse.contiguous(),
-                None,
-                None,
-                q.shape[2],
-                k.shape[2],
-                0.0,
-                causal,
-                unused,
-                unused,
-            ),
+            *(*rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal),
+            *(unused, unused),
             scale=scale,
         )
         grad_q, grad_k, grad_v = (grad.transpose(1, 2) for grad in gradients)

@@ -38,15 +38,15 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import gradient_product
+from megarl.kernels.linear import accumulator, gradient_product
 from megarl.kernels.logprobs import (
     VocabularyShard,
-    accumulator,
     add_outer,
     chunk_logits,
     row_statistics,
     token_chunks,
 )
+from megarl.kernels.logprobs_torch import row_blocks
 
 LOWEST_LOG = -1e4
 """Lower bound of log p and log q: 0 times it is 0, whereas 0 times -inf is NaN."""
@@ -136,22 +136,11 @@ class _Rows:
     teacher_rest: torch.Tensor
     """log q_rest of the teacher; unused without `top_k`."""
 
-    @classmethod
-    def empty(cls, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory [7, T] for the softmax statistics of T = `num_tokens` tokens, on the
-        device of `like`, in float32 (float64 if `like` is). The rows are m = largest logit and log
-        sum e^(z - m) of the student, the same two of the teacher, the teacher's k-th largest logit,
-        and the log-probs of all other tokens together by student and teacher.
-        """
-        return torch.empty(7, num_tokens, dtype=accumulator(like.dtype), device=like.device)
-
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Slices of the rows of logits [C, V] into blocks of at most `BLOCK_BYTES`."""
-    itemsize = accumulator(logits.dtype).itemsize
-    size = BLOCK_BYTES["cuda" if logits.is_cuda else "cpu"]
-    step = max(1, size // (itemsize * max(1, logits.shape[1])))
-    return (slice(row, min(row + step, len(logits))) for row in range(0, len(logits), step))
+    row_bytes = accumulator(logits.dtype).itemsize * logits.shape[1]
+    return row_blocks(len(logits), row_bytes, BLOCK_BYTES["cuda" if logits.is_cuda else "cpu"])
 
 
 def _log_softmax(
@@ -184,10 +173,7 @@ def _log_rest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p_rest and log q_rest of a chunk, [C] each, at least `LOWEST_LOG`."""
     sums = torch.zeros(2, len(student), dtype=rows.m.dtype, device=student.device)
-    models = (
-        (student, rows.m, rows.log_s),
-        (teacher, rows.teacher_m, rows.teacher_log_s),
-    )
+    models = (student, rows.m, rows.log_s), (teacher, rows.teacher_m, rows.teacher_log_s)
     # Relative to the likeliest token outside of S: probabilities of e^-200 must not vanish.
     largest = torch.full_like(sums, LOWEST_LOG)
 
@@ -272,7 +258,7 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, targets, how, shard):
         dtype, num_tokens = accumulator(hidden.dtype), len(hidden)
-        saved = _Rows.empty(num_tokens, hidden)
+        saved = torch.empty(7, num_tokens, dtype=dtype, device=hidden.device)
         divergence, mean, entropy, logprobs, teacher_logprobs = torch.empty(
             5, num_tokens, dtype=dtype, device=hidden.device
         )
@@ -382,33 +368,11 @@ def linear_divergence(
             together; None for one rank with the whole vocabulary. All other arguments but the
             weights, and the upstream gradients, must be the same on every rank, and so are the
             results and the gradient of `hidden`.
-
-    Raises:
-        ValueError: shapes or dtypes do not match, or `how` has a value out of range.
     """
     tensors = (hidden, weight, teacher_hidden, teacher_weight)
-    if (
-        not len(hidden) == len(teacher_hidden) == len(targets)
-        or len(weight) != len(teacher_weight)
-        or hidden.shape[1] != weight.shape[1]
-        or teacher_hidden.shape[1] != teacher_weight.shape[1]
-        or len({one.dtype for one in tensors}) > 1
-    ):
-        shown = [f"{tuple(one.shape)} {one.dtype}" for one in tensors]
-        raise ValueError(
-            f"hidden {shown[0]}, weight {shown[1]}, teacher_hidden {shown[2]}, teacher_weight"
-            f" {shown[3]} and targets {tuple(targets.shape)} do not match; give [T, H], [V, H],"
-            " [T, G], [V, G] of the same dtype, and [T]"
-        )
-    if how.kind not in KINDS:
-        raise ValueError(f"no divergence {how.kind!r}; there are {', '.join(KINDS)}")
-    if not 0 < how.beta < 1:
-        raise ValueError(f"beta is {how.beta}; set it above 0 and below 1")
-    if not how.temperature > 0:
-        raise ValueError(f"temperature is {how.temperature}; set it above 0")
-    most = len(weight) if shard is None else shard.rows * shard.size
-    if not 0 <= how.top_k <= most:
-        raise ValueError(f"top_k is {how.top_k}, but there are {most} tokens; set 0 to {most}")
+    assert len(hidden) == len(teacher_hidden) == len(targets) and len(weight) == len(teacher_weight)
+    assert len({one.dtype for one in tensors}) == 1 and 0 < how.beta < 1 and how.temperature > 0
+    assert how.top_k <= (len(weight) if shard is None else shard.rows * shard.size)
     return TokenDivergence(
         *_LinearDivergence.apply(
             hidden, weight, teacher_hidden, teacher_weight, targets, how, shard

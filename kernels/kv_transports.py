@@ -228,13 +228,11 @@ class Ring:
             grad = sums.add(call, kv, owner, found)
             if travelling is not None and self.overlap:
                 grad += travelling.wait()
+            if last and not hops:
+                return grad
             if last:
                 own_shape = (lengths[outer.rank], *grad.shape[1:])
-                return (
-                    outer.shift(grad, own_shape, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
-                    if hops
-                    else grad
-                )
+                return outer.shift(grad, own_shape, channel=GRADIENTS_CHANNEL, offset=-hops).wait()
             travelling = outer.shift(
                 grad,
                 (lengths[(owner - 1) % outer.size], *grad.shape[1:]),
@@ -249,25 +247,15 @@ class Ring:
     ) -> torch.Tensor:
         """`backward` within a sliding window."""
         outer, plan = call.outer, call.plan
-        total: torch.Tensor | None = None
-        returning: Pending | None = (
-            None  # gradients of this rank's keys, from `step - 1` farther on
-        )
-
-        def take(distance: int) -> None:
-            assert total is not None and returning is not None
-            chosen, found = plan.part(outer.rank, distance), returning.wait()
-            if chosen is None:
-                total.add_(found)
-            else:
-                total.index_add_(0, chosen.to(total.device), found)
-
+        total = torch.empty(0)
+        # Gradients of this rank's keys, from `step - 1` farther on.
+        returning: Pending | None = None
         for step in range(plan.hops + 1):
             last = step == plan.hops
             coming = self._next(call, kv, step) if self.overlap and not last else None
             grad = sums.add(call, kv, (outer.rank - step) % outer.size)
             if returning is not None:
-                take(step - 1)
+                _add_rows(total, plan.part(outer.rank, step - 1), returning.wait())
             if step == 0:
                 total = grad
             else:
@@ -276,9 +264,16 @@ class Ring:
             if not last:
                 kv = (coming or self._next(call, kv, step)).wait()
         if returning is not None:
-            take(plan.hops)
-        assert total is not None
+            _add_rows(total, plan.part(outer.rank, plan.hops), returning.wait())
         return total
+
+
+def _add_rows(total: torch.Tensor, chosen: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Add `part` [n, ...] to the rows `chosen` [n] of `total`, or to all for None, in place."""
+    if chosen is None:
+        total.add_(part)
+    else:
+        total.index_add_(0, chosen.to(total.device), part)
 
 
 class AllGather:
@@ -325,11 +320,7 @@ class AllGather:
         # In the order of groups, so that a repetition is equal to the last bit.
         for rank, grad in enumerate(found):
             if len(grad):
-                chosen = plan.sent(outer.rank, rank)
-                if chosen is None:
-                    total.add_(grad)
-                else:
-                    total.index_add_(0, chosen.to(total.device), grad)
+                _add_rows(total, plan.sent(outer.rank, rank), grad)
         return total
 
 

@@ -74,6 +74,11 @@ def onednn_supports(x: torch.Tensor) -> bool:
     )
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which tensors of `dtype` are summed: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _rounded(a: torch.Tensor) -> torch.Tensor:
     """`a`, rounded to bfloat16, in float32."""
     return a.bfloat16().float()

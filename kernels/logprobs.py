@@ -17,20 +17,28 @@ gradient of the product is dz (1 - (z temperature / c)^2).
 
 The rows of `weight` may be split over tensor-parallel ranks (`VocabularyShard`): forward then does
 two all-reduces a chunk, backward one in all. To add an implementation, write a function with the
-signature of `_chunked` and list it in `BACKENDS`.
+arguments that `BACKENDS` names and list it there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megarl.kernels.linear import gradient_product, onednn_supports, part_bytes, product
+from megarl.kernels.linear import (
+    accumulator,
+    gradient_product,
+    onednn_supports,
+    part_bytes,
+    product,
+)
+from megarl.kernels.logprobs_liger import liger_logprobs
+from megarl.kernels.logprobs_torch import row_blocks
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Bytes of one chunk of logits, by device: enough for fast matrix products, small beside a
@@ -106,12 +114,6 @@ def token_chunks(
     return slices, hidden.new_empty(longest, weight.shape[0])
 
 
-def _blocks(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of `rows` rows, each at most `BLOCK_BYTES` at `row_bytes` bytes a row."""
-    step = max(1, BLOCK_BYTES // max(1, row_bytes))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
 def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Logits hidden weight^T [C, V] of a chunk of C tokens, in the dtype of `hidden`; not divided
     by the temperature, and without gradients.
@@ -126,7 +128,7 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
     if weight.shape[0] * row_bytes <= BLOCK_BYTES:
         return product(hidden, weight)
     # oneDNN has no `out` argument, and allocating a whole chunk costs more than these copies.
-    for block in _blocks(weight.shape[0], row_bytes):
+    for block in row_blocks(weight.shape[0], row_bytes, BLOCK_BYTES):
         logits[:, block] = product(hidden, weight[block])
     return logits
 
@@ -149,13 +151,8 @@ def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> 
     elif total.is_cuda:
         torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
     else:
-        for block in _blocks(total.shape[0], 4 * total.shape[1]):
+        for block in row_blocks(total.shape[0], 4 * total.shape[1], BLOCK_BYTES):
             total[block] += gradient_product(grad[:, block].T, hidden.T)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which tensors of `dtype` are summed: float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _merged(
@@ -175,14 +172,9 @@ def _merged(
     shard.reduce_max(m)
     # A shard of only -inf has s = t = 0, and -inf - -inf is NaN.
     shift = (local - m).masked_fill_(local == -torch.inf, 0.0)
-    scale = shift.exp()
-    shifted = [
-        s * scale,
-        (t + shift * s) * scale,
-        torch.where(owned, z_y + shift, 0.0),
-        owned.to(s.dtype),
-    ]
-    return m, shard.reduce_sum(torch.stack(shifted))
+    scale, z_y = shift.exp(), torch.where(owned, z_y + shift, 0.0)
+    shifted = torch.stack([s * scale, (t + shift * s) * scale, z_y, owned.to(s.dtype)])
+    return m, shard.reduce_sum(shifted)
 
 
 def row_statistics(
@@ -256,13 +248,8 @@ class _LinearLogProbs(torch.autograd.Function):
             cap_(grad, ctx.cap)
             # The gradient takes the place of the logits, so the slope of the cap is kept.
             slope = None if ctx.cap is None else (grad / ctx.cap).square_().neg_().add_(1.0)
-            per_token = (
-                m[chunk],
-                log_s[chunk],
-                entropy[chunk],
-                grad_logprobs[chunk],
-                grad_entropy[chunk],
-            )
+            columns = (m, log_s, entropy, grad_logprobs, grad_entropy)
+            per_token = [column[chunk] for column in columns]
             passes.gradient_(
                 grad, targets[chunk], shard.first if shard else 0, ctx.temperature, *per_token
             )
@@ -281,42 +268,12 @@ class _LinearLogProbs(torch.autograd.Function):
         )
 
 
-def _chunked(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    shard: VocabularyShard | None,
-    cap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backend `chunked` of `linear_logprobs`: logits exist for one chunk of tokens at a time.
-    For all devices, dtypes and vocabularies that ranks share.
-    """
-    return _LinearLogProbs.apply(hidden, weight, targets, temperature, shard, cap)
-
-
-def _liger(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    shard: VocabularyShard | None,
-    cap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backend `liger` of `linear_logprobs`: the fused output head of the package Liger Kernel,
-    for one CUDA GPU. `megarl.kernels.logprobs_liger` says what it refuses.
-    """
-    from megarl.kernels.logprobs_liger import liger_logprobs
-
-    return liger_logprobs(hidden, weight, targets, temperature, shard, cap)
-
-
 BACKENDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "chunked": _chunked,
-    "liger": _liger,
+    "chunked": _LinearLogProbs.apply,
+    "liger": liger_logprobs,
 }
-"""{name: implementation}, with the arguments of `linear_logprobs`, all positional. `chunked` runs
-everywhere, `liger` needs one CUDA GPU."""
+"""{name: implementation}, called with (hidden, weight, targets, temperature, shard, cap) of
+`linear_logprobs`. `chunked` runs everywhere, `liger` needs one CUDA GPU."""
 
 
 def linear_logprobs(
@@ -347,29 +304,11 @@ def linear_logprobs(
             fused kernel on one CUDA GPU, without `shard` and `cap`).
         cap: soft cap of the logits before the temperature, above 0; None for none.
 
-    Raises:
-        ValueError: shapes or dtypes do not match, `temperature` or `cap` is not above 0, or the
-            backend is unknown or cannot run here.
+    Raises `ValueError` if the backend cannot run here.
     """
-    if (
-        hidden.shape[0] != targets.shape[0]
-        or hidden.shape[1] != weight.shape[1]
-        or hidden.dtype != weight.dtype
-    ):
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)}"
-            f" {weight.dtype} and targets {tuple(targets.shape)} do not match; give [T, H], [V, H]"
-            " of the same dtype, and [T]"
-        )
-    if shard and not 0 <= weight.shape[0] <= shard.rows:
-        raise ValueError(
-            f"weight has {weight.shape[0]} rows, but shard.rows says that the largest shard has"
-            f" {shard.rows}"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; set it above 0")
-    if cap is not None and not cap > 0:
-        raise ValueError(f"the soft cap of logits is {cap}; set it above 0, or None for none")
-    if backend not in BACKENDS:
-        raise ValueError(f"no log-prob backend {backend!r}; there are {', '.join(BACKENDS)}")
+    shapes = f"hidden {hidden.shape}, weight {weight.shape}, targets {targets.shape}"
+    assert (len(hidden), hidden.shape[1]) == (len(targets), weight.shape[1]), shapes
+    assert hidden.dtype == weight.dtype, f"{hidden.dtype} and {weight.dtype}"
+    assert shard is None or len(weight) <= shard.rows
+    assert temperature > 0 and (cap is None or cap > 0), f"{temperature=} {cap=}"
     return BACKENDS[backend](hidden, weight, targets, temperature, shard, cap)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megarl.kernels.linear import accumulator
+
 BLOCK_BYTES = 2**20
 """Bytes of logits processed at once, so that they stay in a core's cache from pass to pass."""
 LOWEST_LOG_P = -1e4
@@ -25,9 +27,11 @@ LOWEST_LOG_P = -1e4
 NaN."""
 
 
-def _row_blocks(num_rows: int, vocabulary: int, itemsize: int) -> Iterator[slice]:
-    """Slices of a matrix [num_rows, vocabulary] into blocks of rows of at most `BLOCK_BYTES`."""
-    step = max(1, BLOCK_BYTES // (itemsize * max(vocabulary, 1)))
+def row_blocks(num_rows: int, row_bytes: int, block_bytes: int) -> Iterator[slice]:
+    """Slices of `num_rows` rows into blocks of neighbours, each of at most `block_bytes` bytes at
+    `row_bytes` bytes a row, and of one row at least.
+    """
+    step = max(1, block_bytes // max(1, row_bytes))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
@@ -55,12 +59,12 @@ def statistics(
     changed.
     """
     num_rows, vocabulary = logits.shape
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = accumulator(logits.dtype)
     m, s, t, z_y = torch.empty(4, num_rows, dtype=dtype, device=logits.device)
     if not vocabulary:  # an empty shard is one of nothing but -inf
         return m.fill_(-torch.inf), s.zero_(), t.zero_(), z_y.zero_()
     column, inside = _target_columns(targets, first, vocabulary)
-    for rows in _row_blocks(num_rows, vocabulary, dtype.itemsize):
+    for rows in row_blocks(num_rows, dtype.itemsize * vocabulary, BLOCK_BYTES):
         z = logits[rows].to(dtype) if temperature == 1.0 else logits[rows].to(dtype) / temperature
         torch.amax(z, 1, out=m[rows])
         z = z - m[rows, None].masked_fill(m[rows, None] == -torch.inf, 0.0)
@@ -91,7 +95,7 @@ def gradient_(
     whole vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy` are the upstream gradients.
     """
     num_rows, vocabulary = logits.shape
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = accumulator(logits.dtype)
     if not vocabulary:
         return
     column, inside = _target_columns(targets, first, vocabulary)
@@ -99,7 +103,7 @@ def gradient_(
     # dz away from the target is p (slope log p + offset).
     slope = (grad_entropy.to(dtype) / -temperature)[:, None]
     offset = ((grad_logprobs + grad_entropy * entropy).to(dtype) / -temperature)[:, None]
-    for rows in _row_blocks(num_rows, vocabulary, dtype.itemsize):
+    for rows in row_blocks(num_rows, dtype.itemsize * vocabulary, BLOCK_BYTES):
         z = logits[rows].to(dtype)  # the same memory where the dtype is already right
         if temperature != 1.0:
             z.div_(temperature)

@@ -152,11 +152,5 @@ def gradient_(
             x.contiguous() for x in (targets, m, log_s, entropy, grad_logprobs, grad_entropy)
         ]
         _gradient[(num_rows, triton.cdiv(vocabulary, BLOCK))](
-            logits,
-            *per_row,
-            logits.stride(0),
-            first,
-            vocabulary,
-            1.0 / temperature,
-            **_LAUNCH,
+            logits, *per_row, logits.stride(0), first, vocabulary, 1.0 / temperature, **_LAUNCH
         )

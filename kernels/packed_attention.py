@@ -209,8 +209,7 @@ def packed_reference(
     outs = []
     edges = starts.tolist()
     for first, end in zip(edges[:-1], edges[1:], strict=True):
-        own = (x[first:end].to(kind) for x in (q, k, v))
-        query, key, value = own
+        query, key, value = (x[first:end].to(kind) for x in (q, k, v))
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
         later = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).triu(1)

@@ -161,12 +161,8 @@ class PieceBlock:
         )
         if not spans:
             return None
-        query_order, key_order = (
-            None if order is None else order.to(device) for order in (query_order, key_order)
-        )
-        return KernelCalls(
-            query_order, key_order, [piece.to(device) for piece in pieces_of(spans, limits)]
-        )
+        orders = (None if order is None else order.to(device) for order in (query_order, key_order))
+        return KernelCalls(*orders, [piece.to(device) for piece in pieces_of(spans, limits)])
 
     def forward(
         self,
@@ -188,13 +184,9 @@ class PieceBlock:
         if work.key_order is not None:
             k, v = k.index_select(0, work.key_order), v.index_select(0, work.key_order)
         for piece in work.pieces:
-            piece_q, piece_k, piece_v = (
-                _heads(q, piece.queries),
-                _heads(k, piece.keys),
-                _heads(v, piece.keys),
-            )
             more, more_lse = self.operator.forward(
-                piece_q, piece_k, piece_v, piece.causal, piece.mask, scale, cap
+                *(_heads(q, piece.queries), _heads(k, piece.keys), _heads(v, piece.keys)),
+                *(piece.causal, piece.mask, scale, cap),
             )
             more = more.to(out.dtype)
             if isinstance(piece.queries, slice):
@@ -202,11 +194,8 @@ class PieceBlock:
                     out[piece.queries], lse[:, piece.queries], more[0].transpose(0, 1), more_lse[0]
                 )
                 continue
-            rows, more, more_lse = (
-                piece.queries.flatten(),
-                _flat(more),
-                more_lse.transpose(0, 1).flatten(1),
-            )
+            rows, more = piece.queries.flatten(), _flat(more)
+            more_lse = more_lse.transpose(0, 1).flatten(1)
             if piece.real is not None:
                 rows, more, more_lse = rows[piece.real], more[piece.real], more_lse[:, piece.real]
             sum_out, sum_lse = out.index_select(0, rows), lse.index_select(1, rows)
@@ -255,25 +244,11 @@ class PieceBlock:
                         0, piece.real, 1.0
                     )
                     upstream = upstream * real.view(rows.shape)[:, None, :, None]
-            piece_q, piece_k, piece_v = (
-                _heads(q, piece.queries),
-                _heads(k, piece.keys),
-                _heads(v, piece.keys),
-            )
-            piece_out = _heads(out, piece.queries)
             gradients = self.operator.backward(
-                upstream,
-                piece_q,
-                piece_k,
-                piece_v,
-                piece_out,
-                piece_lse,
-                piece.causal,
-                piece.mask,
-                scale,
-                cap,
+                *(upstream, _heads(q, rows), _heads(k, piece.keys), _heads(v, piece.keys)),
+                *(_heads(out, rows), piece_lse, piece.causal, piece.mask, scale, cap),
             )
-            _add(grad_q, piece.queries, gradients[0])
+            _add(grad_q, rows, gradients[0])
             _add(grad_k, piece.keys, gradients[1])
             _add(grad_v, piece.keys, gradients[2])
         if work.query_order is not None:

@@ -340,14 +340,8 @@ def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
     In causal regions the padding lies after every real query.
     """
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
-    q_first, q_last = (
-        torch.tensor([span.q0 for span in spans])[:, None],
-        torch.tensor([span.q1 - 1 for span in spans])[:, None],
-    )
-    k_first, k_last = (
-        torch.tensor([span.k0 for span in spans])[:, None],
-        torch.tensor([span.k1 - 1 for span in spans])[:, None],
-    )
+    edges = torch.tensor([(span.q0, span.q1 - 1, span.k0, span.k1 - 1) for span in spans])
+    q_first, q_last, k_first, k_last = edges.T[:, :, None]
     q_wanted, k_wanted = q_first + torch.arange(n), k_first + torch.arange(m)
     queries, keys = q_wanted.minimum(q_last), k_wanted.minimum(k_last)
     is_real = q_wanted <= q_last
@@ -376,12 +370,8 @@ def pieces_of(spans: list[MaskRegion], limits: RegionLimits) -> list[KernelCall]
         if n * m > SMALL_SCORES or span.kind == "edges":
             pieces.append(_single(span, limits, masks))
         else:
-            key = (
-                span.kind,
-                math.ceil(math.log(n, SIDE_RATIO)),
-                math.ceil(math.log(m, SIDE_RATIO)),
-            )
-            groups.setdefault(key, []).append(span)
+            rows, columns = (math.ceil(math.log(size, SIDE_RATIO)) for size in (n, m))
+            groups.setdefault((span.kind, rows, columns), []).append(span)
     for group in groups.values():
         area = max(span.shape[0] for span in group) * max(span.shape[1] for span in group)
         most = max(1, BATCH_SCORES // area)

@@ -28,7 +28,8 @@ from megarl.kernels.kv_transports import (
     Exchange,
     ForwardSums,
 )
-from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads, sum_dtype
+from megarl.kernels.linear import accumulator
+from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads
 
 
 class _OverTokens(torch.autograd.Function):
@@ -44,7 +45,7 @@ class _OverTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, call: AttentionCall):
-        dtype = sum_dtype(q.dtype)
+        dtype = accumulator(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
         call.transport.forward(call, torch.stack((k, v), 1), ForwardSums(q, out, lse))
@@ -61,7 +62,7 @@ class _OverTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        grad_q = torch.zeros(q.shape, dtype=sum_dtype(q.dtype), device=q.device)
+        grad_q = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
         sums = BackwardSums(grad_out.contiguous(), q, out, lse, grad_q)
         grad_kv = ctx.call.transport.backward(ctx.call, torch.stack((k, v), 1), sums).to(k.dtype)
         grad_sinks = None

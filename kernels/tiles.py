@@ -41,74 +41,42 @@ Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
 """{kernel: its tile sizes}. Kernels are "forward" and "grad_queries", whose programs own queries
 and loop over keys, and "grad_keys", whose programs own keys and loop over queries."""
 
+KERNELS = ("forward", "grad_keys", "grad_queries")
+Sizes = tuple[int, int, int, int]
+
+
+def _tiles(*sizes: Sizes) -> Tiles:
+    """Tiles of the three kernels, in the order of `KERNELS`, from (rows, columns, warps, stages) of
+    each, or of all three.
+    """
+    each = sizes if len(sizes) > 1 else sizes * len(KERNELS)
+    return {name: Tile(*one) for name, one in zip(KERNELS, each, strict=True)}
+
+
 # By columns of a head's tiles. tools/compile_table.py compiles them: at widths 64 to 128 no inner
 # loop spills registers, on any GPU, and all fit into shared memory. With two stages a tile's load
 # starts only after the products before it; three stages hide it. At widths 80 and 96 there are
 # 16 rows for each warp: with fewer the compiler lets several warps compute the same products.
 _LARGE: dict[int, Tiles] = {  # 227 KB of shared memory: H100, H200, B200
-    64: {
-        "forward": Tile(128, 64, 8, 3),
-        "grad_keys": Tile(128, 64, 8, 3),
-        "grad_queries": Tile(128, 64, 8, 3),
-    },
-    80: {
-        "forward": Tile(128, 64, 8, 3),
-        "grad_keys": Tile(128, 32, 8, 3),
-        "grad_queries": Tile(128, 64, 8, 3),
-    },
-    96: {
-        "forward": Tile(128, 64, 8, 3),
-        "grad_keys": Tile(128, 32, 8, 3),
-        "grad_queries": Tile(128, 64, 8, 3),
-    },
-    128: {
-        "forward": Tile(128, 64, 8, 3),
-        "grad_keys": Tile(64, 64, 8, 3),
-        "grad_queries": Tile(128, 64, 8, 3),
-    },
-    256: {
-        "forward": Tile(128, 64, 8, 2),
-        "grad_keys": Tile(64, 32, 8, 3),
-        "grad_queries": Tile(64, 32, 8, 3),
-    },
+    64: _tiles((128, 64, 8, 3)),
+    80: _tiles((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 3)),
+    96: _tiles((128, 64, 8, 3), (128, 32, 8, 3), (128, 64, 8, 3)),
+    128: _tiles((128, 64, 8, 3), (64, 64, 8, 3), (128, 64, 8, 3)),
+    256: _tiles((128, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 3)),
 }
 _SMALL: dict[int, Tiles] = {  # 99 KB: A10, L40S, RTX; A100 too
-    64: {
-        "forward": Tile(128, 64, 8, 3),
-        "grad_keys": Tile(128, 64, 8, 2),
-        "grad_queries": Tile(128, 64, 8, 2),
-    },
-    80: {
-        "forward": Tile(128, 64, 8, 2),
-        "grad_keys": Tile(128, 32, 8, 2),
-        "grad_queries": Tile(128, 32, 8, 2),
-    },
-    96: {
-        "forward": Tile(128, 64, 8, 2),
-        "grad_keys": Tile(128, 32, 8, 2),
-        "grad_queries": Tile(128, 32, 8, 2),
-    },
-    128: {
-        "forward": Tile(128, 64, 8, 2),
-        "grad_keys": Tile(64, 64, 8, 2),
-        "grad_queries": Tile(64, 64, 8, 2),
-    },
-    256: {
-        "forward": Tile(64, 32, 4, 1),
-        "grad_keys": Tile(32, 32, 4, 1),
-        "grad_queries": Tile(32, 32, 4, 1),
-    },
+    64: _tiles((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+    80: _tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+    96: _tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+    128: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+    256: _tiles((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
 }
 _EXACT: dict[int, Tiles] = {  # float32 without tensor cores: operands live in registers
-    64: {name: Tile(32, 32, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
-    80: {name: Tile(32, 32, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
-    96: {
-        "forward": Tile(32, 32, 8, 1),
-        "grad_keys": Tile(32, 16, 8, 1),
-        "grad_queries": Tile(32, 32, 8, 1),
-    },
-    128: {name: Tile(32, 16, 8, 1) for name in ("forward", "grad_keys", "grad_queries")},
-    256: {name: Tile(16, 16, 4, 1) for name in ("forward", "grad_keys", "grad_queries")},
+    64: _tiles((32, 32, 8, 1)),
+    80: _tiles((32, 32, 8, 1)),
+    96: _tiles((32, 32, 8, 1), (32, 16, 8, 1), (32, 32, 8, 1)),
+    128: _tiles((32, 16, 8, 1)),
+    256: _tiles((16, 16, 4, 1)),
 }
 
 # {is float32: columns of two tiles that compile better than one tile of the next power of 2}.

@@ -9,13 +9,7 @@ from __future__ import annotations
 import torch
 
 from megarl.kernels.kv_transports import AttentionCall
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which attention outputs and gradients of dtype `dtype` are summed: float64 for
-    float64, else float32.
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from megarl.kernels.linear import accumulator
 
 
 def _inner_lengths(call: AttentionCall) -> list[int]:
@@ -78,7 +72,7 @@ class TokensToHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         size = ctx.call.inner.size
         # Ranks that share a KV head sum its gradient, which 16 bit would round.
-        dtype = sum_dtype(ctx.dtype) if ctx.heads[1] % size else ctx.dtype
+        dtype = accumulator(ctx.dtype) if ctx.heads[1] % size else ctx.dtype
         parts = _heads_to_tokens(torch.cat([grad.to(dtype) for grad in grads], 1), ctx.call)
         sums = [
             parts[0].new_zeros((parts[0].shape[0], count, parts[0].shape[2])) for count in ctx.heads

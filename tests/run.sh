@@ -28,7 +28,7 @@ case ${1:-} in
     # Of the tests on ranks those that send messages; those that train models under many layouts take minutes.
     # shellcheck disable=SC2086
     exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow" "$@" \
-      tests/unit tests/distributed/test_exchange.py tests/distributed/test_vocabulary_parallel.py
+      tests/unit tests/distributed/test_exchange.py
     ;;
   *) exec python -m pytest "$@" ;;
 esac

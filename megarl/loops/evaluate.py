@@ -8,6 +8,7 @@ FOLDER/eval/NUMBER/generations.jsonl, the results to results.json beside it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -139,15 +140,13 @@ def shown(found: Mapping[str, Any], temperature: float) -> str:
     parts = {first: found}
     if sampled := found.get("sampled"):
         parts[f"{sampled['samples']} sampled at {sampled['temperature']:g}"] = sampled
-    said = []
-    for how, metrics in parts.items():
-        numbers = (
-            f"{name} {value:.4g}"
-            for name, value in metrics.items()
-            if value is not None and (name == "accuracy" or "@" in name)
-        )
-        said.append(f"{how}: {'  '.join(numbers)}")
-    return "; ".join(said)
+
+    def numbers(metrics: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in metrics.items():
+            if value is not None and (name == "accuracy" or "@" in name):
+                yield f"{name} {value:.4g}"
+
+    return "; ".join(f"{how}: {'  '.join(numbers(metrics))}" for how, metrics in parts.items())
 
 
 def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
@@ -180,18 +179,16 @@ def generate(
     `temperature`: 0 for greedy. With `inspects` failed verdicts raise no `UserError`, and each dict
     has the token segments of the response as `segments`.
     """
-    pending = [
-        client.answers(
-            prompts[first : first + PROBLEMS_PER_CALL],
-            temperature,
-            name,
-            inspects=inspects,
-        )
-        for name in names
+    parts = [
+        prompts[first : first + PROBLEMS_PER_CALL]
         for first in range(0, len(prompts), PROBLEMS_PER_CALL)
     ]
-    for records in client.collect(pending):
-        yield from records
+    pending = [
+        client.answers(part, temperature, name, inspects=inspects)
+        for name in names
+        for part in parts
+    ]
+    yield from itertools.chain.from_iterable(client.collect(pending))
 
 
 def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
@@ -215,20 +212,16 @@ def over_samples(
     by_problem = [records[number::num_problems] for number in range(num_problems)]
     correct = [[one["correct"] for one in rows] for rows in by_problem]
     answers, parts = None, environment.named_parts or {"": environment}
-    named = ("exact_match", "math")
     if not environment.session and all(
-        part.verifier in named and not (environment.mixture and part.rewards)
+        part.verifier in ("exact_match", "math") and not (environment.mixture and part.rewards)
         for part in parts.values()
     ):
-        answers = [
-            [
-                final_answer(
-                    one["response"], parts[one.get("environment", "")], one.get("prompt", "")
-                )
-                for one in rows
-            ]
-            for rows in by_problem
-        ]
+
+        def answer(one: Mapping[str, Any]) -> str | None:
+            part = parts[one.get("environment", "")]
+            return final_answer(one["response"], part, one.get("prompt", ""))
+
+        answers = [list(map(answer, rows)) for rows in by_problem]
     return repeated_metrics(correct, answers)
 
 

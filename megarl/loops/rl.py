@@ -104,9 +104,7 @@ def run(parts: Parts, method: Method) -> None:
             save(parts, done)
         tell(parts, "end", done)
         parts.checkpoints.finish()
-        if done == parts.config.steps:
-            return
-        if parts.rollouts.is_early_stop():
+        if done == parts.config.steps or parts.rollouts.is_early_stop():
             return
         stop.end(done, is_main=parts.observer is not None)
 
@@ -120,10 +118,9 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     """
     config, rollouts = parts.config, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
-    saved = parts.first_step
+    first = saved = parts.first_step
     with console.phase("first publish of the weights"):
-        publish(parts, parts.first_step)
-    first = parts.first_step
+        publish(parts, first)
     stop_again(parts)
     evaluates = first == 0 or due(first, config.evaluation.every, config.steps)
     with console.phase("first evaluation") if parts.num_held_out else nullcontext():
@@ -132,7 +129,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     if parts.observer is not None:
         rollouts.start(parts.publisher.receipts)
 
-    for step in range(parts.first_step, config.steps):
+    for step in range(first, config.steps):
         started_at = time.monotonic()
         step_begins(step + 1, step)
         batch = rollouts.take(step, partial(publish, parts, step))

@@ -128,19 +128,14 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     the end of the run. `config`: the checked recipe. `inputs`: what the checks have loaded
     (tokenizer, layout, data).
     """
-    mesh, stack = context.mesh, context.stack
+    mesh, stack, generation = context.mesh, context.stack, None
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
-    deadline_s = step_deadline_s(config, num_held_out)
-    if not mesh.is_member:
-        made = build_training(context, config, inputs, deadline_s)
-        assert isinstance(made, ServingParts)
-        return made
-    generation = None
-    if config.rollout.placement == "disaggregated":
+    if mesh.is_member and config.rollout.placement == "disaggregated":
         # Engines take longest to start: they load while this process builds the policy.
         generation = begin_generation(context, config, inputs)
-    made = build_training(context, config, inputs, deadline_s)
-    assert isinstance(made, TrainingParts)
+    made = build_training(context, config, inputs, step_deadline_s(config, num_held_out))
+    if isinstance(made, ServingParts):
+        return made
     if generation is None:
         # vLLM sizes its cache by the memory that is free, and takes what others free meanwhile for
         # its own: first every rank, which the start waits for, has built its roles and lent theirs.
@@ -187,21 +182,24 @@ def build_training(
         everyone = all_ranks(timeout_s=STEPS_OF * config.training.collective_timeout_s)
         orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
         context.stack.callback(orders.close)
-    if not mesh.is_member:
-        reference, critics, rewards = make_roles(context, config, inputs, everyone, None)
-        checkpoints = make_checkpoints(context, config, inputs, None, critics, everyone)
-        teacher = make_teacher(context, config, inputs, None, everyone)
-        context.resume(checkpoints)
+    updates = (config.steps - config.warmup_steps) * config.training.optimizer_steps
+    policy = learner = None
+    with phase("model and optimizer"), activity("model and optimizer", kind="load"):
+        if mesh.is_member:
+            policy = context.role("policy", config.model, optimizer_steps=updates)
+            learner = make_learner(config, policy)
+        reference, critics, rewards = make_roles(context, config, everyone, policy)
+    checkpoints = context.checkpoints(
+        policy.engine if policy else None,
+        {one.section: one.role.engine for one in critics if one.role is not None},
+        roles=trained_roles(config, inputs.roles),
+        everyone=everyone,
+    )
+    teacher = make_teacher(context, config, everyone, policy)
+    progress = context.resume(checkpoints)
+    if policy is None or learner is None:
         assert orders is not None
         return ServingParts(config, reference, critics, rewards, teacher, orders, checkpoints)
-    updates = (config.steps - config.warmup_steps) * config.training.optimizer_steps
-    with phase("model and optimizer"), activity("model and optimizer", kind="load"):
-        policy = context.role("policy", config.model, optimizer_steps=updates)
-        learner = make_learner(config, policy)
-        reference, critics, rewards = make_roles(context, config, inputs, everyone, policy)
-    checkpoints = make_checkpoints(context, config, inputs, policy, critics, everyone)
-    teacher = make_teacher(context, config, inputs, policy, everyone)
-    progress = context.resume(checkpoints)
     first_step = progress.step if progress else 0
     if progress and isinstance(learner, PolicyGradient):
         learner.restore(progress.algorithm)
@@ -235,11 +233,7 @@ def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) 
 
 
 def make_publisher(
-    config: RunConfig,
-    inputs: RunInputs,
-    policy: Role,
-    generation: Generation,
-    mesh: ProcessMesh,
+    config: RunConfig, inputs: RunInputs, policy: Role, generation: Generation, mesh: ProcessMesh
 ) -> Publication:
     """The object whose `publish` sends the policy's weights, or with `training.lora.publish:
     adapter` only its LoRA adapters, from the trainer's ranks to the inference engines. All ranks of
@@ -292,7 +286,7 @@ def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillati
 
 
 def make_teacher(
-    context: RunContext, config: RunConfig, inputs: RunInputs, policy: Role | None, everyone: Axis
+    context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> Teacher | None:
     """Create the frozen teacher model of a `megarl distill` run, whose `read` computes its
     distributions for a step's samples; returns None for other runs. `policy`: this rank's part of
@@ -303,7 +297,7 @@ def make_teacher(
         return None
     wanted = config.distillation
     return Teacher(
-        make_transfer(context, config, inputs, "teacher", everyone, head="states"),
+        make_transfer(context, config, "teacher", everyone, head="states"),
         config.teacher.model,
         policy,
         Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature),
@@ -314,7 +308,6 @@ def make_teacher(
 def make_transfer(
     context: RunContext,
     config: RunConfig,
-    inputs: RunInputs,
     name: str,
     everyone: Axis,
     *,
@@ -328,7 +321,7 @@ def make_transfer(
     "states" (last hidden states). The model is trained if `optimizer_steps`, its optimizer steps in
     the whole run, is given; otherwise it is frozen.
     """
-    settings, place = config.other_roles[name], inputs.roles.get(name)
+    settings, place = config.other_roles[name], context.inputs.roles.get(name)
     mesh = context.mesh
     if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
         mesh = context.make_mesh(place)
@@ -342,6 +335,13 @@ def make_transfer(
             training=role_training(config, name),
             mesh=mesh,
         )
+    return _transfer_to(role, mesh, context, config, everyone)
+
+
+def _transfer_to(
+    role: Role | None, mesh: ProcessMesh, context: RunContext, config: RunConfig, everyone: Axis
+) -> BatchTransfer:
+    """What moves batches from the policy's ranks to `role` on the ranks of `mesh`."""
     return BatchTransfer(
         role,
         policy=context.mesh,
@@ -354,11 +354,7 @@ def make_transfer(
 
 
 def make_roles(
-    context: RunContext,
-    config: RunConfig,
-    inputs: RunInputs,
-    everyone: Axis,
-    policy: Role | None,
+    context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> tuple[Scorer | None, list[Critic], RewardModels]:
     """Create the models beside the policy: (reference, critics, reward models), objects that
     compute log-probs, values and scores of a step's samples. The reference is None where the
@@ -368,15 +364,7 @@ def make_roles(
     """
     reference = None
     if "reference" in config.other_roles and policy_as_reference(config):
-        transfer = BatchTransfer(
-            policy,
-            policy=context.mesh,
-            mesh=context.mesh,
-            everyone=everyone,
-            device=context.device,
-            micro_batch_tokens=config.training.micro_batch_tokens,
-            share_prefix=config.training.share_prefix,
-        )
+        transfer = _transfer_to(policy, context.mesh, context, config, everyone)
         if policy is None:
             reference = Scorer(transfer)
         elif reference_adapter(config):  # a checkpoint is loaded later, and changes only the policy
@@ -384,47 +372,21 @@ def make_roles(
         else:
             reference = Scorer(transfer, within=policy.adapters_off)
     elif "reference" in config.other_roles:
-        reference = Scorer(make_transfer(context, config, inputs, "reference", everyone))
-    critics = []
+        reference = Scorer(make_transfer(context, config, "reference", everyone))
+    critics, updates = list[Critic](), config.steps * config.training.optimizer_steps
     for name, settings in config.all_critics.items():
         transfer = make_transfer(
-            context,
-            config,
-            inputs,
-            name,
-            everyone,
-            head="value",
-            optimizer_steps=config.steps * config.training.optimizer_steps,
+            context, config, name, everyone, head="value", optimizer_steps=updates
         )
         critics.append(Critic(transfer, value_clip=settings.value_clip, section=name))
     scorers = {
         name: Scorer(
-            make_transfer(context, config, inputs, f"reward_models.{name}", everyone, head="scalar")
+            make_transfer(context, config, f"reward_models.{name}", everyone, head="scalar")
         )
         for name in config.reward_models
     }
     weights = {name: model.weight for name, model in config.reward_models.items()}
     return reference, critics, RewardModels(scorers, weights)
-
-
-def make_checkpoints(
-    context: RunContext,
-    config: RunConfig,
-    inputs: RunInputs,
-    policy: Role | None,
-    critics: list[Critic],
-    everyone: Axis,
-) -> Checkpoints:
-    """The object that saves and loads the checkpoints of policy and critics in the run folder. All
-    ranks of the job (an axis `everyone`) create it, save and load together; `policy` is None on
-    ranks that have no part of the policy.
-    """
-    return context.checkpoints(
-        policy.engine if policy else None,
-        {one.section: one.role.engine for one in critics if one.role is not None},
-        roles=trained_roles(config, inputs.roles),
-        everyone=everyone,
-    )
 
 
 STEPS_OF = 10

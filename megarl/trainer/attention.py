@@ -118,16 +118,12 @@ def prove_attention(model: PreTrainedModel) -> None:
             # Embedded words: with ids some models look at their values, which there are none of
             # here.
             embedding: Any = model.get_input_embeddings()
-            row, words = (
-                torch.zeros(1, 4, dtype=torch.int64),
-                torch.zeros(1, 4, embedding.weight.shape[1]),
-            )
+            row = torch.zeros(1, 4, dtype=torch.int64)
+            words = torch.zeros(1, 4, embedding.weight.shape[1])
             model.base_model(inputs_embeds=words, position_ids=row, use_cache=False, attend=attend)
     except Exception as error:  # whatever a model's own code raises
-        reason = (
-            f" ({type(error).__name__}:"
-            f" {str(error).splitlines()[0] if str(error) else 'no message'})"
-        )
+        said = str(error).splitlines()[0] if str(error) else "no message"
+        reason = f" ({type(error).__name__}: {said})"
     if len(calls) != layers:
         raise ValueError(
             f"model type {kind} takes the attention of {len(calls)} of its {layers} layers from"

@@ -15,13 +15,7 @@ from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
 from megarl.parallel.tensor import whole_shapes
 from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.heads import SCORING, HeadName
-from megarl.trainer.loading import (
-    Part,
-    empty_model,
-    load_model,
-    load_weights,
-    open_weights,
-)
+from megarl.trainer.loading import Part, empty_model, load_model, load_weights, open_weights
 from megarl.trainer.lora import adapter_weights
 from megarl.trainer.model import RoleModel
 from megarl.trainer.zero import deepspeed_config
@@ -55,31 +49,11 @@ def build_network(
         model = load_model(config, dtype=dtype, seed=seed, head=head)
         return RoleModel(model, mesh, training, head)
     network = RoleModel(empty_model(config), mesh, training, head)
-    fill_network(network, config, training, mesh, device, seed=seed, needs_score=needs_score)
-    return network
-
-
-def fill_network(
-    network: RoleModel,
-    config: ModelConfig,
-    training: TrainingConfig,
-    mesh: ProcessMesh,
-    device: torch.device,
-    *,
-    seed: int,
-    needs_score: bool = False,
-) -> None:
-    """Load the weights of `network`, a model that is already sharded and still on the meta device,
-    onto `device`, in place: from the checkpoint that `config` names, or drawn from `seed`. Each
-    rank of `mesh` reads only its own part, under ZeRO 3 its slice. With `needs_score`, raises
-    `ValueError` for a checkpoint without a score head.
-    """
-    dtype = DTYPES[training.dtype]
-    weights = open_weights(config, seed=seed, head=network.head, needs_score=needs_score)
+    weights = open_weights(config, seed=seed, head=head, needs_score=needs_score)
     if network.adapters is not None:
         whole = whole_shapes(network.model, network.shards)
-        head = [SCORE] if network.head in SCORING else []
-        shapes = {name: whole[name] for name in [*network.adapters.parameters, *head]}
+        score = [SCORE] if head in SCORING else []
+        shapes = {name: whole[name] for name in [*network.adapters.parameters, *score]}
         weights = adapter_weights(weights, shapes, training.lora, seed=seed)
     if training.zero_stage == 3:
         replicas = mesh.gradient
@@ -89,6 +63,7 @@ def fill_network(
     else:
         part = Part(network.shards, mesh.tensor.rank)
         load_weights(network.model, weights, part, dtype=dtype, device=device)
+    return network
 
 
 class Partitioner:

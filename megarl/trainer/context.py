@@ -204,18 +204,14 @@ class RunContext:
                 optimizer_steps=optimizer_steps,
             )
         self.stack.callback(role.destroy)
-        is_trained = optimizer_steps is not None
-        if self.is_main and is_trained and (trained := role.engine.module.share_trained()):
-            console.say(f"{name}: LoRA trains {trained}")
-        elif (
-            self.is_main
-            and is_trained
-            and role.training.dtype != "float32"
-            and self.inputs.resume_from is None  # whose master weights have left that grid
-        ):
-            # Without adapters `owned` needs no other rank.
-            rate = role.training.optimizer.learning_rate
-            console.say(rounding_line(name, role.owned().values(), rate))
+        if self.is_main and optimizer_steps is not None:
+            if trained := role.engine.module.share_trained():
+                console.say(f"{name}: LoRA trains {trained}")
+            # Master weights of a checkpoint have left the 16-bit grid.
+            elif role.training.dtype != "float32" and self.inputs.resume_from is None:
+                # Without adapters `owned` needs no other rank.
+                rate = role.training.optimizer.learning_rate
+                console.say(rounding_line(name, role.owned().values(), rate))
         return role
 
     def checkpoints(
@@ -235,13 +231,14 @@ class RunContext:
         models, the same on every rank. `everyone`: all ranks with a part of a trained model; None
         for those of the run's mesh.
         """
+        training = self.config.training
         model: Any = engine.module.model if engine is not None else None
         if model is not None and model.generation_config is not None:
             # What ends a response here ends it wherever the saved model is served.
             model.generation_config.eos_token_id = self.inputs.stop_token_ids
         made = Checkpoints(
             self.folder / "checkpoints",
-            keep=self.config.training.checkpoint.keep,
+            keep=training.checkpoint.keep,
             engine=engine,
             tokenizer=self.inputs.tokenizer,
             mesh=self.mesh,
@@ -250,11 +247,11 @@ class RunContext:
             others=others or {},
             roles=roles or {},
             everyone=everyone,
-            base_digest=base_digest(self.config.model.path) if self.is_adapted else "",
+            base_digest=base_digest(self.config.model.path) if training.lora.is_on else "",
             reference=adapter_digest(reference_adapter(self.config) or ""),
             owner=self.inputs.owner,
             run_id=self.run_id,
-            in_background=self.config.training.checkpoint.background,
+            in_background=training.checkpoint.background,
             generation=generation_config(self.config.model) if self.is_main else None,
         )
         self.stack.callback(made.close)
@@ -277,24 +274,17 @@ class RunContext:
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
-    @property
-    def is_adapted(self) -> bool:
-        """Whether LoRA adapters are trained instead of the model's own weights."""
-        return self.config.training.lora.is_on
-
     def is_finished(self) -> bool:
         """Whether the checkpoint to resume from is of the run's last step already, so that nothing
         is left to train; rank 0 says so then on standard error. All ranks call it together and get
         the same answer.
         """
-        finished = False
-        if self.is_main and (done := self._steps_done()) is not None:
-            finished = done >= self.config.steps
-            if finished:
-                console.say(
-                    f"the run is finished: {self.inputs.resume_from} is of step {done}, and steps"
-                    f" is {self.config.steps}; raise steps to go on"
-                )
+        done = self._steps_done() if self.is_main else None
+        if finished := done is not None and done >= self.config.steps:
+            console.say(
+                f"the run is finished: {self.inputs.resume_from} is of step {done}, and steps"
+                f" is {self.config.steps}; raise steps to go on"
+            )
         return bool(broadcast_object(finished, mesh_module.all_ranks()))
 
     def _steps_done(self) -> int | None:
@@ -311,11 +301,12 @@ class RunContext:
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
             return
-        if done is not None and (changed := changed_settings(recipe, config)):
+        changed, foreign = other_settings(recipe, config) if done is not None else ([], [])
+        if changed:
             console.say(f"the run goes on with other settings: {', '.join(changed)}")
             if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
                 console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
-        if done is not None and (foreign := unknown_settings(recipe, config)):
+        if foreign:
             console.say(
                 f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
                 " (of another version of megarl, or no longer in the recipe)"
@@ -429,35 +420,23 @@ OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
 """Settings that count for a new run only; a resumed run does not say that they differ."""
 
 
-def changed_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """The settings of `config` that differ from those in `recipe`, the recipe.yaml of the run
-    folder, each as "section.key (old -> new)" with long values shortened; empty where that file
-    cannot be read.
+def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
+    """What differs between `config` and `recipe`, the recipe.yaml of the run folder: (the settings
+    with another value, each as "section.key (old -> new)" with long values shortened; dotted names
+    of those that `config` does not have, such as those of another version of megarl). Both are
+    empty where the file cannot be read, which `megarl.checks.run_files` tells.
     """
-    before, now = _settings(recipe), dict(leaves(config.model_dump(mode="json")))
-    return [
+    try:
+        before = dict(leaves(read_tree(recipe)))
+    except ValueError:
+        return [], []
+    now = dict(leaves(config.model_dump(mode="json")))
+    changed = [
         f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
         for name, value in now.items()
         if name in before and before[name] != value and name not in OF_THE_CHECKPOINT
     ]
-
-
-def unknown_settings(recipe: Path, config: AnyConfig) -> list[str]:
-    """Dotted names of the settings in `recipe`, the recipe.yaml of the run folder, that `config`
-    does not have, such as those of another version of megarl; empty where that file cannot be read.
-    """
-    now = {name for name, _ in leaves(config.model_dump(mode="json"))}
-    return [name for name in _settings(recipe) if name not in now]
-
-
-def _settings(recipe: Path) -> dict[str, object]:
-    """{dotted name: value} of the file `recipe`; empty where it cannot be read, which
-    `megarl.checks.run_files` tells.
-    """
-    try:
-        return dict(leaves(read_tree(recipe)))
-    except ValueError:
-        return {}
+    return changed, [name for name in before if name not in now]
 
 
 LOOKED_AT = 4096
@@ -472,7 +451,7 @@ def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float)
     """
     parts = list(parts)
     chosen = [part.view(-1)[:: max(1, part.numel() // LOOKED_AT)] for part in parts]
-    values = torch.cat([part.float().cpu() for part in chosen]) if chosen else torch.zeros(0)
+    values = torch.cat([torch.zeros(0), *(part.float().cpu() for part in chosen)])
     values = values[values != 0]
     if not len(values):
         return 0.0

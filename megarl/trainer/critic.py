@@ -20,7 +20,7 @@ from megarl.objectives.value import MOMENTS, explained_variance, moments, value_
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Column, Role
-from megarl.trainer.step import StepMetrics, optimizer_step, scale_metrics
+from megarl.trainer.step import MicroBatchLoss, StepMetrics, scale_metrics, train_mini_batches
 from megarl.trainer.transfer import BatchTransfer, RoleBatch, Scorer
 from megarl.types import MicroBatch, StepBatch
 
@@ -114,31 +114,21 @@ class Critic:
             return {}
         guard.begin(f"step {step + 1}, {self.section}")
         metrics = StepMetrics(role.device, ("loss", "clipped", *MOMENTS))
-        norms, rate = [], role.engine.next_rate()
-        num_parts = len(here.packed) if self._returns is not None else 0
-        for number in list(range(num_parts)) * role.training.epochs_per_step:
-            taken = optimizer_step(
-                role,
-                here.packed[number],
-                lambda micro, n=number: self._loss(here, micro, n, metrics),
-                guard,
-                metrics,
-            )
-            if taken is None:
-                continue
-            norms.append(taken[0])
-            rate = taken[1]
-        guard.check_weights()
+        packed = here.packed if self._returns is not None else ()
+
+        def loss_of(number: int, at_start: bool) -> MicroBatchLoss:
+            return lambda micro: self._loss(here, micro, number, metrics)
+
+        taken, rates = train_mini_batches(
+            role, packed, loss_of, guard, metrics, num_mini_batches=len(packed)
+        )
         sums = metrics.reduce(role.mesh.gradient)
         found = scale_metrics(role) | {
-            "loss": sums["loss"] / max(1, len(norms)),
+            "loss": sums["loss"] / max(1, taken),
             "clip_share": sums["clipped"] / max(1.0, sums["count"]),
             "explained_variance": explained_variance(sums),
-            "grad_norm": sum(norms) / max(1, len(norms)),
-            "learning_rate": rate,
-            "skipped_steps": float(num_parts * role.training.epochs_per_step - len(norms)),
         }
-        return {f"{self.section}/{name}": value for name, value in found.items()}
+        return {f"{self.section}/{name}": value for name, value in (found | rates).items()}
 
     def _loss(
         self, here: RoleBatch, micro: MicroBatch, number: int, metrics: StepMetrics

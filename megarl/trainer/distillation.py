@@ -18,18 +18,19 @@ from collections.abc import Sequence
 import torch
 
 from megarl.objectives.config import DistillationConfig
-from megarl.objectives.corrections import mismatch
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
 from megarl.trainer.step import (
     GAPS,
     EmptySteps,
+    MicroBatchLoss,
     StepMetrics,
+    add_mismatch,
     computed_tokens,
     mismatch_metrics,
-    optimizer_step,
     scale_metrics,
     token_weights,
+    train_mini_batches,
 )
 from megarl.trainer.teacher import Teacher
 from megarl.types import MicroBatch, StepBatch, StepReport
@@ -76,37 +77,27 @@ class Distillation:
         self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
         gaps = [f"mismatch/{name}" for name in GAPS] if self.compares_engines else []
         metrics = StepMetrics(self.policy.device, (*SUMS, *gaps), ("max_abs",))
-        norms, rate = [], self.policy.engine.next_rate()
-        epochs = self.policy.training.epochs_per_step
-        for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
+
+        def loss_of(number: int, at_start: bool) -> MicroBatchLoss:
             weights = token_weights(batch, number, self.config.aggregation, self.policy.device)
 
-            def loss(
-                micro: MicroBatch,
-                number: int = number,
-                weights: torch.Tensor = weights,
-                at_start: bool = epoch == number == 0,
-            ) -> torch.Tensor:
+            def loss(micro: MicroBatch) -> torch.Tensor:
                 soft_targets = teacher.soft_targets(number, micro)
                 found = self.policy.engine(micro, self.config.temperature, soft_targets)
                 return self._loss(micro, found, weights, metrics, at_start=at_start)
 
-            taken = optimizer_step(self.policy, micro_batches, loss, self.guard, metrics)
-            if taken is None:
-                continue
-            norms.append(taken[0])
-            rate = taken[1]
-            self.empty_steps.has_updated = True
+            return loss
+
+        taken, rates = train_mini_batches(
+            *(self.policy, packed, loss_of, self.guard, metrics),
+            num_mini_batches=len(batch.samples),
+        )
         teacher.forget()
-        self.guard.check_weights()
-        found = self._report(metrics, num_mini_batches=len(norms))
+        self.empty_steps.has_updated |= taken > 0
+        found = self._report(metrics, num_mini_batches=taken)
+        epochs = self.policy.training.epochs_per_step
         found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        found |= {
-            "grad_norm": sum(norms) / max(1, len(norms)),
-            "learning_rate": rate,
-            "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
-        }
-        found |= scale_metrics(self.policy)
+        found |= rates | scale_metrics(self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _loss(
@@ -133,10 +124,7 @@ class Distillation:
             tokens=float(divergence.numel()),
         )
         if at_start and self.compares_engines:
-            engines = micro.engine_logprobs[micro.mask]
-            gap = mismatch(logprobs, engines, torch.ones_like(logprobs, dtype=torch.bool))
-            metrics.maximum("max_abs", gap["max_abs"])
-            metrics.add(**{f"mismatch/{name}": gap[name] for name in GAPS})
+            add_mismatch(metrics, logprobs, micro.engine_logprobs[micro.mask])
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:

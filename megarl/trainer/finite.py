@@ -83,10 +83,7 @@ class StepGuard:
         """
         self.role, self.allowed, self.section, self.skipped = role, allowed, section, 0
         self._where = ""
-        self._broken = self._none()
-
-    def _none(self) -> torch.Tensor:
-        return torch.zeros(len(WATCHED), dtype=torch.float32, device=self.role.device)
+        self._broken = torch.zeros(len(WATCHED), dtype=torch.float32, device=role.device)
 
     def begin(self, where: str) -> None:
         """Say of which step later messages are: `where` is the beginning of their text, such as
@@ -108,7 +105,7 @@ class StepGuard:
         the model call it together and get the same text.
         """
         found = all_reduce_max(self._broken, self.role.mesh.world).tolist()
-        self._broken = self._none()
+        self._broken.zero_()
         name = next((name for name, count in zip(WATCHED, found, strict=True) if count), "")
         return f"the {name} {'is' if name == 'loss' else 'are'} not finite" if name else ""
 

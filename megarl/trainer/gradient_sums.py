@@ -21,23 +21,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megarl.errors import UserError
 
 PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view of `grad_partitions_flat_buffer`
 in which this rank's part of its gradient is added up}."""
-STAGE_3 = ("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary")
+STAGE_3 = (
+    *("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary"),
+    *("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker"),
+)
 STAGE_2 = (
-    "bit16_groups",
-    "averaged_gradients",
-    "copy_grads_in_partition",
-    "_use_compact_grad_partition_buffer",
-    "_get_compact_grad_partition_slice",
+    *("bit16_groups", "averaged_gradients", "copy_grads_in_partition"),
+    *("_use_compact_grad_partition_buffer", "_get_compact_grad_partition_slice"),
+    "gradient_accumulation_dtype",
 )
 """Attributes that DeepSpeed's optimizers must have, by ZeRO stage."""
 
@@ -53,14 +54,19 @@ def keep_on_device(optimizer: Any) -> None:
     ZeRO 1 nothing changes. Raises `UserError` for a version of DeepSpeed whose optimizer is built
     in another way.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        _require(_is_known_stage_3(optimizer))
+    is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    if not (_is_known_stage_3(optimizer) if is_stage_3 else _is_known_stage_2(optimizer)):
+        raise UserError(
+            f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} adds up gradients in"
+            " another way than 0.19.8, for which megarl keeps the sums on the GPU until the"
+            " optimizer step; install deepspeed==0.19.8, or set training.zero_stage to 3 and"
+            " training.offload_gradients to micro_batch"
+        )
+    if is_stage_3:
         _move_sums(optimizer)
-    else:
-        _require(_is_known_stage_2(optimizer))
-        if optimizer.partition_gradients:  # ZeRO 2
-            # In float32 DeepSpeed answers False, and then adds up on the host.
-            optimizer._use_compact_grad_partition_buffer = lambda group_idx: True
+    elif optimizer.partition_gradients:  # ZeRO 2
+        # In float32 DeepSpeed answers False, and then adds up on the host.
+        optimizer._use_compact_grad_partition_buffer = lambda group_idx: True
 
 
 def sums_of(optimizer: Any) -> list[torch.Tensor]:
@@ -104,24 +110,14 @@ def _move_sums(optimizer: Any) -> None:
 
 def _is_known_stage_3(optimizer: Any) -> bool:
     """Whether the sums are views of one flat float32 buffer on the host, one for each parameter."""
-    flat, parts, tracker = (
-        getattr(optimizer, name, None)
-        for name in ("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker")
-    )
-    if not (
-        all(hasattr(optimizer, name) for name in STAGE_3)
-        and getattr(optimizer, "offload_optimizer", False)
-        and isinstance(flat, torch.Tensor)
-        and isinstance(parts, dict)
-        and isinstance(tracker, torch.Tensor)
-    ):
+    if not all(hasattr(optimizer, name) for name in STAGE_3):
         return False
-    trained = [one for group in optimizer.fp16_groups for one in group]
+    flat, parts = optimizer.grad_partitions_flat_buffer, getattr(optimizer, PARTS)
+    trained = [one.ds_id for group in optimizer.fp16_groups for one in group]
     storage = flat.untyped_storage().data_ptr()
     return (
-        flat.dtype == torch.float32
-        and flat.device.type == "cpu"
-        and [one.ds_id for one in trained] == list(parts)
+        (flat.dtype, flat.device.type) == (torch.float32, "cpu")
+        and trained == list(parts)
         and sum(part.numel() for part in parts.values()) == flat.numel()
         and all(part.untyped_storage().data_ptr() == storage for part in parts.values())
     )
@@ -129,21 +125,5 @@ def _is_known_stage_3(optimizer: Any) -> bool:
 
 def _is_known_stage_2(optimizer: Any) -> bool:
     """Whether ZeRO 1 or 2 with its state on the host has the code that adds up on the device."""
-    return (
-        isinstance(optimizer, DeepSpeedZeroOptimizer)
-        and all(hasattr(optimizer, name) for name in STAGE_2)
-        and getattr(optimizer, "cpu_offload", False)
-        and getattr(optimizer, "gradient_accumulation_dtype", None) == torch.float32
-    )
-
-
-def _require(is_known: bool) -> None:
-    if not is_known:
-        import deepspeed
-
-        raise UserError(
-            f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} adds up gradients in"
-            " another way than 0.19.8, for which megarl keeps the sums on the GPU until the"
-            " optimizer step; install deepspeed==0.19.8, or set training.zero_stage to 3 and"
-            " training.offload_gradients to micro_batch"
-        )
+    is_known = all(hasattr(optimizer, name) for name in STAGE_2)
+    return is_known and optimizer.gradient_accumulation_dtype == torch.float32

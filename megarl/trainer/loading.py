@@ -37,6 +37,7 @@ from megarl.trainer.heads import SCORING, HeadName, refuse_head, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
     CheckpointWeights,
+    OtherTensors,
     RandomWeights,
     Weights,
     init_buffers,
@@ -131,24 +132,10 @@ def open_weights(
             return found
     else:
         found = RandomWeights(whole, seed)
-    return ZeroScore(found, whole) if head in SCORING else found
-
-
-class ZeroScore:
-    """A source of a model's tensors for a new critic or reward model: the tensors of `weights`, and
-    a score head `score.weight` of 0. `flat(name)` gives a tensor, flat on the CPU; `has(name)`
-    tells whether the checkpoint stores it.
-    """
-
-    def __init__(self, weights: Weights, model: PreTrainedModel) -> None:
-        """`model`: the whole model on the meta device."""
-        self.weights, self.width = weights, model.config.get_text_config().hidden_size
-
-    def flat(self, name: str) -> torch.Tensor:
-        return torch.zeros(self.width) if name == SCORE else self.weights.flat(name)
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(name)
+    if head not in SCORING:
+        return found
+    new_score = torch.zeros(whole.config.get_text_config().hidden_size)
+    return OtherTensors(found, {SCORE: new_score}.get)
 
 
 @dataclass(frozen=True)

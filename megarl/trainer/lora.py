@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from megarl.parallel.tensor import (
     sum_gradient_over,
 )
 from megarl.trainer.config import LoraConfig
+from megarl.trainer.weights import OtherTensors, Weights
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the names of an adapter's two parameters."""
@@ -169,32 +171,22 @@ def _pair(
     return a, b
 
 
-class NewAdapters:
-    """A source of a model's tensors with new LoRA adapters: the tensors of `weights`, A as PEFT
-    draws it, uniform within 1 / sqrt(K), and B zero. `flat(name)` gives a whole tensor, flat on the
-    CPU; `has(name)` tells whether the checkpoint stores it.
+def new_adapter(
+    name: str, *, shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> torch.Tensor | None:
+    """The whole parameter `name` of a new LoRA adapter: A as PEFT draws it, uniform within 1 /
+    sqrt(K), and B zero; None for other names. `shapes`: {name: whole shape} of all adapters.
 
     Each A has its own generator, seeded by `seed` and its name, so that all layouts draw the same.
     """
-
-    def __init__(self, weights: Any, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-        """`shapes`: {name: whole shape} of the adapters' parameters."""
-        self.weights, self.shapes, self.seed = weights, shapes, seed
-
-    def flat(self, name: str) -> torch.Tensor:
-        if not is_adapter(name):
-            return self.weights.flat(name)
-        whole = torch.zeros(self.shapes[name], dtype=torch.float32)
-        if name.endswith(A):
-            draw = torch.Generator().manual_seed(
-                xxhash.xxh3_64_intdigest(f"{self.seed} {name}".encode()) >> 1
-            )
-            bound = self.shapes[name][1] ** -0.5
-            whole.uniform_(-bound, bound, generator=draw)
-        return whole.view(-1)
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(name)
+    if not is_adapter(name):
+        return None
+    whole = torch.zeros(shapes[name], dtype=torch.float32)
+    if name.endswith(A):
+        digest = xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())
+        bound = shapes[name][1] ** -0.5
+        whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(digest >> 1))
+    return whole
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
@@ -263,32 +255,15 @@ KEPT = 4
 
 
 def adapter_weights(
-    weights: Any, shapes: Mapping[str, tuple[int, ...]], config: LoraConfig, *, seed: int
-) -> Any:
-    """A source of a model's tensors (with `flat(name)` and `has(name)`) that has the tensors of
-    `weights`, which is such a source, and LoRA adapters: new ones drawn from `seed`, or where
-    `config.adapter` names a folder those of its files, which may also have a score head.
+    weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: LoraConfig, *, seed: int
+) -> Weights:
+    """A source of a model's tensors that has the tensors of `weights` and LoRA adapters: new ones
+    drawn from `seed`, or where `config.adapter` names a folder those of its files, which may also
+    have a score head.
 
     `shapes`: {name: whole shape} of the adapters' parameters, and of a score head. Raises
     `ValueError` if the files in `config.adapter` do not fit `config` or `shapes`.
     """
-    if not config.adapter:
-        return NewAdapters(weights, shapes, seed)
-    return StoredAdapters(weights, read_adapter(config, shapes))
-
-
-class StoredAdapters:
-    """A source of a model's tensors with stored LoRA adapters: `tensors` {name: whole tensor}, and
-    for all other names those of `weights`. `flat(name)` gives a whole tensor, flat; `has(name)`
-    tells whether the model's checkpoint stores it.
-    """
-
-    def __init__(self, weights: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.weights, self.tensors = weights, tensors
-
-    def flat(self, name: str) -> torch.Tensor:
-        found = self.tensors.get(name)
-        return self.weights.flat(name) if found is None else found.reshape(-1)
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(name)
+    if config.adapter:
+        return OtherTensors(weights, read_adapter(config, shapes).get)
+    return OtherTensors(weights, partial(new_adapter, shapes=shapes, seed=seed))

@@ -23,6 +23,7 @@ needs beside is in `working_memory.py`. Not counted: key-value caches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -74,10 +75,7 @@ def with_head(table: Sequence[ParameterSpec], head: str) -> list[ParameterSpec]:
 
 def num_elements(shape: Sequence[int]) -> int:
     """Number of elements of a tensor of this shape; 1 for the shape ()."""
-    found = 1
-    for size in shape:
-        found *= size
-    return found
+    return math.prod(shape)
 
 
 def role_memory(

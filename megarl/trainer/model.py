@@ -87,10 +87,10 @@ class RoleModel(nn.Module):
         """[layers] the sliding window of each layer in tokens, or None."""
         self.sequence = training.sequence
         self.attention: PackedBackend = training.attention
-        by_autotp = training.tensor_backend == "autotp"
-        self.shards = (
-            shard_with_autotp(model, mesh) if by_autotp else shard_model(model, mesh.tensor)
-        )
+        if training.tensor_backend == "autotp":
+            self.shards = shard_with_autotp(model, mesh)
+        else:
+            self.shards = shard_model(model, mesh.tensor)
         """{parameter name: shard} of the parameters of `model` of which this rank holds a part."""
         self._inner = RingExchange(mesh.ulysses)
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
@@ -136,11 +136,8 @@ class RoleModel(nn.Module):
         """Replace the model's output head by a `LogProbHead` with the same weight."""
         old: Any = self.model.get_output_embeddings()
         head = LogProbHead(1, 1, bias=False, device="meta")
-        head.in_features, head.out_features, head.weight = (
-            old.in_features,
-            old.out_features,
-            old.weight,
-        )
+        head.in_features, head.out_features = old.in_features, old.out_features
+        head.weight = old.weight
         head.backend = training.logprobs
         head.transform = logit_transform(self.model.config)
         vocab, axis = head_shard(self.model, self.shards), self.mesh.tensor
@@ -191,8 +188,7 @@ class RoleModel(nn.Module):
         """[K] indices, among this rank's tokens, of the last token of each sample. Padding, which
         has sample id -1, is left out.
         """
-        length = len(batch.token_ids)
-        place = torch.arange(length)
+        place = torch.arange(len(batch.token_ids))
         if batch.indices:
             place = batch.indices[self.mesh.sequence.rank]
         ends = torch.isin(place.to(batch.starts.device), batch.starts[1:].long() - 1)
@@ -203,14 +199,10 @@ class RoleModel(nn.Module):
         over the sequence-parallel ranks, with shared prefixes, within a sliding window, with a soft
         cap or sinks.
         """
-        device, block, transport = (
-            batch.token_ids.device,
-            self.sequence.block,
-            self.sequence.transport,
-        )
+        device, transport = batch.token_ids.device, self.sequence.transport
         if transport == "auto":
             transport = "ring" if device.type == "cuda" else "ring_lean"
-        named = None if block == "auto" else block
+        named = None if self.sequence.block == "auto" else self.sequence.block
         indices = batch.indices or (torch.arange(len(batch.token_ids)),)
 
         @cache

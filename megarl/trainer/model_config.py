@@ -87,9 +87,7 @@ def load_model_config(
         fix = f"'{config.path}' is not on this machine {why_absent(config.path)}"
     with opening(f"{what} cannot be loaded", fix=fix):
         hf = AutoConfig.from_pretrained(
-            config.path,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=not online,
+            config.path, trust_remote_code=config.trust_remote_code, local_files_only=not online
         )
         hf.get_text_config()
     problem = config_problem(hf)

@@ -59,7 +59,7 @@ class RewardModels:
         """
         if not scores:
             return batch
-        added, samples = np.zeros(len(batch.rewards)), list(batch.samples)
+        added = np.zeros(len(batch.rewards))
         metrics: dict[str, float] = {}
         trained = batch.response_tokens > 0  # all but greedy responses to compare with
         for name, column in scores.items():
@@ -83,7 +83,7 @@ class RewardModels:
         return replace(
             batch,
             rewards=totals,
-            samples=[_with_rewards(part, added[part.ids]) for part in samples],
+            samples=[_with_rewards(part, added[part.ids]) for part in batch.samples],
             metrics=batch.metrics | metrics,
         )
 

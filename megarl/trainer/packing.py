@@ -104,9 +104,9 @@ def pack_shared(
     Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
     tokens for each rank is appended to the packed sequence.
     """
-    if axis.size == 1:
-        return pack(samples, device, places, share)
     whole = pack(samples, device, places, share)
+    if axis.size == 1:
+        return whole
     indices = _cut(whole, axis.size, how, windows)
     if not all(len(index) for index in indices):
         filler = padding(2 * axis.size)
@@ -115,11 +115,8 @@ def pack_shared(
         whole = pack(Samples.concatenate([samples, filler]), device, places, share)
         indices = _cut(whole, axis.size, how, windows)
     mine = indices[axis.rank].to(device)
-    return replace(
-        whole,
-        indices=tuple(indices),
-        **{name: getattr(whole, name)[mine] for name in PER_TOKEN},
-    )
+    own = {name: getattr(whole, name)[mine] for name in PER_TOKEN}
+    return replace(whole, indices=tuple(indices), **own)
 
 
 def _cut(
@@ -162,14 +159,8 @@ def pack_mini_batch(
 
 
 PER_TOKEN = (
-    "token_ids",
-    "position_ids",
-    "targets",
-    "mask",
-    "sample_ids",
-    "engine_logprobs",
-    "rewards",
-    "places",
+    *("token_ids", "position_ids", "targets", "mask"),
+    *("sample_ids", "engine_logprobs", "rewards", "places"),
 )
 """Per-token fields of `MicroBatch`, which are divided over the sequence-parallel ranks."""
 
@@ -186,9 +177,8 @@ class SequenceMean:
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
         self._axis, self._index = axis, torch.searchsorted(members, sample_ids)
-        self._counts = all_reduce(
-            torch.bincount(self._index, minlength=len(members)), axis
-        ).clamp_min(1)
+        counts = torch.bincount(self._index, minlength=len(members))
+        self._counts = all_reduce(counts, axis).clamp_min(1)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """values [M], one for each response token on this rank -> [M]: for each token the mean over

@@ -59,15 +59,17 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
         f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
         f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
     )
-    wanted = role.layout
-    if not role.ranks:
-        if wanted == LayoutConfig():
-            return policy
-        layout = _layout(name, wanted, len(policy.ranks))
-        return policy if layout == policy.layout else RolePlace(policy.ranks, layout)
-    layout = _layout(name, wanted, len(role.ranks))
-    resolve_role(name, layout, role.ranks, num_ranks)
-    return RolePlace(tuple(role.ranks), layout)
+    if not role.ranks and role.layout == LayoutConfig():
+        return policy
+    ranks = role.ranks or policy.ranks
+    try:
+        layout = resolve(**dict(role.layout), num_ranks=len(ranks))
+    except ValueError as error:  # in the words of the policy
+        text = str(error).replace("training.layout", f"{name}.layout")
+        raise ValueError(text.replace("this run has", f"{name} has")) from None
+    if role.ranks:
+        resolve_role(name, layout, ranks, num_ranks)
+    return RolePlace(ranks, layout)
 
 
 def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
@@ -76,11 +78,7 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
     fit.
     """
     mine = policy_ranks(config, num_ranks)
-    wanted = config.training.layout
-    layout = resolve(
-        data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=len(mine)
-    )
-    policy = RolePlace(mine, layout)
+    policy = RolePlace(mine, resolve(**dict(config.training.layout), num_ranks=len(mine)))
     others = {
         name: place_role(name, role, policy=policy, num_ranks=num_ranks)
         for name, role in config.other_roles.items()
@@ -128,17 +126,3 @@ def reference_adapter(config: AnyConfig) -> str | None:
     if not compares or reference.model.path:
         return None
     return config.training.lora.adapter if reference.lora == "start" else ""
-
-
-def _layout(name: str, wanted: LayoutConfig, num_ranks: int) -> Layout:
-    """The layout of a role on `num_ranks` ranks; errors name the role's own setting."""
-    try:
-        return resolve(
-            data=wanted.data,
-            sequence=wanted.sequence,
-            tensor=wanted.tensor,
-            num_ranks=num_ranks,
-        )
-    except ValueError as error:
-        text = str(error).replace("training.layout", f"{name}.layout")
-        raise ValueError(text.replace("this run has", f"{name} has")) from None

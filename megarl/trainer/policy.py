@@ -20,7 +20,6 @@ from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
     WEIGHT_SUMS,
-    mismatch,
     summarise_weights,
     truncated,
     weight_sums,
@@ -33,12 +32,14 @@ from megarl.trainer.role import Column, Role
 from megarl.trainer.step import (
     GAPS,
     EmptySteps,
+    MicroBatchLoss,
     StepMetrics,
+    add_mismatch,
     computed_tokens,
     mismatch_metrics,
-    optimizer_step,
     scale_metrics,
     token_weights,
+    train_mini_batches,
 )
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import MicroBatch, StepBatch, StepReport
@@ -105,14 +106,11 @@ class PolicyGradient:
         if problem := self._input_problem(batch, columns):
             self.guard.skip(problem)
             return {}
-        data, device = self.policy.mesh.data, self.policy.device
         return columns | step_advantages(
-            batch,
-            columns,
-            self.algorithm,
+            *(batch, columns, self.algorithm),
             kl_coefficient=self.kl.coefficient,
-            data=data,
-            device=device,
+            data=self.policy.mesh.data,
+            device=self.policy.device,
         )
 
     def state(self) -> dict[str, float]:
@@ -149,44 +147,27 @@ class PolicyGradient:
         kl = ("kl",) if self.needs_reference else ()
         weights = [f"correction/{name}" for name in WEIGHT_SUMS] if self.corrects else []
         gaps = [f"mismatch/{name}" for name in GAPS]
-        metrics = StepMetrics(
-            self.policy.device,
-            ("loss", "entropy", "clipped", "tokens", *kl, *weights, *gaps),
-            ("max_abs",),
-        )
-        norms, rate = [], self.policy.engine.next_rate()
-        epochs = self.policy.training.epochs_per_step
-        for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
+        sums = ("loss", "entropy", "clipped", "tokens", *kl, *weights, *gaps)
+        metrics = StepMetrics(self.policy.device, sums, ("max_abs",))
+
+        def loss_of(number: int, at_start: bool) -> MicroBatchLoss:
             weights = token_weights(
                 batch, number, self.algorithm.aggregation, self.policy.device, self.algorithm
             )
             mine = {name: column[number] for name, column in columns.items()}
             if number < first:
                 mine.pop("logprobs", None)
+            return lambda micro: self._loss(micro, mine, weights, metrics, at_start=at_start)
 
-            def loss(
-                micro: MicroBatch,
-                mine: dict[str, torch.Tensor] = mine,
-                weights: torch.Tensor = weights,
-                at_start: bool = epoch == number == 0,
-            ) -> torch.Tensor:
-                return self._loss(micro, mine, weights, metrics, at_start=at_start)
-
-            taken = optimizer_step(self.policy, micro_batches, loss, self.guard, metrics)
-            if taken is None:
-                continue
-            norms.append(taken[0])
-            rate = taken[1]
-            self.empty_steps.has_updated = True
-        self.guard.check_weights()
-        found = self._report(metrics, num_mini_batches=len(norms))
+        taken, rates = train_mini_batches(
+            *(self.policy, packed, loss_of, self.guard, metrics),
+            num_mini_batches=len(batch.samples),
+        )
+        self.empty_steps.has_updated |= taken > 0
+        found = self._report(metrics, num_mini_batches=taken)
+        epochs = self.policy.training.epochs_per_step
         found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        found |= {
-            "grad_norm": sum(norms) / max(1, len(norms)),
-            "learning_rate": rate,
-            "skipped_steps": float(epochs * len(batch.samples) - len(norms)),
-        }
-        found |= scale_metrics(self.policy)
+        found |= rates | scale_metrics(self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | found)
 
     def _input_problem(self, batch: StepBatch, columns: Mapping[str, Column]) -> str:
@@ -271,9 +252,7 @@ class PolicyGradient:
             if algorithm.kl.where == "loss":
                 loss = loss + self.kl.coefficient * (weight * divergence).sum()
         if at_start:
-            gap = mismatch(current, engine_logprobs, torch.ones_like(current, dtype=torch.bool))
-            metrics.maximum("max_abs", gap["max_abs"])
-            metrics.add(**{f"mismatch/{name}": gap[name] for name in GAPS})
+            add_mismatch(metrics, current, engine_logprobs)
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ instructions share these.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,9 +57,7 @@ def shareable(samples: Samples) -> np.ndarray:
     length is known.
     """
     found = np.zeros(len(samples), np.int64)
-    for number, (first, last) in enumerate(
-        zip(samples.offsets[:-1].tolist(), samples.offsets[1:].tolist(), strict=True)
-    ):
+    for number, (first, last) in enumerate(itertools.pairwise(samples.offsets.tolist())):
         # Nothing predicts the first token of a sample.
         trained = np.flatnonzero(samples.mask[first + 1 : last])
         found[number] = trained[0] if len(trained) else last - first - 1
@@ -84,19 +83,18 @@ def balance_of(
     `windows`: the sliding window of each layer of the model in tokens, or None; empty where no
     layer has one.
     """
-    sizes = sizes_of(samples, share)
-    return FamilyBalance(sizes, must_save(share), windows=windows, together=together)
+    return FamilyBalance(
+        sizes_of(samples, share), must_save(share), windows=windows, together=together
+    )
 
 
 def leading_tokens(samples: Samples) -> list[np.ndarray]:
     """For each sample, the token ids at its beginning that may be computed together with those of
     other samples, as an int32 array: those before the token that predicts the first trained one.
     """
-    starts, ends = samples.offsets[:-1], samples.offsets[:-1] + shareable(samples)
-    return [
-        samples.token_ids[first:last]
-        for first, last in zip(starts.tolist(), ends.tolist(), strict=True)
-    ]
+    starts = samples.offsets[:-1]
+    spans = zip(starts.tolist(), (starts + shareable(samples)).tolist(), strict=True)
+    return [samples.token_ids[first:last] for first, last in spans]
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
@@ -106,11 +104,7 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
     """
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
-    found = chains(leading_tokens(samples))
-    return [
-        Size(length, prefixes)
-        for length, prefixes in zip(samples.lengths.tolist(), found, strict=True)
-    ]
+    return list(map(Size, samples.lengths.tolist(), chains(leading_tokens(samples))))
 
 
 def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree | None:
@@ -125,13 +119,9 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
     made = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
     if len(made) == len(samples):
         return None
+    places = [np.arange(one.begin, one.end) + starts[one.sample] for one in made]
     return Tree(
-        places=np.concatenate(
-            [
-                np.arange(starts[one.sample] + one.begin, starts[one.sample] + one.end)
-                for one in made
-            ]
-        ),
+        places=np.concatenate(places),
         starts=np.cumsum([0, *(one.end - one.begin for one in made)]),
         parents=tuple(one.parent for one in made),
         owners=np.array([-1 if one.is_shared else one.sample for one in made]),

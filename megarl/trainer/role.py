@@ -107,9 +107,9 @@ class Role:
         inside a layer with gradient checkpointing.
         """
         dtype = DTYPES[self.training.dtype]
-        if varlen_kernel(self.training.attention, dtype, self.device) is None:
-            return
-        if self.mesh.sequence.size == 1:  # rows that are cut over ranks have other kernels
+        kernel = varlen_kernel(self.training.attention, dtype, self.device)
+        # Rows that are cut over ranks have other kernels.
+        if kernel is not None and self.mesh.sequence.size == 1:
             (micro,) = self.pack(Samples.one(0, [0, 0]), [[0]])
             with torch.no_grad():
                 self.engine(micro, 1.0)
@@ -156,13 +156,10 @@ class Role:
         `samples`. With sequence parallelism this rank gets its part of each; all these ranks pass
         the same arguments.
         """
-        sequence = self.mesh.sequence
         training = self.training
         return pack_mini_batch(
-            *(samples, micro_batches, self.device, sequence),
-            how=training.sequence.cut,
-            share=training.share_prefix,
-            windows=self.windows,
+            *(samples, micro_batches, self.device, self.mesh.sequence),
+            *(training.sequence.cut, training.share_prefix, self.windows),
         )
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:
@@ -192,32 +189,31 @@ class Role:
         """
         kind = "logprobs" if self.name == "policy" else "score"
         with activity(f"{self.head} of the {self.name}", kind=kind):
-            return self._score(batch, packed, temperature, skip)
+            parts = enumerate(zip(batch.samples, packed, strict=True))
+            return [
+                self._scored(one, micro_batches if number >= skip else (), temperature)
+                for number, (one, micro_batches) in parts
+            ]
 
-    def _score(
-        self,
-        batch: StepBatch,
-        packed: Sequence[Sequence[MicroBatch]],
-        temperature: float,
-        skip: int,
-    ) -> Column:
-        column, width, dtype = [], (), torch.float32
+    def _scored(
+        self, samples: Samples, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> torch.Tensor:
+        """The column of one mini-batch, 0 for tokens that are not in `micro_batches`."""
+        width, dtype = (), torch.float32
         if self.head == "states":
             text = self.engine.module.model.config.get_text_config()
             width, dtype = (text.hidden_size,), DTYPES[self.training.dtype]
-        for number, (samples, micro_batches) in enumerate(zip(batch.samples, packed, strict=True)):
-            found = torch.zeros(len(samples.token_ids), *width, dtype=dtype, device=self.device)
-            last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))
-            for micro in micro_batches if number >= skip else ():
-                output = self.engine(micro, temperature)
-                if self.head == "scalar":
-                    scores, ids = output
-                    found[[last[name] for name in ids.tolist()]] = scores
-                    continue
-                found[micro.places[micro.mask]] = output[0] if isinstance(output, tuple) else output
-            # Each sequence rank has filled its own tokens.
-            column.append(all_reduce(found, self.mesh.sequence))
-        return column
+        found = torch.zeros(len(samples.token_ids), *width, dtype=dtype, device=self.device)
+        last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))
+        for micro in micro_batches:
+            output = self.engine(micro, temperature)
+            if self.head == "scalar":
+                scores, ids = output
+                found[[last[name] for name in ids.tolist()]] = scores
+                continue
+            found[micro.places[micro.mask]] = output[0] if isinstance(output, tuple) else output
+        # Each sequence rank has filled its own tokens.
+        return all_reduce(found, self.mesh.sequence)
 
     def logprobs(self, samples: Samples) -> torch.Tensor:
         """Float32 log-probs [M], at temperature 1, of the tokens of `samples` that have `mask`

@@ -10,6 +10,7 @@ gradients.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -18,7 +19,7 @@ import torch
 from megarl.activity.spans import Kind, Span, activity
 from megarl.errors import UserError
 from megarl.objectives.config import AggregationName, AlgorithmConfig
-from megarl.objectives.corrections import summarise
+from megarl.objectives.corrections import mismatch, summarise
 from megarl.objectives.losses import AGGREGATIONS
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
@@ -30,21 +31,55 @@ from megarl.types import MicroBatch, StepBatch
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
 """Sums returned by `megarl.objectives.corrections.mismatch` that are reported as metrics."""
 
+MicroBatchLoss = Callable[[MicroBatch], torch.Tensor]
+"""Function of a micro-batch -> scalar tensor: this rank's part of the mini-batch's loss, which is
+the sum over micro-batches and ranks. It may add numbers to the step's metrics."""
+
+
+def train_mini_batches(
+    role: Role,
+    packed: Sequence[Sequence[MicroBatch]],
+    loss_of: Callable[[int, bool], MicroBatchLoss],
+    guard: StepGuard,
+    metrics: StepMetrics,
+    *,
+    num_mini_batches: int,
+) -> tuple[int, dict[str, float]]:
+    """Train `role` on one step's samples, with one optimizer step for each mini-batch and epoch.
+    All ranks of the role's mesh call it together. Returns (optimizer steps taken, their metrics
+    {"grad_norm": mean before clipping, "learning_rate", "skipped_steps": number}).
+
+    `packed`: for each mini-batch that is trained on, this rank's packed sequences; none where the
+    whole step is skipped. `loss_of`: called before each optimizer step with the mini-batch's index
+    and whether no update of the step has been tried yet. `num_mini_batches`: of the step. Raises
+    `UserError` if `guard` allows no further skipped step, or if a weight is not finite afterwards.
+    """
+    norms, rate = [], role.engine.next_rate()
+    epochs = role.training.epochs_per_step
+    for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
+        loss = loss_of(number, epoch == number == 0)
+        taken = optimizer_step(role, micro_batches, loss, guard, metrics)
+        if taken is not None:
+            norms.append(taken[0])
+            rate = taken[1]
+    guard.check_weights()
+    return len(norms), {
+        "grad_norm": sum(norms) / max(1, len(norms)),
+        "learning_rate": rate,
+        "skipped_steps": float(epochs * num_mini_batches - len(norms)),
+    }
+
 
 def optimizer_step(
     role: Role,
     micro_batches: Sequence[MicroBatch],
-    loss: Callable[[MicroBatch], torch.Tensor],
+    loss: MicroBatchLoss,
     guard: StepGuard,
     metrics: StepMetrics,
 ) -> tuple[float, float] | None:
     """Run forward and backward pass of all micro-batches of a mini-batch, and take one optimizer
     step. Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call
     it together, with the same number of micro-batches.
-
-    `role`: the model with its optimizer. `loss`: called with each micro-batch, returns a scalar
-    tensor: this rank's part of the mini-batch's loss, which is the sum over micro-batches and
-    ranks; it may add numbers to `metrics`.
 
     If loss, gradients or what `guard` watches besides are not finite on any rank, the step is not
     taken, neither weights nor optimizer state nor `metrics` change, and None is returned;
@@ -77,10 +112,7 @@ def optimizer_step(
 
 
 def _accumulate(
-    role: Role,
-    micro_batches: Sequence[MicroBatch],
-    loss: Callable[[MicroBatch], torch.Tensor],
-    guard: StepGuard,
+    role: Role, micro_batches: Sequence[MicroBatch], loss: MicroBatchLoss, guard: StepGuard
 ) -> str:
     """Run forward and backward pass of all micro-batches, which adds up their gradients. Returns ""
     or, if a loss or another value that `guard` watches is not finite, a description of it.
@@ -206,6 +238,15 @@ def token_weights(
     return weights.float().to(device)
 
 
+def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Tensor) -> None:
+    """Add the differences between the trainer's and the engines' log-probs of M sampled tokens, [M]
+    each and without gradient, to the sums of `metrics` from which `mismatch_metrics` is made.
+    """
+    gap = mismatch(logprobs, engines)
+    metrics.maximum("max_abs", gap["max_abs"])
+    metrics.add(**{f"mismatch/{name}": gap[name] for name in GAPS})
+
+
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
     """How far the inference engine's log-probs of the sampled tokens are from the trainer's, as
     metrics of a step: {"mismatch/mean_abs", "mismatch/max_abs", "mismatch/k1", "mismatch/k3",
@@ -215,13 +256,7 @@ def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
-    return {
-        "mismatch/mean_abs": gap["mean_abs"],
-        "mismatch/max_abs": gap["max_abs"],
-        "mismatch/k1": gap["k1"],
-        "mismatch/k3": gap["k3"],
-        "mismatch/outside_share": gap["outside"],
-    }
+    return {f"mismatch/{name}": number for name, number in gap.items()}
 
 
 class EmptySteps:

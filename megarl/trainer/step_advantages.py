@@ -71,18 +71,16 @@ def step_advantages(
             chosen = masks[number]
             charges.index_add_(0, ids[number][chosen], per_token[chosen])
         totals -= kl_coefficient * all_reduce(charges, data)
-    groups = torch.tensor(batch.groups, device=device)
-    tokens = torch.tensor(batch.response_tokens, device=device)
-    function = function_of(
-        algorithm.advantage, ADVANTAGES | TOKEN_ADVANTAGES, "algorithm.advantage"
-    )
+    given = totals.cpu(), torch.tensor(batch.groups), torch.tensor(batch.response_tokens)
+    check_rewards(*given)
+    every = ADVANTAGES | TOKEN_ADVANTAGES
+    function = function_of(algorithm.advantage, every, "algorithm.advantage")
     if algorithm.credit == "turn":
-        check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
+        groups = given[1].to(device)
         return {"advantages": _of_turns(function, rewards, masks, ids, groups, algorithm, data)}
     if not is_per_token(function):
-        per_sample = function(totals.cpu(), groups.cpu(), tokens.cpu()).float().to(device)
+        per_sample = function(*given).float().to(device)
         return {"advantages": [per_sample[index] for index in ids]}
-    check_rewards(totals.cpu(), groups.cpu(), tokens.cpu())
     empty = torch.zeros(0, dtype=torch.float64, device=device)
     values = {
         name.removeprefix("values"): torch.cat([empty, *(part.double() for part in column)])
@@ -126,11 +124,7 @@ def _of_turns(
         sums[1] += turn_sums(torch.ones_like(reward), mask, of, shape)
     sums = all_reduce(sums, data).cpu()
     found = turn_advantages(
-        function,
-        sums[0],
-        sums[1].long(),
-        groups.cpu(),
-        discount=algorithm.turn_discount,
+        function, sums[0], sums[1].long(), groups.cpu(), discount=algorithm.turn_discount
     )
     found = found.float().to(groups.device)
     return [found[of, turn] for of, turn in zip(ids, turns, strict=True)]

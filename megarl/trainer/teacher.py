@@ -70,9 +70,7 @@ class Teacher:
         if self.transfer.is_shared:
             return
         here, role = self.transfer.send(batch, packed), self.transfer.role
-        column: Column = []
-        if role is not None and here is not None:
-            column = role.score(here.batch, here.packed)
+        column = [] if role is None or here is None else role.score(here.batch, here.packed)
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:

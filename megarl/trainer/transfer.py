@@ -66,23 +66,27 @@ class _Plan:
     ids.
     """
 
-    ids: np.ndarray
-    """[N] int64 sample ids, ascending."""
-    lengths: list[int]
-    """[N] number of tokens."""
-    tokens: np.ndarray
-    """[N] int64 number of tokens that the policy generated."""
-    prompts: np.ndarray
-    """[N] int64 number of tokens of the prompt, or -1; see `Samples.prompts`."""
-    parts: np.ndarray
-    """[N] int64 index of the mini-batch."""
-    holders: list[list[int]]
-    """[N] ranks of the policy that have the sample."""
-    workers: list[list[int]]
-    """[N] ranks of the role that get the sample."""
+    facts: list[_Fact]
+    """[N] what is told of each sample, in the order of their ids."""
+    forth: Redistribution
+    """From the ranks of the policy that have a sample to those of the role that get it."""
+    back: Redistribution
     order: list[list[int]]
-    """For each mini-batch, the ids of this rank's samples as a rank of the policy, in the order of
-    its columns."""
+    """For each mini-batch, the numbers of this rank's samples as a rank of the policy, in the order
+    of its columns."""
+
+    def split(
+        self, order: Sequence[Sequence[int]], columns: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The samples' parts of columns: {number of the sample: [T] or [T, ...] values of its
+        tokens}. `columns`: one for each mini-batch, the values of the samples that `order` names,
+        one after the other; empty on ranks that have none.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for numbers, values in zip(order, columns, strict=True) if columns else ():
+            parts = values.split([self.facts[n].length for n in numbers])
+            found |= dict(zip(numbers, parts, strict=True))
+        return found
 
 
 class BatchTransfer:
@@ -141,20 +145,19 @@ class BatchTransfer:
             return RoleBatch(batch, packed)
         parts = batch.samples if batch is not None else []
         plan = self._plan = self._describe(parts)
-        forth = Redistribution(plan.lengths, plan.holders, plan.workers, self.everyone)
         tokens = [torch.from_numpy(samples.token_ids) for samples in parts]
         masks = [torch.from_numpy(samples.mask.astype(np.int8)) for samples in parts]
-        token_of = forth.move(self._split(tokens), torch.int32, self.device)
-        mask_of = forth.move(self._split(masks), torch.int8, self.device)
+        token_of = plan.forth.move(plan.split(plan.order, tokens), torch.int32, self.device)
+        mask_of = plan.forth.move(plan.split(plan.order, masks), torch.int8, self.device)
         if self.role is None:
             return None
-        num_parts = int(plan.parts.max()) + 1 if len(plan.parts) else 0
-        self._here = [[n for n in sorted(token_of) if plan.parts[n] == p] for p in range(num_parts)]
+        part_of = [fact.part for fact in plan.facts]
+        num_parts = max(part_of, default=-1) + 1
+        self._here = [[n for n in sorted(token_of) if part_of[n] == p] for p in range(num_parts)]
 
         def sample(n: int) -> Samples:
-            mask = mask_of[n].cpu().numpy() > 0
-            tokens, prompt = token_of[n].cpu().numpy(), int(plan.prompts[n])
-            return Samples.one(int(plan.ids[n]), tokens, mask=mask, prompt=prompt)
+            fact, mask = plan.facts[n], mask_of[n].cpu().numpy() > 0
+            return Samples.one(fact.name, token_of[n].cpu().numpy(), mask=mask, prompt=fact.prompt)
 
         samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
         data, share = self.mesh.data, self.share_prefix
@@ -170,10 +173,10 @@ class BatchTransfer:
             step=0,
             samples=samples,
             micro_batches=rows,
-            rewards=np.zeros(len(plan.ids)),
-            groups=np.zeros(len(plan.ids), np.int64),
-            response_tokens=plan.tokens,
-            mini_batch_of=plan.parts,
+            rewards=np.zeros(len(part_of)),
+            groups=np.zeros(len(part_of), np.int64),
+            response_tokens=np.array([fact.tokens for fact in plan.facts], np.int64),
+            mini_batch_of=np.array(part_of, np.int64),
             metrics={},
         )
         return RoleBatch(mine, self.role.pack_step(mine))
@@ -188,18 +191,14 @@ class BatchTransfer:
             return column
         plan = self._plan
         assert plan is not None, "no batch was sent"
-        forth = Redistribution(plan.lengths, plan.holders, plan.workers, self.everyone)
-        found = forth.move(self._split(column), torch.float32, self.device)
+        found = plan.forth.move(plan.split(plan.order, column), torch.float32, self.device)
         if self.role is None:
             return []
-        return [self._join([found[n] for n in numbers]) for numbers in self._here]
+        nothing = torch.zeros(0, device=self.device)
+        return [torch.cat([nothing, *(found[n] for n in numbers)]) for numbers in self._here]
 
     def to_policy(
-        self,
-        column: Column,
-        *,
-        width: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
+        self, column: Column, *, width: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Column:
         """Bring a column of the step that was sent last back to the policy's ranks. `column`: for
         each mini-batch a tensor [T, *width] of `dtype` over the tokens of this rank's samples as a
@@ -211,61 +210,26 @@ class BatchTransfer:
             return column
         plan = self._plan
         assert plan is not None, "no batch was sent"
-        back = Redistribution(plan.lengths, plan.workers, plan.holders, self.everyone)
-        mine = {
-            n: part
-            for numbers, values in zip(self._here if column else [], column, strict=True)
-            for n, part in zip(
-                numbers, values.split([plan.lengths[n] for n in numbers]), strict=True
-            )
-        }
-        deadline_s = self.everyone.timeout_s
+        mine, deadline_s = plan.split(self._here, column), self.everyone.timeout_s
         with activity("scores", kind="wait", of=self.mesh.ranks, deadline_s=deadline_s):
-            found = back.move(mine, dtype, self.device, width)
-        number_of = self._numbers()
+            found = plan.back.move(mine, dtype, self.device, width)
         nothing = torch.zeros(0, *width, dtype=dtype, device=self.device)
-        return [
-            torch.cat([nothing, *(found[number_of[name]] for name in ids)]) for ids in plan.order
-        ]
+        return [torch.cat([nothing, *(found[n] for n in numbers)]) for numbers in plan.order]
 
     @property
     def _budget(self) -> int:
         """Number of tokens of a packed sequence of the role, over its sequence-parallel ranks."""
         return self.micro_batch_tokens * self.mesh.sequence.size
 
-    def _numbers(self) -> dict[int, int]:
-        """{sample id: number of the sample in the plan}, for all samples of the step."""
-        assert self._plan is not None
-        return {int(name): number for number, name in enumerate(self._plan.ids)}
-
-    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([torch.zeros(0, device=self.device), *parts])
-
-    def _split(self, columns: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The samples' parts of columns: {number of the sample in the plan: [T] or [T, ...] values
-        of its tokens}. `columns`: one for each mini-batch, the values of this policy rank's samples
-        one after the other; empty on ranks that are not of the policy.
-        """
-        plan = self._plan
-        assert plan is not None
-        number_of, found = self._numbers(), {}
-        for ids, values in zip(plan.order, columns, strict=True) if columns else ():
-            numbers = [number_of[name] for name in ids]
-            parts = values.split([plan.lengths[n] for n in numbers])
-            found |= dict(zip(numbers, parts, strict=True))
-        return found
-
     def _describe(self, parts: Sequence[Samples]) -> _Plan:
         """The plan of a step's transfers, from what every rank tells of its samples; all but
         `order` is the same on every rank.
         """
-        mine = [
-            _Fact(int(name), int(length), int(tokens), int(prompt), part)
-            for part, samples in enumerate(parts)
-            for name, length, tokens, prompt in zip(
-                samples.ids, samples.lengths, _chosen(samples), samples.prompts, strict=True
-            )
-        ]
+        mine: list[_Fact] = []
+        for part, samples in enumerate(parts):
+            columns = (samples.ids, samples.lengths, _chosen(samples), samples.prompts)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            mine += [_Fact(*row, part) for row in rows]
         own = self._beginnings(parts)
         told = gather_objects((mine, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}
@@ -279,28 +243,26 @@ class BatchTransfer:
                 # One rank after the other: a gather needs the memory of the longest for each rank.
                 for tokens, names in broadcast_object(own, self.everyone, rank):
                     leading |= dict.fromkeys(names, tokens)
-        ids = sorted(facts)
         chain_of = dict(zip(leading, chains(list(leading.values())), strict=True))
-        sizes = [Size(facts[name].length, chain_of.get(name, ())) for name in ids]
-        minis = np.array([facts[name].part for name in ids], dtype=np.int64)
+        ordered = [facts[name] for name in sorted(facts)]
+        sizes = [Size(fact.length, chain_of.get(fact.name, ())) for fact in ordered]
+        having = [holders[fact.name] for fact in ordered]
+        wanting = self._deal(sizes, np.array([fact.part for fact in ordered], np.int64))
+        lengths = [fact.length for fact in ordered]
+        number_of = {fact.name: number for number, fact in enumerate(ordered)}
         return _Plan(
-            ids=np.array(ids, dtype=np.int64),
-            lengths=[size.length for size in sizes],
-            tokens=np.array([facts[name].tokens for name in ids], dtype=np.int64),
-            prompts=np.array([facts[name].prompt for name in ids], dtype=np.int64),
-            parts=minis,
-            holders=[holders[name] for name in ids],
-            workers=self._deal(sizes, minis),
-            order=[samples.ids.tolist() for samples in parts],
+            ordered,
+            Redistribution(lengths, having, wanting, self.everyone),
+            Redistribution(lengths, wanting, having, self.everyone),
+            [[number_of[name] for name in samples.ids.tolist()] for samples in parts],
         )
 
     def _beginnings(self, parts: Sequence[Samples]) -> list[tuple[np.ndarray, list[int]]]:
         """The token ids that samples of this rank may share with any others, those of other ranks
         too, each once, with the ids of these samples. Of the ranks with the same samples one tells.
         """
-        if not parts or self.share_prefix == "off":
-            return []
-        if self.policy.sequence.rank or self.policy.tensor.rank:
+        is_copy = self.policy.sequence.rank or self.policy.tensor.rank
+        if not parts or self.share_prefix == "off" or is_copy:
             return []
         found: dict[bytes, tuple[np.ndarray, list[int]]] = {}
         for samples in parts:
@@ -363,11 +325,7 @@ class Scorer:
         """Its scores, on the role's ranks; empty on others."""
 
     def score(
-        self,
-        batch: StepBatch | None,
-        packed: Sequence[Sequence[MicroBatch]],
-        *,
-        temperature: float,
+        self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]], *, temperature: float
     ) -> Column:
         """Compute a number for each token of `batch` that the policy generated: for each mini-batch
         a float32 tensor [T] over the tokens of this rank's samples, 0 for all other tokens.

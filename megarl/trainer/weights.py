@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -68,6 +69,22 @@ class CheckpointWeights:
 
     def has(self, name: str) -> bool:
         return name in self._stored
+
+
+class OtherTensors:
+    """A source of a model's tensors, as `Weights`: those of `weights`, but the tensors that
+    `made(name)` returns, whole and of any shape, where it is not None.
+    """
+
+    def __init__(self, weights: Weights, made: Callable[[str], torch.Tensor | None]) -> None:
+        self.weights, self.made = weights, made
+
+    def flat(self, name: str) -> torch.Tensor:
+        found = self.made(name)
+        return self.weights.flat(name) if found is None else found.reshape(-1)
+
+    def has(self, name: str) -> bool:
+        return self.weights.has(name)
 
 
 PATTERNS = ["model*.safetensors", INDEX]

@@ -16,13 +16,7 @@ from megarl.config import RunConfig
 from megarl.kernels.logprobs import CHUNK_BYTES
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.memory import (
-    BYTES,
-    GRADIENT_BYTES,
-    on_rank,
-    role_memory,
-    trained_elements,
-)
+from megarl.trainer.memory import BYTES, GRADIENT_BYTES, on_rank, role_memory, trained_elements
 from megarl.weight_sync.config import BUCKET_BYTES
 from megarl.weight_sync.parameters import ParameterSpec
 

@@ -30,6 +30,7 @@ from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.handover import Handover, free_cache, synchronize
+from megarl.trainer.heads import SCORING
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
 from megarl.trainer.model import RoleModel
@@ -137,7 +138,10 @@ class TrainEngine:
         for a frozen model.
         """
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
-        self.trains, self._module = trains, model
+        self.trains = trains
+        self.module = model
+        """The model without DeepSpeed around it. Under ZeRO 3 its parameters are empty outside of a
+        forward or backward pass."""
         self._view, self._handover = DeepSpeedView(mesh), Handover(device)
         self._engine: Any = None
         self.loss_scale: LossScale | None = None
@@ -164,27 +168,20 @@ class TrainEngine:
             *(config, self.mesh.gradient.size), trains=self.trains, trained=max(1, num_trained)
         )
         drop_stale_locks()
+        made: Any
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            engine, *_ = deepspeed.initialize(
+            made, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,  # pyright: ignore[reportArgumentType]
                 config=settings,
                 mpu=self._view,
                 dist_init_required=False,
             )
-        made: Any = engine
         if self.trains and config.offload_optimizer and config.offload_gradients == "step":
             keep_on_device(made.optimizer)
         if self.trains and config.dtype == "float16":
             self.loss_scale = LossScale(made.optimizer)
         return made
-
-    @property
-    def module(self) -> RoleModel:
-        """The model without DeepSpeed around it: a `RoleModel`, a Hugging Face model with one of
-        megarl's heads. Under ZeRO 3 its parameters are empty outside of a forward or backward pass.
-        """
-        return self._module
 
     def __call__(self, *args: object) -> Any:
         """Run a forward pass of the model on a micro-batch, and return the head's output, for a
@@ -194,7 +191,7 @@ class TrainEngine:
         if self.trains:
             return self._engine(*args)
         with torch.no_grad():
-            return (self._engine or self._module)(*args)
+            return (self._engine or self.module)(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run a backward pass and add the gradients to those of earlier micro-batches. `loss`: a
@@ -227,11 +224,8 @@ class TrainEngine:
         rate = self.next_rate()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        norm = (
-            self._plain_norm()
-            if self.config.zero_stage == 0 and self.config.dtype == "float32"
-            else None
-        )
+        # Without ZeRO, which is in float32 only, DeepSpeed tells none.
+        norm = self._plain_norm() if self.config.zero_stage == 0 else None
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         if norm is None:
@@ -294,7 +288,7 @@ class TrainEngine:
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                is_sharded = name.removeprefix("model.") in self.module.shards
+                is_sharded = _bare(name) in self.module.shards
                 squares[int(is_sharded)] += parameter.grad.norm(dtype=torch.float64) ** 2
         # Parts add up over the tensor axis; what every rank holds whole counts once.
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
@@ -334,35 +328,31 @@ class TrainEngine:
         With adapters, an adapted weight is W + (alpha / rank) B A, computed each time it is asked
         for; under ZeRO 3 this call gathers all A and B.
         """
-        found, adapters = {}, self.module.adapters
-        for name, parameter in self.module.model.named_parameters():
-            if not is_adapter(name):
-                slice_ = getattr(parameter, "ds_tensor", None)
-                found[name] = (parameter.data if slice_ is None else slice_.data).view(-1)
-        if adapters is None:
+        found = {
+            name: getattr(parameter, "ds_tensor", parameter).data.view(-1)
+            for name, parameter in self.module.model.named_parameters()
+            if not is_adapter(name)
+        }
+        if self.module.adapters is None:
             return found
-        stage = self.config.zero_stage
-        return MergedWeights(
-            found,
-            self.local_adapters(),
-            adapters,
-            slice_number=self.mesh.gradient.rank if stage == 3 else None,
-        )
+        number = self.mesh.gradient.rank if self.config.zero_stage == 3 else None
+        local = self.local_adapters()
+        return MergedWeights(found, local, self.module.adapters, slice_number=number)
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
         """{name: copy of this rank's tensor-parallel shard} of the LoRA adapters' parameters, under
         ZeRO 3 gathered. Only for a model with adapters. All ranks call it together.
         """
+        named = self._adapter_parameters()
+        is_split = any(hasattr(parameter, "ds_status") for parameter in named.values())
+        with deepspeed.zero.GatheredParameters(list(named.values()), enabled=is_split):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+    def _adapter_parameters(self) -> dict[str, Any]:
+        """{name: parameter} of the LoRA adapters."""
         assert self.module.adapters is not None
-        model = self.module.model
         names = self.module.adapters.parameters
-        parameters: Any = [model.get_parameter(name) for name in names]
-        is_split = any(hasattr(parameter, "ds_status") for parameter in parameters)
-        with deepspeed.zero.GatheredParameters(parameters, enabled=is_split):
-            return {
-                name: parameter.detach().clone()
-                for name, parameter in zip(names, parameters, strict=True)
-            }
+        return {name: self.module.model.get_parameter(name) for name in names}
 
     def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Copy this rank's part of the LoRA adapters as they are now. Returns a function that makes
@@ -390,13 +380,11 @@ class TrainEngine:
         """Views of this rank's part of each LoRA parameter: the whole tensor-parallel shard, under
         ZeRO 3 its slice. Writing to a view changes the model.
         """
-        assert self.module.adapters is not None
-        names, rank = self.module.adapters.parameters, self.mesh.gradient.rank
-        parameters: Any = [self.module.model.get_parameter(name) for name in names]
+        parameters = self._adapter_parameters().values()
         for parameter in parameters:
             if getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE:
                 parameter.partition()  # DeepSpeed keeps small ones gathered, which would be stale
-        return [_own_values(parameter, rank) for parameter in parameters]
+        return [_own_values(parameter, self.mesh.gradient.rank) for parameter in parameters]
 
     def whole_adapters(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor} of the LoRA adapters' parameters, and of a score head where the
@@ -410,9 +398,8 @@ class TrainEngine:
             name: shards[name].gather(part, axis) if name in shards else part
             for name, part in self.local_adapters().items()
         }
-        return (
-            found if self.module.head == "logprobs" else found | {SCORE: self.full_score_weight()}
-        )
+        has_score = self.module.head in SCORING
+        return found | ({SCORE: self.full_score_weight()} if has_score else {})
 
     def offload(self) -> None:
         """Move master weights and optimizer state from the GPU to the host, and free gradients and

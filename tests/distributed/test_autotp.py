@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+import torch
 from support import training_cases
+from support.policy import make_role, over_meshes, save_state, whole_weights
 from support.ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from megarl.parallel.tensor import whole_shapes
+from megarl.trainer.config import ModelConfig
 
 AUTOTP = {"tensor_backend": "autotp"}
 RECOMPUTED = AUTOTP | {"gradient_checkpointing": True}
@@ -20,36 +23,28 @@ RECOMPUTED = AUTOTP | {"gradient_checkpointing": True}
 
 def matrix(size: int, model: str) -> list[training_cases.Case]:
     """Every layout of `size` ranks with a tensor axis, under every ZeRO stage."""
-    found = [layout for layout in training_cases.layouts(size) if layout[2] > 1]
     return [
         {"layout": layout, "stage": stage, "model": model, "training": AUTOTP}
-        for layout in found
+        for layout in training_cases.layouts(size)
         for stage in range(4)
+        if layout[2] > 1
     ]
 
 
 def variants(folder: Path, wide: str) -> list[training_cases.Case]:
     """Models and settings where AutoTP could go wrong."""
-    qwen3 = {"model": training_cases.write(folder / "qwen3", kind="qwen3")}
-    tied = {"model": training_cases.write(folder / "tied", tied=True)}
-    llama = {
-        "model": training_cases.write(
-            folder / "llama", kind="llama", attention_bias=True, mlp_bias=True
-        )
-    }
+    write, biases = training_cases.write, dict(attention_bias=True, mlp_bias=True)
+    qwen3 = {"model": write(folder / "qwen3", kind="qwen3")}
+    tied = {"model": write(folder / "tied", tied=True)}
+    llama = {"model": write(folder / "llama", kind="llama", **biases)}
     gspo = {"loss": "gspo", "aggregation": "sequence"}
     return [
         qwen3 | {"layout": (1, 2, 2), "stage": 3, "training": AUTOTP},
         qwen3 | {"layout": (2, 1, 2), "stage": 1, "training": RECOMPUTED},
         tied | {"layout": (2, 1, 2), "stage": 3, "training": RECOMPUTED},
         llama | {"layout": (1, 2, 2), "stage": 2, "training": AUTOTP, "algorithm": gspo},
-        {
-            "model": wide,
-            "layout": (1, 2, 2),
-            "stage": 1,
-            "training": AUTOTP,
-            "sequence": {"ulysses": 2, "cut": "contiguous"},
-        },
+        {"model": wide, "layout": (1, 2, 2), "stage": 1, "training": AUTOTP}
+        | {"sequence": {"ulysses": 2, "cut": "contiguous"}},
         # Fewer samples than data ranks: some have nothing at all.
         llama | {"layout": (2, 1, 2), "stage": 3, "training": AUTOTP, "groups": (1, 1)},
     ]
@@ -83,74 +78,41 @@ def test_the_matrix(tmp_path: Path, wide: str, size: int) -> None:
 
 def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
     """What one rank holds, gives out as whole weights, and has again after a checkpoint."""
-    import torch
-
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.parallel.tensor import whole_shapes
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.loading import load_model
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.zero import TrainEngine
-
-    device, config = mesh_module.initialise(timeout_s=60), ModelConfig(path=path)
-    training = TrainingConfig(zero_stage=stage, tensor_backend="autotp")
-    with ProcessMesh(Layout(data=1, tensor=2), timeout_s=60) as mesh:
-        network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        kinds = {
-            name.split(".")[-1]: type(layer).__name__
-            for name, layer in network.model.named_modules()
-        }
-        engine = TrainEngine(network, training, mesh, device, total_steps=9)
-        shapes = whole_shapes(network.model, network.shards)
-        start = {name: weight.clone() for name, weight in engine.weights()}
-        files = RankFiles(Path(folder))
-        engine.save(Path(folder), files)
-        files.finish()
-        engine.destroy()
-        other = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        engine = TrainEngine(other, training, mesh, device, total_steps=9)
-        engine.load(Path(folder))
-        loaded = {name: weight.clone() for name, weight in engine.weights()}
-        engine.destroy()
-    training = TrainingConfig(zero_stage=stage)
-    with ProcessMesh(Layout(data=2), timeout_s=60) as mesh:
-        network = RoleModel(load_model(config, dtype=torch.float32, seed=1), mesh, training)
-        engine = TrainEngine(network, training, mesh, device, total_steps=9)
-        engine.load(Path(folder))
-        elsewhere = {name: weight.clone() for name, weight in engine.weights()}
-        engine.destroy()
-    mesh_module.finalise()
-    return dict(kinds=kinds, shapes=shapes, start=start, loaded=loaded, elsewhere=elsewhere)
+    made: dict[str, Any] = {"zero_stage": stage, "steps": 9}
+    scratch = ModelConfig(path=path, from_scratch=True)
+    found: dict[str, Any] = {"weights": []}
+    for degrees, mesh, device in over_meshes([(1, 1, 2), (2, 1, 1)]):
+        backend = AUTOTP if degrees[2] > 1 else {}
+        if backend:
+            role = make_role(path, mesh, device, **made, **backend)
+            model = role.engine.module.model
+            layers = model.named_modules()
+            found["kinds"] = {name.split(".")[-1]: type(layer).__name__ for name, layer in layers}
+            found["shapes"] = whole_shapes(model, role.shards)
+            found["weights"].append(whole_weights(role.engine))
+            save_state(role.engine, folder)
+            role.destroy()
+        role = make_role(scratch, mesh, device, seed=5, **made, **backend)
+        role.engine.load(Path(folder))
+        found["weights"].append(whole_weights(role.engine))
+        role.destroy()
+    return found
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_weights_and_checkpoints(tmp_path: Path, wide: str, stage: int) -> None:
-    import torch
-    import transformers
-
-    whole = dict(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            wide, dtype=torch.float32
-        ).named_parameters()
-    )
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    whole = {name: parameter.double() for name, parameter in model.named_parameters()}
     for found in run_ranks(2, __file__, "round_trip", wide, str(tmp_path / "state"), stage):
-        assert (
-            found["kinds"]["q_proj"] == "LinearLayer"
-            and found["kinds"]["down_proj"] == "LinearAllreduce"
-        )
-        assert (
-            found["kinds"]["lm_head"] == "LogProbHead"
-            and found["kinds"]["embed_tokens"] == "Embedding"
-        )
-        assert found["shapes"] == {
-            name: tuple(parameter.shape) for name, parameter in whole.items()
-        }
-        for weights in (found["start"], found["loaded"], found["elsewhere"]):
+        names = ("q_proj", "down_proj", "lm_head", "embed_tokens")
+        assert [found["kinds"][name] for name in names] == [
+            "LinearLayer",
+            "LinearAllreduce",
+            "LogProbHead",
+            "Embedding",
+        ]
+        assert found["shapes"] == {name: tuple(one.shape) for name, one in whole.items()}
+        assert len(found["weights"]) == 3
+        for weights in found["weights"]:
             assert weights.keys() == whole.keys()
             assert all(torch.equal(weights[name], whole[name]) for name in whole)

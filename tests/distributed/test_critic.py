@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.policy import joined, make_role
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups, write_model
+
+from megarl.objectives.config import AlgorithmConfig, GaeConfig
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh, all_ranks
+from megarl.trainer.config import OptimizerConfig
+from megarl.trainer.critic import Critic
+from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.step_advantages import step_advantages
+from megarl.trainer.transfer import BatchTransfer
 
 # Policy's ranks and degrees (data, sequence, tensor), then the critic's, then the ZeRO stage.
 PLACES = {
@@ -23,19 +34,14 @@ STEPS = 3
 
 def batch_of(step: int, num_data_ranks: int, sequence: int, rank: int) -> Any:
     """Two mini-batches of ragged samples; another one for each step."""
-    from megarl.rollout.batch import shares
-
-    made = groups(4, 3, seed=10 + step)
-    return shares(
+    plan = dealt(
+        groups(4, 3, seed=10 + step),
         step=step,
-        drawn=made,
-        accepted=made,
-        seconds=1.0,
         num_data_ranks=num_data_ranks,
         num_mini_batches=2,
         micro_batch_tokens=40 * sequence,
-        transcripts=0,
-    ).share(rank)
+    )
+    return plan.share(rank)
 
 
 Learnt = tuple[list[dict[str, float]], list[dict[int, list[float]]]]
@@ -44,53 +50,27 @@ Learnt = tuple[list[dict[str, float]], list[dict[int, list[float]]]]
 
 def learn_everywhere(folder: str, places: Any) -> list[Learnt]:
     """What a critic has learnt in each place, as the loop calls it."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=120)
-    found = [learn(folder, place, device) for place in places]
-    mesh_module.finalise()
-    return found
+    with joined() as device:
+        return [learn(folder, place, device) for place in places]
 
 
 def learn(folder: str, place: Any, device: Any) -> Learnt:
-    from megarl.objectives.config import AlgorithmConfig, GaeConfig
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.critic import Critic
-    from megarl.trainer.packing import pack_mini_batch
-    from megarl.trainer.role import Role
-    from megarl.trainer.step_advantages import step_advantages
-    from megarl.trainer.transfer import BatchTransfer
-
     policy_ranks, policy_degrees, ranks, degrees, stage = place
     policy = ProcessMesh(Layout(*policy_degrees), ranks=policy_ranks)
     shared = (list(policy_ranks), policy_degrees) == (list(ranks), degrees)
     mesh = policy if shared else ProcessMesh(Layout(*degrees), ranks=ranks)
-    training = TrainingConfig(
-        zero_stage=stage, epochs_per_step=2, optimizer=OptimizerConfig(learning_rate=3e-3)
-    )
     role = None
     if mesh.is_member:
-        role = Role(
-            "critic",
-            model=ModelConfig(path=folder),
-            training=training,
-            mesh=mesh,
-            device=device,
-            seed=0,
-            head="value",
-            optimizer_steps=STEPS * 4,
+        common: Any = {"seed": 0, "head": "value", "steps": STEPS * 4, "zero_stage": stage}
+        optimizer = OptimizerConfig(learning_rate=3e-3)
+        role = make_role(
+            folder, mesh, device, name="critic", epochs_per_step=2, optimizer=optimizer, **common
         )
     transfer = BatchTransfer(
         role,
         policy=policy,
         mesh=mesh,
-        everyone=mesh_module.all_ranks(timeout_s=60),
+        everyone=all_ranks(timeout_s=60),
         device=device,
         micro_batch_tokens=30,
     )

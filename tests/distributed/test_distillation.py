@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.policy import joined, make_role, whole_weights
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups
 from support.training_cases import write
+
+from megarl.kernels.divergence import Divergence
+from megarl.objectives.config import DistillationConfig
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh, all_ranks
+from megarl.trainer.config import ModelConfig, OptimizerConfig
+from megarl.trainer.distillation import Distillation
+from megarl.trainer.teacher import Teacher
+from megarl.trainer.transfer import BatchTransfer
 
 STEPS = 3
 VOCABULARY = 41
@@ -34,70 +47,41 @@ PLACES: dict[str, tuple[POLICY, POLICY | None]] = {
 def run_cases(student: str, teacher: str, cases: Any) -> list[Any]:
     """Per (place, setting): metrics of each step, weights afterwards; None on ranks without a
     part of the policy."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=120)
-    found = [learn(student, teacher, place, setting, device) for place, setting in cases]
-    mesh_module.finalise()
-    return found
+    with joined() as device:
+        return [learn(student, teacher, place, setting, device) for place, setting in cases]
 
 
 def learn(student: str, teacher: str, place: Any, setting: Any, device: Any) -> Any:
-    from contextlib import ExitStack
-
-    from megarl.kernels.divergence import Divergence
-    from megarl.objectives.config import DistillationConfig
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.batch import shares
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.distillation import Distillation
-    from megarl.trainer.role import Role
-    from megarl.trainer.teacher import Teacher
-    from megarl.trainer.transfer import BatchTransfer
-
     (ranks, degrees, stage), theirs = place
     wanted = DistillationConfig(**setting)
     parts = 1 if wanted.divergence == "reverse_kl" else 2
     with ExitStack() as stack:
         mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
-        common: dict[str, Any] = dict(device=device, seed=0)
         # Clipping makes a wrong scale of the gradient visible, which AdamW alone would hide.
-        training = TrainingConfig(
-            zero_stage=stage,
-            micro_batch_tokens=40,
-            num_mini_batches=parts,
-            optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=0.2, eps=1e-6),
-        )
+        optimizer = OptimizerConfig(learning_rate=1e-3, clip_norm=0.2, eps=1e-6)
         policy = None
         if mesh.is_member:
-            model = ModelConfig(path=student)
-            common["optimizer_steps"] = parts * STEPS
-            policy = Role("policy", model=model, training=training, mesh=mesh, **common)
-        their_mesh, model = mesh, ModelConfig(path=teacher)
+            common: Any = {"seed": 0, "steps": parts * STEPS, "zero_stage": stage}
+            common |= {"micro_batch_tokens": 40, "num_mini_batches": parts}
+            policy = make_role(student, mesh, device, optimizer=optimizer, **common)
+        their_mesh = mesh
         if theirs is not None:
             their_mesh = stack.enter_context(ProcessMesh(Layout(*theirs[1]), ranks=theirs[0]))
         role = None
         if their_mesh.is_member:
-            training = TrainingConfig(zero_stage=stage if theirs is None else theirs[2])
-            common["optimizer_steps"] = None
-            role = Role(
-                "teacher", model=model, training=training, mesh=their_mesh, head="states", **common
-            )
+            common = {"name": "teacher", "seed": 0, "head": "states"}
+            common["zero_stage"] = stage if theirs is None else theirs[2]
+            role = make_role(teacher, their_mesh, device, **common)
         transfer = BatchTransfer(
             role,
             policy=mesh,
             mesh=their_mesh,
-            everyone=mesh_module.all_ranks(timeout_s=60),
+            everyone=all_ranks(timeout_s=60),
             device=device,
             micro_batch_tokens=30,
         )
         how = Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature)
-        taught = Teacher(transfer, model, policy, how, precision="float32")
+        taught = Teacher(transfer, ModelConfig(path=teacher), policy, how, precision="float32")
         learner = policy and Distillation(
             policy, wanted, compares_engines=wanted.temperature == 0.8
         )
@@ -106,24 +90,19 @@ def learn(student: str, teacher: str, place: Any, setting: Any, device: Any) -> 
             if policy is None or learner is None:
                 taught.read(None, ())
                 continue
-            made = groups(3, 3, seed=step)
-            batch = shares(
+            plan = dealt(
+                groups(3, 3, seed=step),
                 step=step,
-                drawn=made,
-                accepted=made,
-                seconds=1.0,
                 num_data_ranks=mesh.data.size,
                 num_mini_batches=parts,
                 micro_batch_tokens=40 * mesh.sequence.size,
-                transcripts=0,
-            ).share(mesh.data.rank)
+            )
+            batch = plan.share(mesh.data.rank)
             packed = policy.pack_step(batch)
             taught.read(batch, packed)
             found = learner.train(batch, packed, taught).metrics
             reports.append({key: found[key] for key in found if not key.startswith("time/")})
-        weights = None
-        if policy is not None:
-            weights = {name: tensor.double().clone() for name, tensor in policy.engine.weights()}
+        weights = whole_weights(policy.engine) if policy is not None else None
         for one in (policy, role):
             if one is not None:
                 one.destroy()
@@ -132,7 +111,6 @@ def learn(student: str, teacher: str, place: Any, setting: Any, device: Any) -> 
 
 def first_loss(student: str, teacher: str, setting: dict[str, Any]) -> float:
     """Mean reverse KL over the tokens of the first step, by transformers' own models in float64."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     models = [

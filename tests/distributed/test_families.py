@@ -9,12 +9,24 @@ what is left of the difference that float32 shows after optimizer steps.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
+import numpy as np
+import torch
+import transformers
+from support.policy import over_meshes
 from support.ranks import run_ranks
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from megarl.parallel import collectives
+from megarl.parallel.collectives import all_reduce
+from megarl.trainer.attention import ATTENTION
+from megarl.trainer.config import SequenceConfig, TrainingConfig
+from megarl.trainer.loading import without_dropout
+from megarl.trainer.model import RoleModel
+from megarl.trainer.norms import _formula
+from megarl.trainer.packing import pack, pack_shared
+from megarl.types import Samples
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -58,24 +70,11 @@ TEMPERATURE = 0.8
 
 def configuration(kind: str) -> Any:
     """Two layers, four heads, two key heads, 40 words of which 0 is padding."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from megarl.trainer.loading import without_dropout
-
     sizes = dict(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        sliding_window=None,
-    )
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1, sliding_window=None,
+    )  # fmt: skip
     made = CONFIG_MAPPING[kind.partition(",")[0]]
     known = {name: value for name, value in sizes.items() if hasattr(made(), name)}
     return without_dropout(made(**known | FAMILIES[kind]))
@@ -83,9 +82,6 @@ def configuration(kind: str) -> Any:
 
 def build(config: Any, attention: str) -> Any:
     """The same weights every time, vectors too."""
-    import torch
-    import transformers
-
     torch.manual_seed(7)  # some models draw their vectors, such as sinks
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
@@ -99,8 +95,6 @@ def build(config: Any, attention: str) -> Any:
 
 def documents() -> list[list[int]]:
     """Uneven, one of them with the padding word in it."""
-    import torch
-
     draw = torch.Generator().manual_seed(3)
     made = [torch.randint(1, 40, (length,), generator=draw).tolist() for length in (9, 14, 3, 21)]
     made[1][4] = made[1][7] = 0
@@ -113,8 +107,6 @@ def weight(position: Any, length: Any) -> Any:
 
 
 def by_transformers(config: Any) -> tuple[Any, dict[str, Any]]:
-    import torch
-
     model, total, found = build(config, "eager"), 0.0, []
     for document in documents():
         ids = torch.tensor(document)[None]
@@ -127,27 +119,13 @@ def by_transformers(config: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
-    import torch
-
-    from megarl.parallel.collectives import all_reduce
-    from megarl.trainer.attention import ATTENTION
-    from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.packing import pack_shared
-    from megarl.types import Samples
-
     policy = RoleModel(build(config, ATTENTION), mesh, TrainingConfig())
-    samples = Samples.concatenate(
-        [Samples.one(number, ids) for number, ids in enumerate(documents())]
-    )
+    samples = Samples.concatenate([Samples.one(n, ids) for n, ids in enumerate(documents())])
     micro = pack_shared(samples, torch.device("cpu"), mesh.sequence)
     logp, entropy = policy(micro, TEMPERATURE)
-    lengths = torch.tensor([len(document) - 1 for document in documents()])[
-        micro.sample_ids[micro.mask]
-    ]
-    (
-        (logp * weight(micro.position_ids[micro.mask], lengths)).sum() + 0.0 * entropy.sum()
-    ).backward()
+    every = torch.tensor([len(document) - 1 for document in documents()])
+    weights = weight(micro.position_ids[micro.mask], every[micro.sample_ids[micro.mask]])
+    ((logp * weights).sum() + 0.0 * entropy.sum()).backward()
     whole = torch.zeros(2, sum(map(len, documents())))
     place = micro.indices[mesh.sequence.rank][micro.mask] if micro.indices else micro.mask
     whole[0, place], whole[1, place] = logp.detach(), 1.0
@@ -155,9 +133,8 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     grads = {}
     for name, parameter in policy.model.named_parameters():
         grad = all_reduce(parameter.grad.clone(), mesh.sequence)
-        grads[name] = (
-            policy.shards[name].gather(grad, mesh.tensor) if name in policy.shards else grad
-        )
+        shard = policy.shards.get(name)
+        grads[name] = shard.gather(grad, mesh.tensor) if shard else grad
     return whole[0][whole[1] > 0], grads
 
 
@@ -165,22 +142,14 @@ def compare() -> dict[str, tuple[float, float, str]]:
     """{family and layout: largest difference of log-probs, largest relative one of a gradient,
     whose}. On every rank.
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    mesh_module.initialise(timeout_s=60)
     found = {}
-    for kind in FAMILIES:
-        config = configuration(kind)
-        logp, grads = by_transformers(config)
-        scale = max(float(grad.norm()) for grad in grads.values())
-        for layout in WITHOUT_TENSOR if kind in NOT_CUT else LAYOUTS:
-            with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
-                mine, others = by_us(config, mesh)
+    theirs = {kind: by_transformers(configuration(kind)) for kind in FAMILIES}
+    for layout, mesh, _ in over_meshes(LAYOUTS + WITHOUT_TENSOR):
+        for kind, (logp, grads) in theirs.items():
+            if (kind in NOT_CUT) != (layout in WITHOUT_TENSOR):
+                continue
+            scale = max(float(grad.norm()) for grad in grads.values())
+            mine, others = by_us(configuration(kind), mesh)
             assert grads.keys() == others.keys()
             # A parameter whose gradient is nothing but rounding is held to a thousandth of the
             # largest.
@@ -190,18 +159,13 @@ def compare() -> dict[str, tuple[float, float, str]]:
             }
             worst = max(off, key=off.__getitem__)
             found[f"{kind} {layout}"] = (float((logp - mine).abs().max()), off[worst], worst)
-    mesh_module.finalise()
     return found
 
 
 def test_families_are_what_transformers_says() -> None:
     for rank, found in enumerate(run_ranks(4, __file__, "compare", timeout_s=300)):
         assert len(found) == len(FAMILIES) * len(LAYOUTS)
-        wrong = {
-            name: numbers
-            for name, numbers in found.items()
-            if numbers[0] > 2e-5 or numbers[1] > 2e-5
-        }
+        wrong = {name: off for name, off in found.items() if max(off[:2]) > 2e-5}
         assert not wrong, (rank, wrong)
 
 
@@ -209,37 +173,19 @@ def count_sums() -> dict[bool, int]:
     """All-reduces of one backward pass over two layers on two tensor ranks, without and with
     recomputed activations.
     """
-    import torch
-
-    from megarl.parallel import collectives
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.attention import ATTENTION
-    from megarl.trainer.config import TrainingConfig
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.packing import pack
-    from megarl.types import Samples
-
-    mesh_module.initialise(timeout_s=60)
     found, calls, real = {}, [], collectives.dist.all_reduce
-    with ProcessMesh(Layout(tensor=2), timeout_s=60) as mesh:
+    for _, mesh, device in over_meshes([(1, 1, 2)]):
         for recomputed in (False, True):
             policy = RoleModel(build(configuration("qwen2"), ATTENTION), mesh, TrainingConfig())
             if recomputed:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            ids = documents()[0]
-            micro = pack(
-                Samples.one(0, ids),
-                torch.device("cpu"),
-            )
+            micro = pack(Samples.one(0, documents()[0]), device)
             logp, _ = policy.train()(micro, TEMPERATURE)
             calls.clear()
             collectives.dist.all_reduce = lambda *a, **k: (calls.append(1), real(*a, **k))[1]
             logp.sum().backward()
             collectives.dist.all_reduce = real
             found[recomputed] = len(calls)
-    mesh_module.finalise()
     return found
 
 
@@ -262,9 +208,6 @@ ROTATES_IN_FLOAT32 = ("cohere", "ernie4_5")
 
 def exact_norms(model: Any) -> None:
     """RMSNorm in the dtype of its input: transformers computes it in float32."""
-    import torch
-
-    from megarl.trainer.norms import _formula
 
     def norm(layer: Any, eps: float, offset: float, x: Any) -> Any:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (offset + layer.weight)
@@ -281,11 +224,6 @@ def exact_norms(model: Any) -> None:
 
 def groups() -> Any:
     """Three prompts of 24 tokens, three responses each, of which the responses are trained on."""
-    import numpy as np
-    import torch
-
-    from megarl.types import Samples
-
     draw = torch.Generator().manual_seed(3)
     made = []
     for _ in range(3):
@@ -298,13 +236,6 @@ def groups() -> Any:
 
 def trained(kind: str, mesh: Any, dtype: Any, share: Any) -> tuple[Any, int]:
     """(log-probs [M] in the order of the samples after the steps, tokens of the packed row)."""
-    import torch
-
-    from megarl.trainer.attention import ATTENTION
-    from megarl.trainer.config import SequenceConfig, TrainingConfig
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.packing import pack
-
     model = build(configuration(kind), ATTENTION).to(dtype)
     if dtype == torch.float64:
         exact_norms(model)
@@ -326,16 +257,8 @@ def trained(kind: str, mesh: Any, dtype: Any, share: Any) -> tuple[Any, int]:
 
 def compare_sharing() -> dict[str, tuple[float, float]]:
     """{family: largest difference of a log-prob in float64, in float32}."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    mesh_module.initialise(timeout_s=60)
     found = {}
-    with ProcessMesh(Layout(), timeout_s=60) as mesh:
+    for _, mesh, _ in over_meshes([(1, 1, 1)]):
         for kind in TRAINED:
             off = []
             for dtype in (torch.float64, torch.float32):
@@ -344,7 +267,6 @@ def compare_sharing() -> dict[str, tuple[float, float]]:
                 assert fewer < tokens and len(shared) == 3 * (4 + 9 + 13)
                 off.append(float((shared - repeated).abs().max()))
             found[kind] = (off[0], off[1])
-    mesh_module.finalise()
     return found
 
 

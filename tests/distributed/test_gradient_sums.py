@@ -15,10 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from support.policy import make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
 from support.tiny import write_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.errors import UserError
+from megarl.trainer import zero
+from megarl.trainer.config import OptimizerConfig
+from megarl.trainer.gradient_sums import PARTS, keep_on_device, sums_of
+from megarl.types import Samples
 
 STEPS = 3
 CASES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
@@ -35,15 +43,8 @@ def measure(model: str, folder: str, num_ranks: int) -> dict[str, Any]:
     """{case: what `trained` found} on this of `num_ranks` ranks. Keys are (stage, precision, micro-batches, whose):
     "ours", "deepspeed" without `keep_on_device`, "micro_batch" by the setting, or "resumed".
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=120), {}
-    with ProcessMesh(Layout(num_ranks, 1, 1), timeout_s=120) as mesh:
+    found = {}
+    with on_mesh(num_ranks) as (mesh, device):
         for settings, numbers in CASES:
             where = settings["zero_stage"], settings.get("precision", "float32")
             for number in numbers:
@@ -55,7 +56,6 @@ def measure(model: str, folder: str, num_ranks: int) -> dict[str, Any]:
                     found[*where, number, "resumed"] = trained(*common, load=path)
         common = (model, CASES[0][0] | {"offload_gradients": "micro_batch"}, mesh, device, 2)
         found[3, "bfloat16", 2, "micro_batch"] = trained(*common)
-    mesh_module.finalise()
     return found
 
 
@@ -71,24 +71,10 @@ def trained(
     load: str = "",
 ) -> dict[str, Any]:
     """Train `STEPS` steps. A checkpoint is written after the first, or read in its place."""
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.gradient_sums import sums_of
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
     clipped = OptimizerConfig(learning_rate=1e-3, clip_norm=0.5)
-    training = TrainingConfig(offload_optimizer=True, optimizer=clipped, **settings)
+    settings = settings | {"offload_optimizer": True, "optimizer": clipped}
     with host_memory_of_deepspeed(is_ours=is_ours) as host:
-        role = Role(
-            "policy",
-            model=ModelConfig(path=model),
-            training=training,
-            mesh=mesh,
-            device=device,
-            seed=1,
-            optimizer_steps=STEPS,
-        )
+        role = make_role(model, mesh, device, steps=STEPS, **settings)
     if load:
         role.engine.load(Path(load))
     counts, norms = [], []
@@ -103,10 +89,8 @@ def trained(
         counts.append(host.num_bytes)
         norms.append(role.engine.step()[0])
         if save and step == 0:
-            files = RankFiles(Path(save))
-            role.engine.save(Path(save), files)
-            files.finish()
-    weights = {name: one.float().cpu().numpy().copy() for name, one in role.engine.weights()}
+            save_state(role.engine, save)
+    weights = whole_weights(role.engine)
     sums = [(one.device.type, one.nbytes) for one in sums_of(role.engine._engine.optimizer)]
     role.destroy()
     return {"sums": sums, "weights": weights, "norms": norms, "written": counts}
@@ -124,8 +108,6 @@ class HostMemory:
     @contextmanager
     def counted(self, optimizer: Any) -> Any:
         """Count the bytes that are written to the host within."""
-        from torch.utils._python_dispatch import TorchDispatchMode
-
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)
         masters = masters or optimizer.single_partition_of_fp32_groups
         lasting = {address(one) for one in [*self.buffers, *(m.grad for m in masters)]}
@@ -149,8 +131,6 @@ class HostMemory:
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors that a call of torch's operator `func` writes to."""
-    import torch
-
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -167,9 +147,6 @@ def address(tensor: Any) -> int:
 @contextmanager
 def host_memory_of_deepspeed(*, is_ours: bool) -> Any:
     """What DeepSpeed has on the host before `keep_on_device`, which is left out if not `is_ours`."""
-    from megarl.trainer import zero
-    from megarl.trainer.gradient_sums import keep_on_device, sums_of
-
     host = HostMemory()
 
     def keep(optimizer: Any) -> None:
@@ -205,7 +182,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     names = one["weights"].keys()
     common = min(len(one["norms"]), len(other["norms"]))
     return one["norms"][-common:] == other["norms"][-common:] and all(
-        np.array_equal(one["weights"][name], other["weights"][name]) for name in names
+        torch.equal(one["weights"][name], other["weights"][name]) for name in names
     )
 
 
@@ -268,15 +245,8 @@ def test_a_checkpoint_between_two_steps(found: list[dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("missing", ["grad_partitions_flat_buffer", "inf_or_nan_tracker", "PARTS"])
 def test_another_deepspeed_is_refused(missing: str) -> None:
     """With a stand-in for the optimizer; the real one is accepted by the tests above."""
-    import torch
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    from megarl.trainer.gradient_sums import PARTS, keep_on_device, sums_of
-
-    flat, optimizer = (
-        torch.ones(6),
-        DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3),
-    )
+    flat = torch.ones(6)
+    optimizer = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
     optimizer.offload_optimizer, optimizer.grad_partitions_flat_buffer = True, flat
     optimizer.fp16_groups = [[SimpleNamespace(ds_id=4)], [SimpleNamespace(ds_id=7)]]
     optimizer.inf_or_nan_tracker = torch.zeros(1, dtype=torch.bool)

@@ -7,14 +7,22 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.policy import make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
 from support.tiny import write_model
 
-from megarl.trainer.config import LoraConfig, TrainingConfig
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.rollouts import Generation
+from megarl.loops.rl import lend_memory
+from megarl.trainer.config import LoraConfig
+from megarl.trainer.gradient_sums import sums_of
+from megarl.types import Samples
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 0},
@@ -35,32 +43,15 @@ def measure(model: str, folder: str) -> list[dict[str, Any]]:
     """For each of `CASES`: the weights after `STEPS` steps without and with hand-overs, and after
     a checkpoint that was written while the optimizer was away; the bytes that stay.
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=120)
     found = []
-    with ProcessMesh(Layout(2, 1, 1), timeout_s=120) as mesh:
+    with on_mesh(2) as (mesh, device):
         for number, settings in enumerate(CASES):
             common = (model, settings, mesh, device)
-            plain = trained(*common, hands_over=False, save="")
+            plain = trained(*common, hands_over=False)
             lent = trained(*common, hands_over=True, save=f"{folder}/{number}")
             resumed = trained(*common, hands_over=True, load=f"{folder}/{number}")
-            found.append(
-                {
-                    "same": equal(plain["weights"], lent["weights"]),
-                    "resumed": equal(lent["weights"], resumed["weights"]),
-                    "stays": lent["stays"],
-                    "weights": lent["bytes"],
-                    "moved": lent["moved"],
-                    "sums": lent["sums"],
-                }
-            )
-    mesh_module.finalise()
+            same, resumes = equal(plain, lent), equal(lent, resumed)
+            found.append(lent | {"weights": lent["bytes"], "same": same, "resumed": resumes})
     return found
 
 
@@ -75,22 +66,8 @@ def trained(
     load: str = "",
 ) -> dict[str, Any]:
     """Train a role; a checkpoint is written before, or read in place of, the last step but one."""
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.trainer.config import ModelConfig
-    from megarl.trainer.gradient_sums import sums_of
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
     before = sum(alive().values()) if save else 0
-    role = Role(
-        "policy",
-        model=ModelConfig(path=model),
-        training=TrainingConfig(**settings),
-        mesh=mesh,
-        device=device,
-        seed=1,
-        optimizer_steps=STEPS,
-    )
+    role = make_role(model, mesh, device, steps=STEPS, **settings)
     found: dict[str, Any] = {"stays": []}
     if scale := role.engine.loss_scale:
         scale.value = 1.0  # a sum overflows at a larger one
@@ -106,15 +83,12 @@ def trained(
                 found["stays"].append(sum(alive().values()) - before - on_host)
             found["moved"] = on_host
             sums = sums_of(role.engine._engine.optimizer)
-            buffer = getattr(
-                role.engine._engine.optimizer, "temp_grad_buffer_for_gpu_offload", None
-            )
-            sums += [] if buffer is None else [buffer]
+            buffer = "temp_grad_buffer_for_gpu_offload"
+            if (made := getattr(role.engine._engine.optimizer, buffer, None)) is not None:
+                sums.append(made)
             found["sums"] = sum(one.untyped_storage().nbytes() for one in sums)
             if save and step == STEPS - 1:
-                files = RankFiles(Path(save))
-                role.engine.save(Path(save), files)
-                files.finish()
+                save_state(role.engine, save)
             role.engine.reload()
         for last in (False, True):
             ids = np.arange(1, 10) + step + mesh.data.rank
@@ -124,7 +98,7 @@ def trained(
         assert np.isfinite(role.engine.step()[0])
     weights = role.engine.module.model.parameters()
     found["bytes"] = sum(getattr(one, "ds_tensor", one.data).nbytes for one in weights)
-    found["weights"] = {name: one.float().numpy().copy() for name, one in role.engine.weights()}
+    found["weights"] = whole_weights(role.engine)
     role.destroy()
     del role
     gc.collect()
@@ -133,8 +107,6 @@ def trained(
 
 def alive() -> dict[int, int]:
     """{address: bytes} of all memory of tensors in this process."""
-    import torch
-
     gc.collect()
     sizes: dict[int, int] = {}
     for one in gc.get_objects():
@@ -146,8 +118,8 @@ def alive() -> dict[int, int]:
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether all weights are the same, bit for bit, and there are some."""
-    return bool(one) and all(np.array_equal(one[name], other[name]) for name in one)
+    """Whether all weights are the same, bit for bit."""
+    return all(torch.equal(one["weights"][n], weight) for n, weight in other["weights"].items())
 
 
 def test_only_the_weights_stay_and_nothing_changes(tmp_path: Path) -> None:
@@ -167,18 +139,8 @@ def lend(folder: str) -> bool:
     """Lend this rank's memory, of which rank 1 is late to let go; on rank 0 whether rank 1 had let
     go of it when the engines were woken. Runs on every rank.
     """
-    from types import SimpleNamespace
-
-    from megarl.cluster.engines import EngineGroup
-    from megarl.cluster.rollouts import Generation
-    from megarl.loops.rl import lend_memory
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    mesh_module.initialise(timeout_s=60)
     done, found = Path(folder, "done"), list[bool]()
-    with ProcessMesh(Layout(2, 1, 1), timeout_s=60) as mesh:
+    with on_mesh(2, timeout_s=60) as (mesh, _):
 
         def offload() -> None:
             if mesh.world.rank == 1:
@@ -194,7 +156,6 @@ def lend(folder: str) -> bool:
             generation=Generation(config, mesh, None, None),
         )
         lend_memory(parts)
-    mesh_module.finalise()
     return all(found) and bool(found) == (mesh.world.rank == 0)
 
 

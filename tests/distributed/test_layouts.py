@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
 from support import training_cases
 from support.ranks import run_ranks
 from support.training_cases import Case, assert_bitwise, assert_equal, layouts, write
@@ -63,19 +60,19 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
 
 
 GRANITE = dict(
-    embedding_multiplier=3.0,
-    residual_multiplier=0.5,
-    attention_multiplier=0.2,
-    logits_scaling=2.0,
+    embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2, logits_scaling=2.0
 )
 CAPS = dict(
-    head_dim=16,
-    query_pre_attn_scalar=16,
-    sliding_window=12,
-    attn_logit_softcapping=2.0,
-    final_logit_softcapping=4.0,
-    tied=True,
-)
+    head_dim=16, query_pre_attn_scalar=16, sliding_window=12, attn_logit_softcapping=2.0,
+    final_logit_softcapping=4.0, tied=True,
+)  # fmt: skip
+
+
+ZIGZAG = {"ulysses": 2, "cut": "zigzag", "transport": "ring"}
+
+
+def at(base: Case, *layout: int, stage: int, **more: Any) -> Case:
+    return base | {"layout": layout, "stage": stage} | more
 
 
 def variants(folder: Path) -> list[Case]:
@@ -88,10 +85,8 @@ def variants(folder: Path) -> list[Case]:
     mistral = {"model": write(folder / "mistral", kind="mistral", head_dim=24)}
     wide = {"model": write(folder / "wide", num_attention_heads=8, num_key_value_heads=4)}
     recomputed = {"gradient_checkpointing": True}
-    per_token = {
-        "advantage": "reinforce_plus_plus_tokens",
-        "kl": KLConfig(coefficient=0.05, where="reward"),
-    }
+    in_reward = KLConfig(coefficient=0.05, where="reward")
+    per_token = {"advantage": "reinforce_plus_plus_tokens", "kl": in_reward}
     gspo = {"loss": "gspo", "aggregation": "sequence"}
     # Bounds with which about half of the samples are dropped, whose tokens several ranks share.
     dropping = {
@@ -100,64 +95,35 @@ def variants(folder: Path) -> list[Case]:
         "kl": KLConfig(coefficient=0.05, target=0.1),
     }
     weighing = {"correction": CorrectionConfig(kind="sequence_mask", low=1e-6, high=1e4)}
+    entropy = {"entropy_coefficient": 0.01}
+    ring, copies, every = {"transport": "ring"}, {"ulysses": 4}, {"transport": "all_gather"}
+    full = tied | {"groups": (1, 1), "prompts": (90, 95), "algorithm": gspo | entropy}
+    one = llama | {"groups": (1, 1), "algorithm": entropy}
+    two = llama | {"groups": (1, 2), "training": {"attention": "reference"}}
     return [
-        qwen3 | {"layout": (1, 1, 4), "stage": 3, "training": {"norms": "torch"}},
-        qwen3 | {"layout": (1, 2, 2), "stage": 2, "training": recomputed},
-        tied | {"layout": (2, 1, 2), "stage": 3, "training": recomputed},
-        tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": gspo},
-        llama | {"layout": (1, 2, 2), "stage": 3, "algorithm": gspo},
-        mistral | {"layout": (1, 2, 2), "stage": 0, "sequence": {"transport": "ring"}},
-        wide | {"layout": (1, 4, 1), "stage": 3, "sequence": {"ulysses": 4}},
-        wide
-        | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
-        | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
-        wide
-        | {
-            "layout": (1, 4, 1),
-            "stage": 1,
-            "sequence": {"transport": "all_gather", "cut": "zigzag_document"},
-        },
-        wide
-        | {
-            "layout": (1, 4, 1),
-            "stage": 3,
-            "sequence": {"transport": "all_gather", "ulysses": 2, "cut": "striped"},
-        },
-        wide | {"layout": (1, 2, 2), "stage": 1, "sequence": {"ulysses": 2, "cut": "contiguous"}},
+        at(qwen3, 1, 1, 4, stage=3, training={"norms": "torch"}),
+        at(qwen3, 1, 2, 2, stage=2, training=recomputed),
+        at(tied, 2, 1, 2, stage=3, training=recomputed),
+        at(tied, 1, 4, 1, stage=1, algorithm=gspo),
+        at(llama, 1, 2, 2, stage=3, algorithm=gspo),
+        at(mistral, 1, 2, 2, stage=0, sequence=ring),
+        at(wide, 1, 4, 1, stage=3, sequence=copies),
+        at(wide, 1, 4, 1, stage=2, training=recomputed, sequence=ZIGZAG),
+        at(wide, 1, 4, 1, stage=1, sequence=every | {"cut": "zigzag_document"}),
+        at(wide, 1, 4, 1, stage=3, sequence=every | {"ulysses": 2, "cut": "striped"}),
+        at(wide, 1, 2, 2, stage=1, sequence={"ulysses": 2, "cut": "contiguous"}),
         # More key heads wanted than there are: neighbours get copies of one.
-        qwen3
-        | {
-            "layout": (1, 4, 1),
-            "stage": 3,
-            "sequence": {"ulysses": 4, "cut": "zigzag"},
-            "algorithm": gspo,
-        },
+        at(qwen3, 1, 4, 1, stage=3, sequence=copies | {"cut": "zigzag"}, algorithm=gspo),
         # A prompt that fills the first ranks: they have no response tokens.
-        tied
-        | {
-            "layout": (1, 4, 1),
-            "stage": 3,
-            "sequence": {"cut": "contiguous"},
-            "groups": (1, 1),
-            "prompts": (90, 95),
-        }
-        | {"algorithm": gspo | {"entropy_coefficient": 0.01}},
+        at(full, 1, 4, 1, stage=3, sequence={"cut": "contiguous"}),
         # Advantages per token, from samples that sequence ranks share.
-        tied | {"layout": (2, 2, 1), "stage": 2, "algorithm": per_token, "num_mini_batches": 2},
-        tied | {"layout": (1, 2, 2), "stage": 3, "algorithm": per_token},
-        tied | {"layout": (1, 4, 1), "stage": 1, "algorithm": dropping},
-        tied | {"layout": (2, 2, 1), "stage": 3, "algorithm": weighing},
+        at(tied, 2, 2, 1, stage=2, algorithm=per_token, num_mini_batches=2),
+        at(tied, 1, 2, 2, stage=3, algorithm=per_token),
+        at(tied, 1, 4, 1, stage=1, algorithm=dropping),
+        at(tied, 2, 2, 1, stage=3, algorithm=weighing),
         # Fewer samples than data ranks: some have nothing at all.
-        llama
-        | {"layout": (4, 1, 1), "stage": 2, "groups": (1, 2)}
-        | {"training": {"attention": "reference"}},
-        llama
-        | {
-            "layout": (2, 2, 1),
-            "stage": 3,
-            "groups": (1, 1),
-            "algorithm": {"entropy_coefficient": 0.01},
-        },
+        at(two, 4, 1, 1, stage=2),
+        at(one, 2, 2, 1, stage=3),
     ]
 
 
@@ -169,7 +135,6 @@ def families(folder: Path) -> list[Case]:
     window: dict[str, Any] = {"sliding_window": 12}
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     yarn |= {"original_max_position_embeddings": 64}
-    recomputed = {"gradient_checkpointing": True}
     made = {
         "granite": GRANITE,
         "gemma2": CAPS,
@@ -188,19 +153,17 @@ def families(folder: Path) -> list[Case]:
     # token of gemma2 has log-probs that differ by 1e-5 between two packings on one rank. In float64
     # they do not: see test_families.py.
     cases["gemma2"]["prompts"] = (1, 7)
+    gemma2 = cases["gemma2"]
     return [
-        cases["granite"] | {"layout": (1, 2, 2), "stage": 1},
-        cases["gemma2"] | {"layout": (1, 2, 2), "stage": 3, "training": {"norms": "torch"}},
-        cases["gemma2"]
-        | {"layout": (1, 4, 1), "stage": 2, "training": recomputed}
-        | {"sequence": {"ulysses": 2, "cut": "zigzag", "transport": "ring"}},
-        cases["gemma3_text"]
-        | {"layout": (1, 2, 2), "stage": 2, "sequence": {"transport": "all_gather"}},
-        cases["mistral"] | {"layout": (1, 4, 1), "stage": 1, "sequence": {"cut": "contiguous"}},
-        cases["phi3"] | {"layout": (2, 2, 1), "stage": 3, "sequence": {"transport": "ring"}},
-        cases["olmo2"] | {"layout": (1, 4, 1), "stage": 3, "sequence": {"ulysses": 4}},
-        cases["granite_swa"] | {"layout": (1, 2, 2), "stage": 0},
-        cases["llama"] | {"layout": (1, 2, 2), "stage": 3},
+        at(cases["granite"], 1, 2, 2, stage=1),
+        at(gemma2, 1, 2, 2, stage=3, training={"norms": "torch"}),
+        at(gemma2, 1, 4, 1, stage=2, training={"gradient_checkpointing": True}, sequence=ZIGZAG),
+        at(cases["gemma3_text"], 1, 2, 2, stage=2, sequence={"transport": "all_gather"}),
+        at(cases["mistral"], 1, 4, 1, stage=1, sequence={"cut": "contiguous"}),
+        at(cases["phi3"], 2, 2, 1, stage=3, sequence={"transport": "ring"}),
+        at(cases["olmo2"], 1, 4, 1, stage=3, sequence={"ulysses": 4}),
+        at(cases["granite_swa"], 1, 2, 2, stage=0),
+        at(cases["llama"], 1, 2, 2, stage=3),
     ]
 
 
@@ -219,15 +182,11 @@ def _oracle(case: Case) -> Case:
 def test_families_schedules_and_settings(tmp_path: Path) -> None:
     settings = variants(tmp_path)
     plain = settings + families(tmp_path / "families")
-    oracle = run_ranks(
-        1,
-        training_cases.__file__,
-        "run_cases",
-        [_sharing(_oracle(case), "off") for case in plain],
-    )
+    oracles, file = [_sharing(_oracle(case), "off") for case in plain], training_cases.__file__
+    oracle = run_ranks(1, file, "run_cases", oracles)
     cases = [
         _sharing(case, "off" if number % 4 == 3 and number < len(settings) else "on")
         for number, case in enumerate(plain)
     ]
-    found = run_ranks(4, training_cases.__file__, "run_cases", cases, timeout_s=900)
+    found = run_ranks(4, file, "run_cases", cases, timeout_s=900)
     assert_equal(oracle[0], cases, found)

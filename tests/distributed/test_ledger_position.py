@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support.policy import make_checkpoints, make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
 
@@ -31,39 +32,14 @@ def started(ledger: Recorder, step: int) -> None:
 
 def save_steps(model: str, folder: str) -> list[int]:
     """A checkpoint after each of `STEPS` steps; returns the number of lines of the ledger then."""
-    import torch
-
-    from megarl.checkpoints.checkpoint import Checkpoints
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.loading import load_model
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.zero import TrainEngine
-
-    device = mesh_module.initialise(timeout_s=30)
     run, lines = Path(folder), list[int]()
     ledger = Recorder(run / FILE)
     started(ledger, 0)
     ledger.publish(0, ["r0"])
-    with ProcessMesh(Layout(), timeout_s=30) as mesh:
-        training = TrainingConfig()
-        whole = load_model(ModelConfig(path=model), dtype=torch.float32, seed=0)
-        engine = TrainEngine(
-            RoleModel(whole, mesh, training), training, mesh, device, total_steps=1
-        )
-        checkpoints = Checkpoints(
-            run / "checkpoints",
-            keep=STEPS,
-            engine=engine,
-            tokenizer=load_tokenizer(model),
-            mesh=mesh,
-            seed=0,
-            data="d",
-            in_background=True,
-        )
+    with on_mesh(1) as (mesh, device):
+        engine = make_role(model, mesh, device, steps=1).engine
+        place = run / "checkpoints"
+        checkpoints = make_checkpoints(place, engine, model, mesh, keep=STEPS, in_background=True)
         for step in range(STEPS):
             groups = range(step * GROUPS, (step + 1) * GROUPS)
             for ordinal in groups:
@@ -76,7 +52,6 @@ def save_steps(model: str, folder: str) -> list[int]:
             lines.append((run / FILE).read_bytes().count(b"\n"))
         checkpoints.finish()
     asyncio.run(ledger.end(None))
-    mesh_module.finalise()
     return lines
 
 

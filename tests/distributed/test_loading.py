@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.policy import make_role, over_meshes
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups, write_model
+from transformers import AutoModelForCausalLM
+
+from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.rank_files import RankFiles
+from megarl.parallel.reshard.boxes import scatter
+from megarl.parallel.reshard.owned import training_owned
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.loading import load_model
+from megarl.trainer.packing import pack_shared
 
 LAYOUTS = ((4, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
 SIZES: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=41)
@@ -42,11 +53,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def whole_weights(model: str, *, from_scratch: bool) -> dict[str, torch.Tensor]:
     """The oracle: `from_pretrained`, or one rank's random weights."""
-    from transformers import AutoModelForCausalLM
-
-    from megarl.trainer.config import ModelConfig
-    from megarl.trainer.loading import load_model
-
     if from_scratch:
         config = ModelConfig(path=model, from_scratch=True)
         found = load_model(config, dtype=torch.float32, seed=7)
@@ -57,66 +63,49 @@ def whole_weights(model: str, *, from_scratch: bool) -> dict[str, torch.Tensor]:
 
 def load_everywhere(models: dict[str, str], folder: str) -> list[str]:
     """What is wrong on this rank: nothing, it is hoped."""
-    from megarl.checkpoints.export import WeightExport
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.parallel.reshard.boxes import scatter
-    from megarl.parallel.reshard.owned import training_owned
-    from megarl.trainer.build import build_network
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.zero import TrainEngine
-
-    torch.set_num_threads(1)
-    device, wrong = mesh_module.initialise(timeout_s=60), []
+    wrong = []
     cases = [(kind, scratch) for kind in models for scratch in (False, True)]
     oracle = {case: whole_weights(models[case[0]], from_scratch=case[1]) for case in cases}
-    for degrees in LAYOUTS:
-        with ProcessMesh(Layout(*degrees), timeout_s=60) as mesh:
-            for kind, scratch in cases:
-                for stage in (0, 3):
-                    precision = "bfloat16" if stage and scratch else "float32"
-                    training = TrainingConfig(zero_stage=stage, precision=precision)
-                    config = ModelConfig(path=models[kind], from_scratch=scratch)
-                    network = build_network(config, training, mesh, device, seed=7)
-                    engine = TrainEngine(network, training, mesh, device, trains=False)
-                    where = f"{kind} {scratch} {degrees} ZeRO {stage}"
-                    dtype = getattr(torch, precision)
-                    whole = {n: x.to(dtype) for n, x in oracle[kind, scratch].items()}
-                    shapes = {name: tuple(value.shape) for name, value in whole.items()}
-                    owned = training_owned(shapes, network.shards, mesh.layout, stage)
-                    own, wanted = engine.owned(), scatter(owned[mesh.rank], whole)
-                    assert list(own) == list(wanted), where
-                    for name, part in wanted.items():
-                        padded = own[name]
-                        if not torch.equal(padded[: len(part)], part):
-                            wrong.append(f"{where}: {name} is not this rank's part")
-                        if padded[len(part) :].count_nonzero():
-                            wrong.append(f"{where}: {name} has padding other than zeros")
-                    for name, buffer in network.named_buffers():
-                        if buffer.is_meta or buffer.dtype != torch.float32:
-                            wrong.append(f"{where}: buffer {name} is {buffer.dtype}, {buffer}")
-                    export = WeightExport(owned, shapes, dtype, file_bytes=60_000, band_bytes=5_000)
-                    out = Path(folder) / where.replace(" ", "-")
-                    if mesh.rank == 0:
-                        out.mkdir()
-                        network.model.config.save_pretrained(out)
-                    torch.distributed.barrier()
-                    files = RankFiles(out)
-                    export.write(out, own, mesh.world, files)
-                    files.finish()
-                    torch.distributed.barrier()
-                    wrong += [f"{where}: {text}" for text in differences(out, whole)]
-                    engine.destroy()
-    mesh_module.finalise()
+    for degrees, mesh, device in over_meshes(LAYOUTS):
+        for kind, scratch in cases:
+            for stage in (0, 3):
+                precision = "bfloat16" if stage and scratch else "float32"
+                config = ModelConfig(path=models[kind], from_scratch=scratch)
+                settings: Any = dict(zero_stage=stage, precision=precision)
+                engine = make_role(config, mesh, device, seed=7, **settings).engine
+                network, dtype = engine.module, getattr(torch, precision)
+                where = f"{kind} {scratch} {degrees} ZeRO {stage}"
+                whole = {n: x.to(dtype) for n, x in oracle[kind, scratch].items()}
+                shapes = {name: tuple(value.shape) for name, value in whole.items()}
+                owned = training_owned(shapes, network.shards, mesh.layout, stage)
+                own, wanted = engine.owned(), scatter(owned[mesh.rank], whole)
+                assert list(own) == list(wanted), where
+                for name, part in wanted.items():
+                    padded = own[name]
+                    if not torch.equal(padded[: len(part)], part):
+                        wrong.append(f"{where}: {name} is not this rank's part")
+                    if padded[len(part) :].count_nonzero():
+                        wrong.append(f"{where}: {name} has padding other than zeros")
+                for name, buffer in network.named_buffers():
+                    if buffer.is_meta or buffer.dtype != torch.float32:
+                        wrong.append(f"{where}: buffer {name} is {buffer.dtype}, {buffer}")
+                export = WeightExport(owned, shapes, dtype, file_bytes=60_000, band_bytes=5_000)
+                out = Path(folder) / where.replace(" ", "-")
+                if mesh.rank == 0:
+                    out.mkdir()
+                    network.model.config.save_pretrained(out)
+                torch.distributed.barrier()
+                files = RankFiles(out)
+                export.write(out, own, mesh.world, files)
+                files.finish()
+                torch.distributed.barrier()
+                wrong += [f"{where}: {text}" for text in differences(out, whole)]
+                engine.destroy()
     return wrong
 
 
 def differences(folder: Path, whole: dict[str, torch.Tensor]) -> list[str]:
     """What `from_pretrained` reads from an exported folder that is not `whole`."""
-    from transformers import AutoModelForCausalLM
-
     read = AutoModelForCausalLM.from_pretrained(folder)
     found = dict(read.named_parameters())
     if found.keys() != whole.keys():
@@ -141,60 +130,34 @@ def test_every_rank_has_its_own_part_in_every_layout(
 
 def frozen_logprobs(models: dict[str, str]) -> list[tuple[str, float]]:
     """(case, largest difference of log-probs between a trained and a frozen engine)."""
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.batch import shares
-    from megarl.trainer.build import build_network
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.packing import pack_shared
-    from megarl.trainer.zero import TrainEngine
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=60), []
-    made = groups(4, 3)
-    for degrees in ((2, 1, 1), (1, 1, 2)):
-        with ProcessMesh(Layout(*degrees), timeout_s=60) as mesh:
-            dealt = shares(
-                step=0,
-                drawn=made,
-                accepted=made,
-                seconds=1.0,
-                num_data_ranks=mesh.data.size,
-                num_mini_batches=1,
-                micro_batch_tokens=80,
-                transcripts=0,
-            )
-            samples = dealt.share(mesh.data.rank).samples[0]
-            for stage, kind in ((0, "untied"), (3, "untied"), (3, "tied")):
-                training, engines = TrainingConfig(zero_stage=stage), []
-                for trains in (True, False):
-                    config = ModelConfig(path=models[kind])
-                    network = build_network(config, training, mesh, device, seed=0)
-                    engines.append(
-                        TrainEngine(network, training, mesh, device, total_steps=1, trains=trains)
-                    )
-                micro = pack_shared(samples, device, mesh.sequence, "auto")
-                for again in range(2):  # the second time over ZeRO 3's recorded order
-                    mine, theirs = (engine(micro, 0.7)[0] for engine in engines)
-                    assert mine.numel() > 3 and not theirs.requires_grad
-                    found.append(
-                        (f"{degrees} {stage} {kind} {again}", float((mine - theirs).abs().max()))
-                    )
-                # A step of the one moves it away from the other, which stays.
-                engines[0].backward(mine.sum(), last=True)
-                engines[0].step()
-                with torch.no_grad():
-                    moved, stayed = engines[0](micro, 0.7)[0], engines[1](micro, 0.7)[0]
-                assert torch.equal(stayed, theirs) and not torch.equal(moved, mine)
-                assert all(not p.requires_grad for p in engines[1].module.parameters())
-                if stage == 3:
-                    whole = sum(p.ds_numel for p in engines[1].module.parameters())
-                    own = sum(part.numel() for part in engines[1].owned().values())
-                    assert own <= whole / mesh.gradient.size + 2 * len(engines[1].owned())
-                for engine in engines:
-                    engine.destroy()
-    mesh_module.finalise()
+    found, made = [], groups(4, 3)
+    for degrees, mesh, device in over_meshes([(2, 1, 1), (1, 1, 2)]):
+        plan = dealt(made, num_data_ranks=mesh.data.size, micro_batch_tokens=80)
+        samples = plan.share(mesh.data.rank).samples[0]
+        for stage, kind in ((0, "untied"), (3, "untied"), (3, "tied")):
+            engines = [
+                make_role(models[kind], mesh, device, steps=steps, zero_stage=stage).engine
+                for steps in (1, None)
+            ]
+            micro = pack_shared(samples, device, mesh.sequence, "auto")
+            for again in range(2):  # the second time over ZeRO 3's recorded order
+                mine, theirs = (engine(micro, 0.7)[0] for engine in engines)
+                assert mine.numel() > 3 and not theirs.requires_grad
+                case = f"{degrees} {stage} {kind} {again}"
+                found.append((case, float((mine - theirs).abs().max())))
+            # A step of the one moves it away from the other, which stays.
+            engines[0].backward(mine.sum(), last=True)
+            engines[0].step()
+            with torch.no_grad():
+                moved, stayed = engines[0](micro, 0.7)[0], engines[1](micro, 0.7)[0]
+            assert torch.equal(stayed, theirs) and not torch.equal(moved, mine)
+            assert all(not p.requires_grad for p in engines[1].module.parameters())
+            if stage == 3:
+                whole = sum(p.ds_numel for p in engines[1].module.parameters())
+                own = sum(part.numel() for part in engines[1].owned().values())
+                assert own <= whole / mesh.gradient.size + 2 * len(engines[1].owned())
+            for engine in engines:
+                engine.destroy()
     return found
 
 

@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 import torch
 from support import training_cases
+from support.policy import joined, make_role, save_state
 from support.ranks import run_ranks
 from support.tiny import VOCABULARY, write_adapter
 from support.training_cases import Case, assert_equal, write
 
+from megarl.checkpoints.adapter_files import SCORE
+from megarl.checkpoints.export import WeightExport
+from megarl.checkpoints.rank_files import RankFiles
+from megarl.parallel.collectives import barrier
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.reshard.owned import training_owned
 from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megarl.trainer.config import LoraConfig, OptimizerConfig, SequenceConfig, TrainingConfig
+from megarl.trainer.finite import StepGuard
 from megarl.trainer.lora import A, B, is_adapter
+from megarl.trainer.role import Role
+from megarl.trainer.step import StepMetrics, optimizer_step
 from megarl.types import Samples
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -60,61 +71,33 @@ def run_all(model: str, places: list[Any], folder: str) -> tuple[list[Any], list
     """On every rank: for each case the results of training, and for each place those of
     `use_one`.
     """
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import SequenceConfig
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=60)
     trained, used = [], []
-    for case in cases(model, places, LORA) + cases(model, places[:1], SOME):
-        with ProcessMesh(Layout(*case["layout"]), timeout_s=60) as mesh:
-            trained.append(training_cases.three_steps(case, mesh, device, SequenceConfig()))
-    for number, (layout, stage) in enumerate(places):
-        with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
-            target = Path(folder) / f"{mesh.world.size}_{number}"
-            used.append(use_one(model, mesh, device, stage, target))
-    layout, stage = places[-1]
-    with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:  # the state of the first place
-        source = Path(folder) / f"{mesh.world.size}_0" / "state"
-        used[0]["moved"] = read_state(model, mesh, device, stage, source)
-    mesh_module.finalise()
+    with joined() as device:
+        for case in cases(model, places, LORA) + cases(model, places[:1], SOME):
+            with ProcessMesh(Layout(*case["layout"]), timeout_s=60) as mesh:
+                trained.append(training_cases.three_steps(case, mesh, device, SequenceConfig()))
+        for number, (layout, stage) in enumerate(places):
+            with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
+                target = Path(folder) / f"{mesh.world.size}_{number}"
+                used.append(use_one(model, mesh, device, stage, target))
+        layout, stage = places[-1]
+        with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:  # the state of the first place
+            role = make_role(model, mesh, device, seed=9, steps=4, zero_stage=stage, lora=LORA)
+            role.engine.load(Path(folder) / f"{mesh.world.size}_0" / "state")
+            used[0]["moved"] = role.logprobs(documents())
+            role.destroy()
     return trained, used
 
 
-def read_state(model: str, mesh: Any, device: Any, stage: int, state: Path) -> torch.Tensor:
-    """Log-probs of a policy that has read `state`."""
-    from megarl.trainer.role import Role
-
-    training = TrainingConfig(zero_stage=stage, lora=LORA)
-    common: dict[str, Any] = dict(mesh=mesh, device=device, seed=9, optimizer_steps=4)
-    role = Role("policy", model=ModelConfig(path=model), training=training, **common)
-    role.engine.load(state)
-    found = role.logprobs(documents())
-    role.destroy()
-    return found
-
-
 def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dict[str, Any]:
-    from megarl.checkpoints.adapter_files import SCORE
-    from megarl.checkpoints.export import WeightExport
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.parallel.collectives import barrier
-    from megarl.parallel.reshard.owned import training_owned
-    from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
-    from megarl.trainer.step import StepMetrics, optimizer_step
-
     samples = documents()
     training = TrainingConfig(
-        zero_stage=stage,
-        lora=LORA,
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        zero_stage=stage, lora=LORA, optimizer=OptimizerConfig(learning_rate=1e-2)
     )
-    common: dict[str, Any] = dict(
-        model=ModelConfig(path=model), training=training, mesh=mesh, device=device, seed=3
-    )
+
+    def role_of(lora: LoraConfig = LORA, **more: Any) -> Role:
+        settings = replace(training, lora=lora)
+        return make_role(model, mesh, device, seed=3, training=settings, **more)
 
     guarded: dict[int, StepGuard] = {}
 
@@ -125,10 +108,10 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         none = StepMetrics(role.device, ())
         optimizer_step(role, micro, lambda one: -role.engine(one, 1.0)[0].sum(), guard, none)
 
-    frozen = Role("reference", **common)
+    frozen = role_of(name="reference")
     before = frozen.logprobs(samples)
     frozen.destroy()
-    role = Role("policy", optimizer_steps=4, **common)
+    role = role_of(steps=4)
     at_start = role.logprobs(samples)
     learn(role)
     first, adapters = role.logprobs(samples), role.engine.whole_adapters()
@@ -151,16 +134,15 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         write_adapter(folder / "adapter", adapters, LORA, base=model, base_digest="")
         write_adapter(folder / "judge", adapters | {SCORE: score}, LORA, base=model, base_digest="")
         module.model.config.save_pretrained(folder / "model")
-    role.engine.save(folder / "state", files)
-    files.finish()
+    save_state(role.engine, folder / "state")
     learn(role)
     third = role.logprobs(samples)
     role.destroy()
-    starts = common | {"training": replace(training, lora=adapter_at(folder / "start"))}
-    frozen = Role("reference", **starts)
+    start = adapter_at(folder / "start")
+    frozen = role_of(start, name="reference")
     apart = frozen.logprobs(samples)
     frozen.destroy()
-    again = Role("policy", optimizer_steps=4, **starts)
+    again = role_of(start, steps=4)
     at_first = again.keep_adapters()
     again.engine.load(folder / "state")
     with at_first():
@@ -171,12 +153,10 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
         later = again.logprobs(samples)
     fourth = again.logprobs(samples)
     again.destroy()
-    starts = replace(training, lora=adapter_at(folder / "adapter"))
-    other = Role("policy", optimizer_steps=4, **common | {"training": starts})
+    other = role_of(adapter_at(folder / "adapter"), steps=4)
     started = other.logprobs(samples)
     other.destroy()
-    judges = replace(training, lora=adapter_at(folder / "judge"))
-    judge = Role("reward model", optimizer_steps=4, head="scalar", **common | {"training": judges})
+    judge = role_of(adapter_at(folder / "judge"), name="reward model", steps=4, head="scalar")
     head = judge.engine.whole_adapters()[SCORE]
     judge.destroy()
     return {
@@ -257,23 +237,14 @@ def check_use(model: str, place: Any, result: dict[str, Any]) -> None:
         assert torch.equal(one, other), (place, what, float((one - other).abs().max()))
     assert result["learned"] > 1e-2
     folder = Path(result["folder"])
-    for network in (merged_by_transformers(folder), adapted_by_peft(model, folder)):
-        own = sample_logprobs(network)
-        torch.testing.assert_close(own, result["trained"], rtol=0, atol=2e-5)
-
-
-def merged_by_transformers(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-
-
-def adapted_by_peft(model: str, folder: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, str(folder / "adapter"))
+    merged_by_us = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    for network in (merged_by_us, PeftModel.from_pretrained(base, str(folder / "adapter"))):
+        own = sample_logprobs(network)
+        torch.testing.assert_close(own, result["trained"], rtol=0, atol=2e-5)
 
 
 @torch.no_grad()

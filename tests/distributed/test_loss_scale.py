@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.policy import Policy, joined, save_state, whole_weights
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups, write_model
 
-from megarl.trainer.config import LoraConfig
+from megarl.objectives.config import AlgorithmConfig
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.trainer.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 1},
@@ -30,28 +41,21 @@ def trained(model: str, folder: str) -> list[dict[str, Any]]:
     scale that is too large (`high`), with one that is doubled after every step (`growing`), and
     continued from a checkpoint of step 1 of `high` (`resumed`). Runs on every rank.
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=60), []
-    for number, case in enumerate(CASES):
-        settings, place = dict(case), f"{folder}/{number}"
-        layout = Layout(*settings.pop("layout", (2, 1, 1)))
-        with ProcessMesh(layout, timeout_s=60) as mesh:
-            common = (model, settings, mesh, device)
-            found.append(
-                {
-                    "plain": run(*common),
-                    "high": run(*common, scale=2.0**20, save=place),
-                    "growing": run(*common, scale=4.0, window=1),
-                    "resumed": run(*common, load=place),
-                }
-            )
-    mesh_module.finalise()
+    found = []
+    with joined() as device:
+        for number, case in enumerate(CASES):
+            settings, place = dict(case), f"{folder}/{number}"
+            layout = Layout(*settings.pop("layout", (2, 1, 1)))
+            with ProcessMesh(layout, timeout_s=60) as mesh:
+                common = (model, settings, mesh, device)
+                found.append(
+                    {
+                        "plain": run(*common),
+                        "high": run(*common, scale=2.0**20, save=place),
+                        "growing": run(*common, scale=4.0, window=1),
+                        "resumed": run(*common, load=place),
+                    }
+                )
     return found
 
 
@@ -67,18 +71,6 @@ def run(
     load: str = "",
 ) -> tuple[list[dict[str, float]], dict[str, Any], float]:
     """(metrics of each step, weights, sum of the learning rates)."""
-    from support.policy import Policy
-
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.objectives.config import AlgorithmConfig
-    from megarl.rollout.batch import shares
-    from megarl.trainer.config import (
-        ModelConfig,
-        OptimizerConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
-
     optimizer = OptimizerConfig(learning_rate=1e-3, clip_norm=0.05, eps=1e-6)
     policy = Policy(
         model=ModelConfig(path=model),
@@ -106,23 +98,12 @@ def run(
     reports = []
     for step in range(1 if load else 0, STEPS):
         if save and step == 1:
-            files = RankFiles(Path(save))
-            policy.engine.save(Path(save), files)
-            files.finish()
-        made = groups(3, 3, seed=step)
-        dealt = shares(
-            step=step,
-            drawn=made,
-            accepted=made,
-            seconds=1.0,
-            num_data_ranks=mesh.data.size,
-            num_mini_batches=1,
-            micro_batch_tokens=70,
-            transcripts=0,
-        )
-        reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
+            save_state(policy.engine, save)
+        made, settings = groups(3, 3, seed=step), {"num_data_ranks": mesh.data.size}
+        plan = dealt(made, step=step, micro_batch_tokens=70, **settings)
+        reports.append(policy.train(plan.share(mesh.data.rank)).metrics)
     assert policy.engine.steps_done == STEPS
-    weights = {name: tensor.float().numpy().copy() for name, tensor in policy.engine.weights()}
+    weights = whole_weights(policy.engine)
     policy.engine.destroy()
     return reports, weights, sum(one["learning_rate"] for one in reports)
 
@@ -164,9 +145,7 @@ def test_an_overflow_is_computed_again(found: list[list[dict[str, Any]]]) -> Non
             assert runs["high"][0] == found[0][CASES.index(case)]["high"][0]
 
 
-def test_the_step_in_which_the_scale_grows_is_the_same(
-    found: list[list[dict[str, Any]]],
-) -> None:
+def test_the_step_in_which_the_scale_grows_is_the_same(found: list[list[dict[str, Any]]]) -> None:
     for case, runs in zip(CASES, found[0], strict=True):
         scales = [math.log2(one["loss_scale"]) for one in runs["growing"][0]]
         assert scales[-1] > scales[0] == 2, (case, scales)

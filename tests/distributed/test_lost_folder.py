@@ -6,51 +6,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from support.policy import make_checkpoints, make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
+
+from megarl.checkpoints import checkpoint
+from megarl.checkpoints.lease import path_of, take
+from megarl.errors import UserError
+from megarl.parallel.collectives import broadcast_object
 
 
 def save_and_lose(model: str, folder: str) -> list[str]:
     """What each save that lost the folder said, and what the folder `checkpoints` held afterwards.
     Runs on every rank.
     """
-    import torch
-
-    from megarl.checkpoints import checkpoint
-    from megarl.checkpoints.lease import path_of, take
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.errors import UserError
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.collectives import broadcast_object
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.loading import load_model
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.zero import TrainEngine
-
-    device = mesh_module.initialise(timeout_s=30)
     run, told = Path(folder), list[str]()
     saved = run / "checkpoints"
-    with ProcessMesh(Layout(data=2), timeout_s=30) as mesh:
-        main, training = mesh.rank == 0, TrainingConfig(zero_stage=1)
-        whole = load_model(ModelConfig(path=model), dtype=torch.float32, seed=0)
-        engine = TrainEngine(
-            RoleModel(whole, mesh, training), training, mesh, device, total_steps=1
-        )
+    with on_mesh(2) as (mesh, device):
+        main = mesh.rank == 0
+        engine = make_role(model, mesh, device, steps=1, zero_stage=1).engine
         lease = take(run, patience_s=1) if main else None
-        made = checkpoint.Checkpoints(
-            saved,
-            keep=2,
-            engine=engine,
-            tokenizer=load_tokenizer(model),
-            mesh=mesh,
-            seed=0,
-            data="d",
-            owner=lease,
-            run_id=broadcast_object(lease.run_id if lease else "", mesh.world),
-        )
+        run_id = broadcast_object(lease.run_id if lease else "", mesh.world)
+        made = make_checkpoints(saved, engine, model, mesh, owner=lease, run_id=run_id)
         taken = path_of(run, 2)
 
         def save(step: int) -> None:
@@ -78,19 +55,12 @@ def save_and_lose(model: str, folder: str) -> list[str]:
         if main:
             (saved / ".writing_000004.of_the_new_owner").mkdir()
         save(4)
-    mesh_module.finalise()
     return told
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-def test_a_lost_folder_gets_no_checkpoint(model: str, tmp_path: Path) -> None:
-    first, second = run_ranks(
-        2, __file__, "save_and_lose", model, str(tmp_path / "run"), timeout_s=240
-    )
+def test_a_lost_folder_gets_no_checkpoint(tmp_path: Path) -> None:
+    model, run = str(write_model(tmp_path / "model")), str(tmp_path / "run")
+    first, second = run_ranks(2, __file__, "save_and_lose", model, run, timeout_s=240)
     assert first == second
     one, two, lost, left, again, kept = first
     assert (one, two) == ("step_000001", "step_000001 step_000002")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.policy import joined, make_role
 from support.ranks import run_ranks
 from support.tiny import write_model
 
 from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.config import LoraConfig, TrainingConfig
 from megarl.trainer.memory import role_memory
+from megarl.types import Samples
 from megarl.weight_sync.families import parameter_table
 
 PLACES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
@@ -33,53 +38,30 @@ def measure(model: str) -> list[dict[str, int]]:
     """For each of `PLACES`, bytes of this rank's weights and, after an optimizer step, of its
     master weights and moments.
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=60)
     found = []
-    for degrees, settings in PLACES:
-        with ProcessMesh(Layout(*degrees), timeout_s=60) as mesh:
-            training, path = TrainingConfig(**settings), ModelConfig(path=model)
-            role = Role(
-                "policy",
-                model=path,
-                training=training,
-                mesh=mesh,
-                device=device,
-                seed=1,
-                optimizer_steps=2,
-            )
-            sample = Samples.one(0, np.arange(1, 10), mask=np.arange(9) > 1)
-            (micro,) = role.pack(sample, [[0]])
-            if scale := role.engine.loss_scale:
-                scale.value = 1.0  # a sum overflows at a larger one
-            role.engine.backward(-role.engine(micro, 1.0)[0].sum(), last=True)
-            role.engine.step()
-            weights = list(role.engine.module.model.parameters())
-            parts = [getattr(one, "ds_tensor", one.data) for one in weights]
-            state: Any = adam(role.engine._engine.optimizer).state
-            masters = [one for one in state if training.zero_stage > 0]
-            moments = [
-                tensor
-                for of_one in state.values()
-                for tensor in of_one.values()
-                if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
-            ]
-            found.append(
-                {
-                    "weights": sum(one.nbytes for one in parts),
-                    "optimizer": sum(one.nbytes for one in [*masters, *moments]),
-                }
-            )
-            role.destroy()
-    mesh_module.finalise()
+    with joined() as device:
+        for degrees, settings in PLACES:
+            with ProcessMesh(Layout(*degrees), timeout_s=60) as mesh:
+                role = make_role(model, mesh, device, steps=2, **settings)
+                sample = Samples.one(0, np.arange(1, 10), mask=np.arange(9) > 1)
+                (micro,) = role.pack(sample, [[0]])
+                if scale := role.engine.loss_scale:
+                    scale.value = 1.0  # a sum overflows at a larger one
+                role.engine.backward(-role.engine(micro, 1.0)[0].sum(), last=True)
+                role.engine.step()
+                weights = list(role.engine.module.model.parameters())
+                parts = [getattr(one, "ds_tensor", one.data) for one in weights]
+                state: Any = adam(role.engine._engine.optimizer).state
+                kept = [one for one in state if role.zero_stage > 0]
+                kept += [
+                    tensor
+                    for of_one in state.values()
+                    for tensor in of_one.values()
+                    if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
+                ]
+                sizes = (sum(one.nbytes for one in some) for some in (parts, kept))
+                found.append(dict(zip(("weights", "optimizer"), sizes, strict=True)))
+                role.destroy()
     return found
 
 
@@ -90,8 +72,6 @@ def adam(optimizer: Any) -> Any:
 
 
 def test_estimates_are_what_tensors_take_up(tmp_path: Path) -> None:
-    import json
-
     folder = write_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
     table = parameter_table(json.loads((folder / "config.json").read_text()))
     ranks = run_ranks(2, __file__, "measure", str(folder))

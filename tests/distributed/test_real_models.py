@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.policy import joined, make_role
 from support.ranks import run_ranks
 from support.real import by_transformers, documents, real_folder
+
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.types import Samples
 
 BOUND = 1e-4
 """Largest difference of a log-prob, in float32."""
@@ -23,31 +28,14 @@ def scores(
     folder: str, texts: list[list[int]], cases: list[tuple[tuple[int, int, int], int]]
 ) -> list[list[float]]:
     """Per case the log-probs of all texts. Runs on every rank."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=60), []
+    found = []
     samples = Samples.concatenate([Samples.one(number, ids) for number, ids in enumerate(texts)])
-    for layout, stage in cases:
-        with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
-            role = Role(
-                "reference",
-                model=ModelConfig(path=folder),
-                training=TrainingConfig(zero_stage=stage),
-                mesh=mesh,
-                device=device,
-                seed=1,
-            )
-            found.append(role.token_statistics(samples)[0].tolist())
-            role.engine.destroy()
-    mesh_module.finalise()
+    with joined() as device:
+        for layout, stage in cases:
+            with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
+                role = make_role(folder, mesh, device, name="reference", zero_stage=stage)
+                found.append(role.token_statistics(samples)[0].tolist())
+                role.engine.destroy()
     return found
 
 

@@ -13,19 +13,45 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.policy import make_role, on_mesh
 from support.ranks import run_ranks
 from support.real import LORA, SCALE, TURNS, merge, real_folder
+from support.rollouts import dealt
 from support.tiny import random_adapter
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.trainer.config import LoraConfig
+from megarl.apps.tune.pairs import pair_batch
+from megarl.apps.tune.preference import PreferenceStep
+from megarl.apps.tune.sft import sft_step, to_sample
+from megarl.checkpoints.export import WeightExport, write_description
+from megarl.checkpoints.rank_files import RankFiles
+from megarl.data.tokenizer import load_tokenizer
+from megarl.objectives.config import AlgorithmConfig, GaeConfig, KLConfig, PreferenceLossConfig
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.reshard.owned import training_owned
+from megarl.trainer.config import LoraConfig, OptimizerConfig, TrainingConfig
+from megarl.trainer.critic import Critic
+from megarl.trainer.finite import StepGuard
+from megarl.trainer.lora import is_adapter
+from megarl.trainer.policy import PolicyGradient
+from megarl.trainer.step import optimizer_step
+from megarl.trainer.step_advantages import step_advantages
+from megarl.trainer.transfer import BatchTransfer
+from megarl.types import (
+    Demonstration,
+    Group,
+    Preference,
+    Prompt,
+    Rollout,
+    Samples,
+    Segment,
+    TokenArrays,
+    Verdict,
+)
 
-OPTIMIZER: dict[str, Any] = {
-    "learning_rate": 1e-4,
-    "eps": 1e-5,
-    "weight_decay": 0.1,
-    "clip_norm": 0.5,
-}
+OPTIMIZER: dict[str, Any] = dict(learning_rate=1e-4, eps=1e-5, weight_decay=0.1, clip_norm=0.5)
 """With torch's usual eps of 1e-8 the first step is the sign of each gradient, so that one that is
 only rounding moves its weight as far as any other. Here eps is about as large as a clipped gradient
 of 135 million weights: a change follows its gradient smoothly, and clipping shows."""
@@ -41,9 +67,6 @@ class Plain:
     """A published model in transformers, and a step of torch from its weights."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-        from transformers import AutoModelForCausalLM
-
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -112,9 +135,7 @@ def by_formula(name: str, logprobs: list[Tensor], given: Any) -> tuple[Tensor, T
     if name in ("sft", "lora"):
         return (loss := -every.mean()), loss
     if name == "dpo":
-        good, bad = (
-            own.sum() - reference for own, reference in zip(logprobs, REFERENCE, strict=True)
-        )
+        good, bad = (own.sum() - of for own, of in zip(logprobs, REFERENCE, strict=True))
         return (loss := -torch.nn.functional.logsigmoid(BETA * (good - bad))), loss
     if name == "grpo":  # two rewards are one standard deviation from their mean
         advantages = torch.cat([torch.full_like(logprobs[0], 1), torch.full_like(logprobs[1], -1)])
@@ -162,8 +183,6 @@ def given_by(plain: Plain, samples: Any) -> Any:
 
 def groups(samples: Any, given: Any) -> Any:
     """Both replies as one group of rollouts, which the engine sampled with `given.old`."""
-    from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
-
     rollouts = []
     for number, ((_, reply), old) in enumerate(zip(samples, given.old, strict=True)):
         arrays = TokenArrays(torch.tensor(reply, dtype=torch.int32).numpy(), old.numpy())
@@ -175,22 +194,6 @@ def groups(samples: Any, given: Any) -> Any:
 
 def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[float, float]:
     """Take one step; returns (loss, gradient norm)."""
-    from megarl.apps.tune.pairs import pair_batch
-    from megarl.apps.tune.preference import PreferenceStep
-    from megarl.apps.tune.sft import sft_step
-    from megarl.objectives.config import (
-        AlgorithmConfig,
-        GaeConfig,
-        KLConfig,
-        PreferenceLossConfig,
-    )
-    from megarl.rollout.batch import shares
-    from megarl.trainer.finite import StepGuard
-    from megarl.trainer.policy import PolicyGradient
-    from megarl.trainer.step import optimizer_step
-    from megarl.trainer.step_advantages import step_advantages
-    from megarl.types import Preference
-
     guard = StepGuard(role, allowed=0)
     if name in ("sft", "lora"):
         found = sft_step(role, sample_rows(samples), 0, guard).metrics
@@ -204,17 +207,7 @@ def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[fl
         )
         assert taken is not None
         return work.reduced()["loss"], taken[0]
-    made = groups(samples, given)
-    batch = shares(
-        step=0,
-        drawn=made,
-        accepted=made,
-        seconds=1.0,
-        num_data_ranks=1,
-        num_mini_batches=1,
-        micro_batch_tokens=200,
-        transcripts=0,
-    ).share(0)
+    batch = dealt(groups(samples, given), micro_batch_tokens=200).share(0)
 
     def column(parts: list[Tensor]) -> list[Tensor]:
         """[mini-batch][T] with numbers for the tokens of replies."""
@@ -223,17 +216,14 @@ def learn(name: str, role: Any, samples: Any, given: Any, mesh: Any) -> tuple[fl
         return [found]
 
     packed = role.pack_step(batch)
-    gae: dict[str, Any] = {
-        "advantage": "gae",
-        "gae": GaeConfig(gamma=GAMMA, lam=LAM, value_lam=VALUE_LAM),
-    }
+    estimator = GaeConfig(gamma=GAMMA, lam=LAM, value_lam=VALUE_LAM)
+    gae: dict[str, Any] = {"advantage": "gae", "gae": estimator}
     chosen: dict[str, Any] = {"kl": KLConfig(coefficient=KL)} if name == "grpo" else gae
     algorithm = AlgorithmConfig(old_logprobs="engine", clip_low=LOW, clip_high=HIGH, **chosen)
     columns = {"reference_logprobs": column(given.reference), "values": column(given.values)}
     if name == "critic":
-        made = step_advantages(
-            batch, columns, algorithm, kl_coefficient=0.0, data=mesh.data, device=role.device
-        )
+        where: dict[str, Any] = dict(data=mesh.data, device=role.device)
+        made = step_advantages(batch, columns, algorithm, kl_coefficient=0.0, **where)
         before = column(given.old_values)[0]
         return learn_values(role, mesh, batch, packed, made["returns"], before)
     learner = PolicyGradient(role, algorithm, temperature=1.0)
@@ -248,10 +238,6 @@ def learn_values(
     """One step of a critic. `before`: the values at the start of the step, of which this is not
     the first update.
     """
-    from megarl.parallel import mesh as mesh_module
-    from megarl.trainer.critic import Critic
-    from megarl.trainer.transfer import BatchTransfer
-
     transfer = BatchTransfer(
         role,
         policy=mesh,
@@ -274,13 +260,9 @@ def learn_values(
 
 def texts(folder: str) -> list[tuple[list[int], list[int]]]:
     """(prompt, reply) of two replies to one question, in the model's chat template."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": TURNS[0][0]},
-    ]
+    said = {"system": "Be brief.", "user": TURNS[0][0]}
+    chat = [{"role": role, "content": text} for role, text in said.items()]
     made = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
     ends = [tokenizer(f"{reply}<|im_end|>").input_ids for reply in REPLIES]
     return [(made["input_ids"], reply) for reply in ends]
@@ -288,43 +270,25 @@ def texts(folder: str) -> list[tuple[list[int], list[int]]]:
 
 def on_rank(folder: str, place: str) -> dict[str, Any]:
     """{case: both sides' losses and gradient norms, and how far their weights are apart}."""
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    mesh_module.initialise(timeout_s=60)
-    plain, samples = Plain(Path(folder)), texts(folder)
-    given = given_by(plain, samples)
-    with ProcessMesh(Layout(), timeout_s=60) as mesh:
-        found = {
+    with on_mesh(1) as (mesh, _):
+        plain, samples = Plain(Path(folder)), texts(folder)
+        given = given_by(plain, samples)
+        return {
             name: compare(name, folder, Path(place), plain, samples, given, mesh) for name in CASES
         }
-    mesh_module.finalise()
-    return found
 
 
 def compare(
     name: str, folder: str, place: Path, plain: Plain, samples: Any, given: Any, mesh: Any
 ) -> dict[str, Any]:
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.role import Role
-
     lora = LoraConfig()
     if name == "lora":
         lora = random_adapter(place / "adapter", folder, LORA, size=0.03)
     # Plain torch first: its gradients and optimizer state are gone when megarl's are made.
     start, wanted, theirs, theirs_before = plain_step(name, plain, samples, given, lora)
-    role = Role(
-        "critic" if name == "critic" else "policy",
-        model=ModelConfig(path=folder),
-        training=TrainingConfig(lora=lora, optimizer=OptimizerConfig(**OPTIMIZER)),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        seed=0,
-        head="value" if name == "critic" else "logprobs",
-        optimizer_steps=1,
-    )
+    kind: dict[str, Any] = {"name": "critic", "head": "value"} if name == "critic" else {}
+    training = TrainingConfig(lora=lora, optimizer=OptimizerConfig(**OPTIMIZER))
+    role = make_role(folder, mesh, torch.device("cpu"), steps=1, seed=0, training=training, **kind)
     found: dict[str, Any] = {}
     rows = sample_rows(samples)
     if name == "critic":
@@ -360,8 +324,6 @@ def plain_step(
     name: str, plain: Plain, samples: Any, given: Any, lora: LoraConfig
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, float], Tensor]:
     """({name: weight before}, {name: weight after}, (loss, gradient norm), log-probs before)."""
-    from safetensors.torch import load_file
-
     weights, start = plain.weights(), plain.published
     adapter: dict[str, Tensor] = {}
     if name == "critic":
@@ -399,25 +361,12 @@ def pull_back(weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:
 
 
 def sample_rows(samples: Any) -> Any:
-    from megarl.apps.tune.sft import to_sample
-    from megarl.types import Demonstration, Samples
-
     rows = [to_sample(n, Demonstration(n, *sample)) for n, sample in enumerate(samples)]
     return Samples.concatenate(rows)
 
 
 def saved(role: Any, mesh: Any, folder: Path, samples: Any) -> dict[str, Any]:
     """Write a role as a checkpoint does, end it, and read it again."""
-    from safetensors.torch import load_file
-
-    from megarl.checkpoints.export import WeightExport, write_description
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.parallel.reshard.owned import training_owned
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.lora import is_adapter
-    from megarl.trainer.role import Role
-
     rows, model = sample_rows(samples), role.engine.module.model
     now = role.logprobs(rows)
     owned = training_owned(role.shapes, role.shards, mesh.layout, role.zero_stage)
@@ -438,14 +387,7 @@ def saved(role: Any, mesh: Any, folder: Path, samples: Any) -> dict[str, Any]:
     role.destroy()
     del role, model, trained, stored
     gc.collect()
-    again = Role(
-        "reference",
-        model=ModelConfig(path=str(target)),
-        training=TrainingConfig(),
-        mesh=mesh,
-        device=torch.device("cpu"),
-        seed=0,
-    )
+    again = make_role(target, mesh, torch.device("cpu"), name="reference", seed=0)
     found["megarl"] = gap(again.logprobs(rows), now)
     again.destroy()
     del again

@@ -4,12 +4,32 @@ and every head trains under every axis as on one rank.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from support.policy import joined, make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
+from support.rollouts import dealt
 from support.tiny import groups, write_model
+
+from megarl.parallel import launcher
+from megarl.parallel.collectives import gather_objects
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh, all_ranks
+from megarl.rollout.batch import SharePlan
+from megarl.trainer.config import OptimizerConfig
+from megarl.trainer.finite import StepGuard
+from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.prefixes import balance_of
+from megarl.trainer.role import Role
+from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.trainer.transfer import BatchTransfer, Scorer
+from megarl.types import Samples, StepBatch
 
 # Policy's ranks and degrees (data, sequence, tensor), then the reference's.
 PLACES = {
@@ -22,28 +42,23 @@ HEADS = {"value": [(2, 1, 1), (1, 2, 1), (1, 1, 2)], "scalar": [(2, 1, 1), (1, 2
 TEMPERATURE = 0.8
 
 
-def step(num_data_ranks: int, sequence: int) -> Any:
-    from megarl.rollout.batch import shares
-
-    made = groups(3, 4, seed=3)
-    return shares(
-        step=0,
-        drawn=made,
-        accepted=made,
-        seconds=1.0,
-        num_data_ranks=num_data_ranks,
-        num_mini_batches=2,
-        micro_batch_tokens=40 * sequence,
-        transcripts=0,
-    )
+def step(num_data_ranks: int, sequence: int) -> SharePlan:
+    tokens = 40 * sequence
+    sizes: Any = {"num_data_ranks": num_data_ranks, "num_mini_batches": 2}
+    return dealt(groups(3, 4, seed=3), micro_batch_tokens=tokens, **sizes)
 
 
-def frozen(folder: str, mesh: Any, device: Any, **settings: Any) -> Any:
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.role import Role
+def frozen(*given: Any, stage: int = 0) -> Role:
+    """`given`: model, mesh and device."""
+    return make_role(*given, name="reference", seed=0, zero_stage=stage)
 
-    model, training = ModelConfig(path=folder), TrainingConfig(**settings)
-    return Role("reference", model=model, training=training, mesh=mesh, device=device, seed=0)
+
+def trained_once(role: Role, micro_batches: Any, loss: Any) -> float:
+    """Take an optimizer step; returns the gradient norm."""
+    none = StepMetrics(role.device, ())
+    taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0), none)
+    assert taken is not None
+    return taken[0]
 
 
 def by_sample(batch: Any, column: Any) -> dict[int, list[float]]:
@@ -57,62 +72,41 @@ def by_sample(batch: Any, column: Any) -> dict[int, list[float]]:
 
 def scores(folder: str, places: Any) -> list[dict[int, list[float]]]:
     """Per place, the column of this rank's samples; empty where the rank is not the policy's."""
-    from contextlib import ExitStack
-
-    import torch
-
-    from megarl.parallel import launcher
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.transfer import BatchTransfer, Scorer
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=120)
     found = []
-    for policy_ranks, policy_degrees, ranks, degrees in places:
-        with ExitStack() as stack:
-            policy = stack.enter_context(ProcessMesh(Layout(*policy_degrees), ranks=policy_ranks))
-            mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
-            assert policy.is_member == (launcher.rank() in policy_ranks)
+    with joined() as device:
+        for place in places:
             # DeepSpeed numbers parameters as they are made in a process, and wants the same numbers
             # on all ranks of a model: no rank of the second place is in a later one under ZeRO 3.
-            stage = 3 if len(found) < 2 else 0
-            role = frozen(folder, mesh, device, zero_stage=stage) if mesh.is_member else None
-            transfer = BatchTransfer(
-                role,
-                policy=policy,
-                mesh=mesh,
-                everyone=mesh_module.all_ranks(timeout_s=60),
-                device=device,
-                micro_batch_tokens=30,
-            )
-            scorer = Scorer(transfer)
-            layout = policy.layout
-            batch = None
-            if policy.is_member:
-                batch = step(layout.data, layout.sequence).share(policy.data.rank)
-            for _ in range(2):
-                column = scorer.score(batch, (), temperature=TEMPERATURE)
-            found.append(by_sample(batch, column) if batch is not None else {})
-            assert batch is not None or column == []
-            if role is not None:
-                role.destroy()
-    mesh_module.finalise()
+            found.append(score_at(place, folder, device, stage=3 if len(found) < 2 else 0))
     return found
+
+
+def score_at(place: Any, folder: str, device: Any, stage: int) -> dict[int, list[float]]:
+    policy_ranks, policy_degrees, ranks, degrees = place
+    with ExitStack() as stack:
+        policy = stack.enter_context(ProcessMesh(Layout(*policy_degrees), ranks=policy_ranks))
+        mesh = stack.enter_context(ProcessMesh(Layout(*degrees), ranks=ranks))
+        assert policy.is_member == (launcher.rank() in policy_ranks)
+        role = frozen(folder, mesh, device, stage=stage) if mesh.is_member else None
+        everyone = all_ranks(timeout_s=60)
+        common: Any = {"policy": policy, "mesh": mesh, "everyone": everyone, "device": device}
+        scorer, batch = Scorer(BatchTransfer(role, micro_batch_tokens=30, **common)), None
+        if policy.is_member:
+            plan = step(policy.layout.data, policy.layout.sequence)
+            batch = plan.share(policy.data.rank)
+        for _ in range(2):
+            column = scorer.score(batch, (), temperature=TEMPERATURE)
+        assert batch is not None or column == []
+        if role is not None:
+            role.destroy()
+        return by_sample(batch, column) if batch is not None else {}
 
 
 def alone(folder: str) -> dict[int, list[float]]:
     """The column on one rank, by `Role.score` itself."""
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    device = mesh_module.initialise(timeout_s=60)
-    with ProcessMesh(Layout()) as mesh:
+    with on_mesh() as (mesh, device):
         role, batch = frozen(folder, mesh, device), step(1, 1).share(0)
         column = role.score(batch, role.pack_step(batch), temperature=TEMPERATURE)
-    mesh_module.finalise()
     return by_sample(batch, column)
 
 
@@ -137,10 +131,6 @@ def conversations(ranks: int, size: int) -> Any:
     the policy and each system prompt: no rank has two groups behind one system prompt. Those of all
     ranks, and which are whose.
     """
-    import numpy as np
-
-    from megarl.types import Samples
-
     made, owner = [], []
     for system in range(2):
         for rank in range(ranks):
@@ -157,24 +147,10 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
     """(tokens that a role on two ranks of its own computes, those of the best deal), where the
     policy has two data-parallel ranks. The same on every rank.
     """
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.collectives import gather_objects
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.packing import pack_mini_batch
-    from megarl.trainer.prefixes import balance_of
-    from megarl.trainer.transfer import BatchTransfer
-    from megarl.types import StepBatch
-
-    device = mesh_module.initialise(timeout_s=60)
     samples, owner = conversations(2, 40)
     count = 2 * sequence
-    everyone = mesh_module.all_ranks(timeout_s=60)
     with (
+        joined() as device,
         ProcessMesh(Layout(data=2, sequence=sequence), ranks=range(count)) as policy,
         ProcessMesh(Layout(data=2), ranks=[count, count + 1]) as mesh,
     ):
@@ -183,6 +159,7 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
             (rows,), (mine,) = batch.micro_batches, batch.samples
             return [pack_mini_batch(mine, rows, device, mesh.sequence, share="on")]
 
+        everyone = all_ranks(timeout_s=60)
         role: Any = SimpleNamespace(windows=[None], pack_step=pack_step)
         transfer = BatchTransfer(
             role if mesh.is_member else None,
@@ -207,7 +184,6 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
         computed = 0 if here is None else sum(len(micro.token_ids) for micro in here.packed[0])
         total = sum(gather_objects(computed, everyone))
     best = balance_of(samples, "on")
-    mesh_module.finalise()
     return total, sum(map(best.tokens, best.split(2, 2**20)))
 
 
@@ -223,54 +199,28 @@ def train_beside(folder: str, state: str) -> list[float]:
     """Gradient norms of two steps of a policy on ranks 0 and 2, saved in between, under ZeRO 3, while
     ranks 1 and 3 have a reference. Empty on those.
     """
-    import torch
-
-    from megarl.checkpoints.rank_files import RankFiles
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
-    from megarl.trainer.step import StepMetrics, optimizer_step
-
-    torch.set_num_threads(1)
-    device, norms = mesh_module.initialise(timeout_s=60), []
+    norms = []
     with (
+        joined() as device,
         ProcessMesh(Layout(data=2), ranks=[0, 2]) as policy,
         ProcessMesh(Layout(tensor=2), ranks=[1, 3]) as mesh,
     ):
         if mesh.is_member:
-            role = frozen(folder, mesh, device, zero_stage=3)
+            role = frozen(folder, mesh, device, stage=3)
             batch = step(1, 1).share(0)
             role.score(batch, role.pack_step(batch))
         else:
             optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-6)
-            role = Role(
-                "policy",
-                model=ModelConfig(path=folder),
-                training=TrainingConfig(zero_stage=3, optimizer=optimizer),
-                mesh=policy,
-                device=device,
-                seed=0,
-                optimizer_steps=2,
-            )
-            batch = step(2, 1).share(policy.data.rank)
-            packed = role.pack_step(batch)
-            for micro_batches in packed:
+            settings: Any = {"seed": 0, "zero_stage": 3, "optimizer": optimizer}
+            role = make_role(folder, policy, device, steps=2, **settings)
 
-                def loss(micro: Any, role: Any = role) -> torch.Tensor:
-                    return -role.engine(micro, 1.0)[0].sum() / 100
+            def loss(micro: Any) -> torch.Tensor:
+                return -role.engine(micro, 1.0)[0].sum() / 100
 
-                none = StepMetrics(role.device, ())
-                taken = optimizer_step(role, micro_batches, loss, StepGuard(role, allowed=0), none)
-                assert taken is not None
-                norms.append(taken[0])
-                files = RankFiles(Path(state))
-                role.engine.save(Path(state), files)
-                files.finish()
+            for micro_batches in role.pack_step(step(2, 1).share(policy.data.rank)):
+                norms.append(trained_once(role, micro_batches, loss))
+                save_state(role.engine, state)
         role.destroy()
-    mesh_module.finalise()
     return norms
 
 
@@ -283,56 +233,30 @@ def test_a_policy_trains_on_some_ranks_while_others_have_a_reference(tmp_path: P
 
 def trained(folder: str, cases: Any) -> Any:
     """Per (head, degrees): gradient norms of three steps, the head's weight and a backbone's."""
-    import torch
+    found, optimizer = [], OptimizerConfig(learning_rate=1e-2, clip_norm=0.5, eps=1e-6)
+    with joined() as device:
+        for head, degrees, stage in cases:
+            layout = Layout(*degrees)
+            with ProcessMesh(layout) as mesh:
+                settings: Any = {"seed": 0, "zero_stage": stage, "optimizer": optimizer}
+                role = make_role(
+                    folder, mesh, device, name="critic", head=head, steps=3, **settings
+                )
 
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
-    from megarl.trainer.step import StepMetrics, optimizer_step
-
-    torch.set_num_threads(1)
-    device = mesh_module.initialise(timeout_s=120)
-    found = []
-    for head, degrees, stage in cases:
-        layout = Layout(*degrees)
-        with ProcessMesh(layout) as mesh:
-            role = Role(
-                "critic",
-                model=ModelConfig(path=folder),
-                training=TrainingConfig(
-                    zero_stage=stage,
-                    optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.5, eps=1e-6),
-                ),
-                mesh=mesh,
-                device=device,
-                seed=0,
-                head=head,
-                optimizer_steps=3,
-            )
-            batch = step(layout.data, layout.sequence).share(mesh.data.rank)
-            norms = []
-            packed = role.pack_step(batch)
-            for _ in range(3):
-
-                def loss(micro: Any, role: Any = role) -> torch.Tensor:
-                    if role.engine.module.head == "value":
+                def loss(micro: Any, role: Role = role) -> torch.Tensor:
+                    if role.head == "value":
                         return (role.engine(micro) - 1.0).square().sum() / 100
                     values, ids = role.engine(micro)
                     return (values - ids.float() / 10).square().sum() / 10
 
-                none = StepMetrics(role.device, ())
-                taken = optimizer_step(role, packed[0], loss, StepGuard(role, allowed=0), none)
-                assert taken is not None
-                norms.append(taken[0])
-            weight = role.engine.full_score_weight()
-            whole = {name: tensor.clone() for name, tensor in role.engine.weights()}
-            norm = whole["model.layers.0.mlp.down_proj.weight"].double().norm().item()
-            found.append((norms, weight.double().flatten().tolist(), norm))
-            role.destroy()
-    mesh_module.finalise()
+                batch = step(layout.data, layout.sequence).share(mesh.data.rank)
+                micro_batches = role.pack_step(batch)[0]
+                norms = [trained_once(role, micro_batches, loss) for _ in range(3)]
+                weight = role.engine.full_score_weight().double().flatten().tolist()
+                whole = whole_weights(role.engine)
+                norm = whole["model.layers.0.mlp.down_proj.weight"].norm().item()
+                found.append((norms, weight, norm))
+                role.destroy()
     return found
 
 

@@ -8,10 +8,18 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from support.policy import make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.trainer import working_memory, zero
+from megarl.trainer.finite import StepGuard
+from megarl.trainer.step import StepMetrics, optimizer_step
+from megarl.types import Samples
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -59,34 +67,19 @@ def build(model: str) -> dict[str, int]:
     """Peak bytes on this rank while a frozen and a trained role are built under ZeRO 3, and a frozen
     one without; bytes in bfloat16 of the whole model and of its largest tensor.
     """
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.role import Role
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=60), {}
-    with ProcessMesh(Layout(RANKS, 1, 1), timeout_s=60) as mesh:
-        for name, steps, training in (
-            ("reference", None, TrainingConfig(zero_stage=3, precision="bfloat16")),
-            ("policy", 2, TrainingConfig(zero_stage=3, precision="bfloat16")),
-            ("whole", None, TrainingConfig(zero_stage=0)),
+    found = {}
+    sharded = {"zero_stage": 3, "precision": "bfloat16"}
+    with on_mesh(RANKS) as (mesh, device):
+        for name, steps, settings in (
+            ("reference", None, sharded),
+            ("policy", 2, sharded),
+            ("whole", None, {}),
         ):
             with Allocations() as counted:
-                role = Role(
-                    name,
-                    model=ModelConfig(path=model),
-                    training=training,
-                    mesh=mesh,
-                    device=device,
-                    seed=1,
-                    optimizer_steps=steps,
-                )
+                role = make_role(model, mesh, device, name=name, steps=steps, **settings)
             sizes = [one.numel() for one in role.engine.module.parameters()]
             found |= {name: counted.peak, "sum": 2 * sum(sizes), "largest": 2 * max(sizes)}
             role.destroy()
-    mesh_module.finalise()
     return found
 
 
@@ -107,20 +100,6 @@ def gather(model: str) -> dict[str, list[int]]:
     """The most elements of parameters that a frozen role and one trained under recomputation have
     gathered before a module computes, in each of three steps, where `LIMIT` are allowed.
     """
-    import numpy as np
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer import working_memory, zero
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.finite import StepGuard
-    from megarl.trainer.role import Role
-    from megarl.trainer.step import StepMetrics, optimizer_step
-    from megarl.types import Samples
-
-    torch.set_num_threads(1)
     working_memory.LIVE_ELEMENTS = LIMIT
     plain = zero.deepspeed_config
 
@@ -131,20 +110,16 @@ def gather(model: str) -> dict[str, list[int]]:
         return made
 
     zero.deepspeed_config = without_small
-    device = mesh_module.initialise(timeout_s=60)
-    training = TrainingConfig(zero_stage=3, gradient_checkpointing=True)
     peaks: dict[str, list[int]] = {"reference": [], "policy": []}
     samples = [Samples.one(i, np.arange(1, 12), mask=np.arange(11) > 1) for i in range(RANKS)]
-    with ProcessMesh(Layout(RANKS, 1, 1), timeout_s=60) as mesh:
+    with on_mesh(RANKS) as (mesh, device):
         roles = {
-            name: Role(
-                name,
-                model=ModelConfig(path=model),
-                training=training,
-                mesh=mesh,
-                device=device,
-                seed=1,
-                optimizer_steps=3 if name == "policy" else None,
+            name: make_role(
+                *(model, mesh, device),
+                name=name,
+                steps=3 if name == "policy" else None,
+                zero_stage=3,
+                gradient_checkpointing=True,
             )
             for name in peaks
         }
@@ -164,14 +139,8 @@ def gather(model: str) -> dict[str, list[int]]:
             roles["reference"].logprobs(Samples.concatenate(samples))
             micro = roles["policy"].pack(samples[mesh.data.rank], [[0]])
             guard.begin(f"step {step}")
-            optimizer_step(
-                roles["policy"],
-                micro,
-                lambda one: -engine(one, 1.0)[0].sum(),
-                guard,
-                StepMetrics(device, ()),
-            )
-    mesh_module.finalise()
+            work: Any = (micro, lambda one: -engine(one, 1.0)[0].sum())
+            optimizer_step(roles["policy"], *work, guard, StepMetrics(device, ()))
     return peaks
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.policy import make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
 
@@ -20,6 +21,7 @@ from megarl.trainer import zero
 from megarl.trainer.config import TrainingConfig
 from megarl.trainer.gradient_sums import PARTS
 from megarl.trainer.zero import TrainEngine
+from megarl.types import Samples
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 1, "precision": "bfloat16"},
@@ -35,20 +37,12 @@ def norms(model: str, scales: list[float]) -> list[list[float]]:
     """For each of `CASES`, the gradient norm of steps whose losses are multiplied by `scales`. Runs
     on a rank.
     """
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=120), []
-    with ProcessMesh(Layout(), timeout_s=120) as mesh:
+    found = []
+    with on_mesh() as (mesh, device):
         for settings in CASES:
-            training = TrainingConfig(offload_optimizer=True, **settings)
-            common: Any = dict(mesh=mesh, device=device, seed=1, optimizer_steps=len(scales))
-            role = Role("policy", model=ModelConfig(path=model), training=training, **common)
+            role = make_role(
+                model, mesh, device, steps=len(scales), offload_optimizer=True, **settings
+            )
             ids = np.arange(1, 20)
             (micro,) = role.pack(Samples.one(0, ids, mask=ids > 1), [[0]])
             found.append([])
@@ -56,7 +50,6 @@ def norms(model: str, scales: list[float]) -> list[list[float]]:
                 role.engine.backward(role.engine(micro, 1.0)[0].sum() * scale, last=True)
                 found[-1].append(role.engine.step()[0])
             role.destroy()
-    mesh_module.finalise()
     return found
 
 
@@ -87,7 +80,7 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
     engine.config = TrainingConfig(zero_stage=1, offload_optimizer=True)
     engine.device = torch.device("cpu")
     engine.mesh = SimpleNamespace(world=Axis("world", 1, 0, (0,), None))
-    engine._module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
+    engine.module = SimpleNamespace(named_parameters=lambda: [("model.weight", parameter)])
     assert engine.broken_gradient() == "weight"
 
 

@@ -8,156 +8,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+import torch
+from support import training_cases
+from support.policy import make_checkpoints, make_role, on_mesh
 from support.ranks import run_ranks
-from support.tiny import groups, write_model
+from support.tiny import write_model
+from support.training_cases import Case, assert_equal, differences
 
-from megarl.objectives.config import CorrectionConfig
+from megarl.checkpoints import checkpoint, export, rank_files
+from megarl.checkpoints.manifest import damage
+from megarl.errors import UserError
+from megarl.objectives.config import CorrectionConfig, KLConfig
+from megarl.parallel.reshard.owned import training_owned
+from megarl.parallel.tensor import whole_shapes
+from megarl.trainer import zero_state
 
-STEPS = 3
-# Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes the
-# update.
-CASES = {
-    "dapo": dict(num_mini_batches=2, micro_batch_tokens=60, clip_norm=0.5, algorithm={}),
-    "sequence-mean, KL, entropy": dict(
-        num_mini_batches=1,
-        micro_batch_tokens=200,
-        clip_norm=0.0,
-        algorithm=dict(
-            aggregation="sequence",
-            entropy_coefficient=0.01,
-            advantage="rloo",
-            correction=CorrectionConfig(kind="tis"),
-        ),
-    ),
-    "tied, recomputed activations, KL in the reward, GSPO": dict(
-        num_mini_batches=2,
-        micro_batch_tokens=100,
-        clip_norm=1.0,
-        algorithm=dict(
-            loss="gspo",
-            aggregation="constant",
-            constant_tokens=24,
-            advantage="reinforce_plus_plus_baseline",
-        ),
-    ),
+OFF_POLICY: dict[str, Any] = dict(
+    aggregation="sequence", entropy_coefficient=0.01, advantage="rloo",
+    correction=CorrectionConfig(kind="tis"),
+)  # fmt: skip
+IN_REWARD: dict[str, Any] = dict(
+    loss="gspo", aggregation="constant", constant_tokens=24,
+    advantage="reinforce_plus_plus_baseline", kl=KLConfig(coefficient=0.05, where="reward"),
+)  # fmt: skip
+CASES: dict[str, Case] = {
+    "dapo": {"num_mini_batches": 2, "tokens": 60, "algorithm": {"kl": KLConfig()}},
+    # Without clipping a wrong scale of the gradient would hide behind AdamW; with it, it changes
+    # the update.
+    "sequence-mean, KL, entropy": {"tokens": 200, "optimizer": {"clip_norm": 0.0}}
+    | {"algorithm": OFF_POLICY},
+    "tied, recomputed activations, KL in the reward, GSPO": {"num_mini_batches": 2, "tokens": 100}
+    | {"training": {"gradient_checkpointing": True}, "optimizer": {"clip_norm": 1.0}}
+    | {"algorithm": IN_REWARD},
 }
 
 
-def three_steps(
-    model: str,
-    stages: list[int],
-    case: str,
-    num_groups: int,
-    precision: str = "float32",
-    optimizer: str = "torch",
-    equal: str = "",
-) -> dict[int, Any]:
-    """Per ZeRO stage: metrics of three steps and the weights after them. Runs on every rank.
-    `equal`: every second group has equal rewards, and is "sent" to the ranks or "skipped".
-    """
-    from dataclasses import replace
-
-    import torch
-    from support.policy import Policy
-
-    from megarl.objectives.config import AlgorithmConfig, KLConfig
-    from megarl.parallel import launcher
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.batch import shares
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-
-    torch.set_num_threads(1)
-    settings, found = CASES[case], {}
-    where = "reward" if "reward" in case else "loss"
-    kl = KLConfig(coefficient=0.05, where=where) if "KL" in case else KLConfig()
-    device = mesh_module.initialise(timeout_s=60)
-    with ProcessMesh(Layout(data=launcher.num_ranks()), timeout_s=60) as mesh:
-        for stage in stages:
-            policy = Policy(
-                model=ModelConfig(path=model),
-                training=TrainingConfig(
-                    zero_stage=stage,
-                    precision=precision,
-                    gradient_checkpointing="recomputed" in case,
-                    offload_optimizer=optimizer == "deepspeed_cpu" and stage > 0,
-                    optimizer=OptimizerConfig(
-                        kind=optimizer,
-                        learning_rate=1e-3,
-                        clip_norm=settings["clip_norm"],
-                        eps=1e-6,
-                    ),
-                ),
-                algorithm=AlgorithmConfig(kl=kl, **settings["algorithm"]),
-                temperature=0.8,
-                mesh=mesh,
-                device=device,
-                total_steps=STEPS,
-                seed=1,
-            )
-            reports = []
-            for step in range(STEPS):
-                made = groups(num_groups, 3, seed=step)
-                for group in made[::2] if equal else ():
-                    group.rollouts[:] = [
-                        replace(one, verdict=replace(one.verdict, reward=0.25))
-                        for one in group.rollouts
-                    ]
-                dealt = shares(
-                    step=step,
-                    drawn=made,
-                    accepted=made,
-                    seconds=1.0,
-                    num_data_ranks=mesh.data.size,
-                    num_mini_batches=settings["num_mini_batches"],
-                    micro_batch_tokens=settings["micro_batch_tokens"],
-                    transcripts=0,
-                    skips_equal=equal == "skipped",
-                )
-                reports.append(policy.train(dealt.share(mesh.data.rank)).metrics)
-            weights = {
-                name: tensor.detach().double().clone() for name, tensor in policy.engine.weights()
-            }
-            found[stage] = (reports, weights)
-            policy.engine.destroy()
-    mesh_module.finalise()
-    return found
-
-
-def differences(one: Any, other: Any) -> dict[str, float]:
-    """Largest relative difference of loss, gradient norm and weights."""
-    # A policy loss is a weighted mean of terms of about 1 that cancel: with centred advantages its
-    # true value is 0.
-    scales = {
-        "loss": 1.0,
-        "grad_norm": 1e-3,
-        "entropy": 1e-3,
-        "mismatch/mean_abs": 1e-3,
-        "tokens/trained": 1.0,
-        "staleness/token_mean": 1e-3,
-        "staleness/token_max": 1.0,
-    }
-    if "correction/mean" in one[0][0]:
-        names = ("mean", "effective_samples", "clipped_share")
-        scales |= {f"correction/{name}": 1e-3 for name in names}
-        # A bound that clips all tokens or none would compare nothing.
-        assert 0 < one[0][0]["correction/clipped_share"] < 1
-    numbers = {
-        name: max(
-            abs(a[name] - b[name]) / max(abs(a[name]), scale)
-            for a, b in zip(one[0], other[0], strict=True)
-        )
-        for name, scale in scales.items()
-    }
-    assert one[1].keys() == other[1].keys()
-    numbers["weights"] = max(
-        float((one[1][n] - other[1][n]).norm() / one[1][n].norm()) for n in one[1]
-    )
-    return numbers
+def under_stages(case: Case, size: int, *stages: int, **options: Any) -> list[list[Any]]:
+    """What each of `size` data ranks has of the case under these ZeRO stages."""
+    cases = [case | {"layout": (size, 1, 1), "stage": stage} for stage in stages]
+    return run_ranks(size, training_cases.__file__, "run_cases", cases, **options)
 
 
 @pytest.fixture(scope="module")
@@ -169,15 +58,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_equal_one_under_every_zero_stage(models: dict[bool, str], case: str) -> None:
-    model = models["tied" in case]
-    alone = run_ranks(1, __file__, "three_steps", model, [0], case, 4)[0][0]
-    together = run_ranks(2, __file__, "three_steps", model, [0, 1, 2, 3], case, 4)
-    for stage in range(4):
-        for rank in range(2):
-            found = differences(alone, together[rank][stage])
-            assert max(found.values()) < 1e-5, (stage, rank, found)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_under_every_zero_stage(models: dict[bool, str], name: str) -> None:
+    case = CASES[name] | {"model": models["tied" in name], "groups": (4, 3)}
+    [[alone]] = under_stages(case, 1, 0)
+    assert_equal([alone] * 4, [case] * 4, under_stages(case, 2, 0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("num_groups", [2, 5])
@@ -185,30 +70,14 @@ def test_skipped_groups_of_equal_rewards_change_nothing(
     models: dict[bool, str], num_groups: int
 ) -> None:
     """Of two groups, each a mini-batch, the first is skipped but for one sample."""
-    one, two = ("float32", "torch", "sent"), ("float32", "torch", "skipped")
-    alone = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", num_groups, *one)
-    together = run_ranks(
-        2, __file__, "three_steps", models[False], [0, 1, 2, 3], "dapo", num_groups, *two
-    )
-    (all_sent,) = alone[0].values()
-    for stage in range(4):
-        skipped = together[0][stage]
-        found = differences(all_sent, skipped)
-        assert max(found[name] for name in ("loss", "grad_norm", "weights")) < 1e-5, (stage, found)
-        for mine, theirs in zip(all_sent[0], skipped[0], strict=True):
+    case = CASES["dapo"] | {"model": models[False], "groups": (num_groups, 3)}
+    [[(reports, *_, weights)]] = under_stages(case | {"equal": "sent"}, 1, 0)
+    for fewer, *_, others in under_stages(case | {"equal": "skipped"}, 2, 0, 1, 2, 3)[0]:
+        found = differences((reports, [], [], weights), (fewer, [], [], others))
+        assert max(found[name] for name in ("loss", "grad_norm", "weights")) < 1e-5, found
+        for mine, theirs in zip(reports, fewer, strict=True):
             assert theirs["tokens/trained"] < mine["tokens/trained"]
             assert theirs["groups/equal"] >= num_groups // 2
-
-
-def test_a_rank_without_samples_takes_part(models: dict[bool, str]) -> None:
-    """One group for four ranks: the rank that gets nothing must not stop the others, nor change the
-    result.
-    """
-    alone = run_ranks(1, __file__, "three_steps", models[False], [2, 3], "dapo", 1)[0]
-    together = run_ranks(4, __file__, "three_steps", models[False], [2, 3], "dapo", 1)
-    for rank in range(4):
-        for stage in (2, 3):
-            assert max(differences(alone[stage], together[rank][stage]).values()) < 1e-5
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bfloat16", 0.05), ("float16", 0.01)])
@@ -216,11 +85,10 @@ def test_16_bit_stays_near_float32(models: dict[bool, str], precision: str, near
     """Rounded weights and activations, float32 master weights: near, not equal; and two ranks near
     one.
     """
-    exact = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
-    stages = [1, 2, 3]
-    rounded = run_ranks(2, __file__, "three_steps", models[False], stages, "dapo", 4, precision)[0]
-    for stage in (1, 2, 3):
-        for mine, theirs in zip(exact[0], rounded[stage][0], strict=True):
+    case = CASES["dapo"] | {"model": models[False], "groups": (4, 3)}
+    [[(exact, *_)]] = under_stages(case, 1, 0)
+    for reports, *_ in under_stages(case | {"training": {"precision": precision}}, 2, 1, 2, 3)[0]:
+        for mine, theirs in zip(exact, reports, strict=True):
             assert abs(mine["grad_norm"] - theirs["grad_norm"]) < near * mine["grad_norm"]
             assert abs(mine["entropy"] - theirs["entropy"]) < 0.4 * near * mine["entropy"]
 
@@ -232,22 +100,14 @@ def test_deepspeeds_cpu_optimizer_takes_the_same_steps(
 ) -> None:
     """Under every ZeRO stage, its state offloaded; the first run compiles the extension."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")  # ninja
-    alone = run_ranks(1, __file__, "three_steps", models[False], [0], "dapo", 4)[0][0]
-    other = run_ranks(
-        2,
-        __file__,
-        "three_steps",
-        models[False],
-        [0, 1, 2, 3],
-        "dapo",
-        4,
-        "float32",
-        "deepspeed_cpu",
-        timeout_s=500,
-    )
-    for stage in range(4):
-        found = differences(alone, other[0][stage])
-        assert max(found.values()) < 1e-5, (stage, found)
+    case = CASES["dapo"] | {"model": models[False], "groups": (4, 3)}
+    [[alone]] = under_stages(case, 1, 0)
+    other = case | {"optimizer": {"kind": "deepspeed_cpu"}}
+    offloaded = other | {"training": {"offload_optimizer": True}}
+    [first, *_] = under_stages(other, 2, 0, timeout_s=500)
+    [found, *_] = under_stages(offloaded, 2, 1, 2, 3, timeout_s=500)
+    for numbers in (differences(alone, one) for one in first + found):
+        assert max(numbers.values()) < 1e-5, numbers
 
 
 def change(engine: Any, method: str, *arguments: float) -> None:
@@ -262,21 +122,6 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     """Rank 1 cannot write: the trained state, its random state, its file of the exported model, its
     files to the disk. Returns what each rank was told.
     """
-    from pathlib import Path
-
-    from megarl.checkpoints import checkpoint, export, rank_files
-    from megarl.data.tokenizer import load_tokenizer
-    from megarl.errors import UserError
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.parallel.reshard.owned import training_owned
-    from megarl.parallel.tensor import whole_shapes
-    from megarl.trainer import zero_state
-    from megarl.trainer.config import ModelConfig, TrainingConfig
-    from megarl.trainer.loading import load_model
-    from megarl.trainer.model import RoleModel
-    from megarl.trainer.zero import TrainEngine
 
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
@@ -286,30 +131,13 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
     def put_no_model(file: rank_files.RankFile, *content: Any) -> None:
         (full if file.path.parent.name == "model" else put)(file, *content)
 
-    import torch
-
-    device = mesh_module.initialise(timeout_s=30)
-    with ProcessMesh(Layout(data=2), timeout_s=30) as mesh:
-        config = ModelConfig(path=model)
-        training = TrainingConfig(zero_stage=1)
-        network = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        engine = TrainEngine(network, training, mesh, device, total_steps=1)
-        second = RoleModel(load_model(config, dtype=torch.float32, seed=0), mesh, training)
-        critic = TrainEngine(second, training, mesh, device, total_steps=1)
-        tokenizer = load_tokenizer(model)
-        made = checkpoint.Checkpoints(
-            Path(folder),
-            keep=2,
-            engine=engine,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            seed=0,
-            data="d",
-            others={"critic": critic},
-        )
+    with on_mesh(2) as (mesh, device):
+        one, other = (make_role(model, mesh, device, steps=1, zero_stage=1) for _ in range(2))
+        engine, critic = one.engine, other.engine
+        made = make_checkpoints(Path(folder), engine, model, mesh, others={"critic": critic})
         made.save(step=1, next_ordinal=4)
         # From here on several files of weights, so that rank 1 writes one of them.
-        shapes = whole_shapes(network.model, {})
+        shapes = whole_shapes(engine.module.model, {})
         owned = training_owned(shapes, {}, mesh.layout, 1)
         made._weights = export.WeightExport(
             owned, shapes, torch.float32, file_bytes=60_000, band_bytes=9_000
@@ -336,20 +164,17 @@ def save_with_a_full_disk(model: str, folder: str) -> str:
         change(critic, "zero_")
         made.load(path)
         assert all(torch.equal(weight, saved[name]) for name, weight in critic.owned().items())
-        told += save_in_background(made, critic, rank_files)
+        told += save_in_background(made, critic)
         made.others = {"value": critic}
         with pytest.raises(UserError, match="has no roles/value"):
             made.load(path)
-    mesh_module.finalise()
     return "\n".join(told)
 
 
-def save_in_background(made: Any, critic: Any, rank_files: Any) -> list[str]:
+def save_in_background(made: Any, critic: Any) -> list[str]:
     """Two checkpoints that are written while training goes on; the disk of rank 1 is full for the
     second. Returns what is raised. The first holds the weights as they were at the save.
     """
-    import torch
-
     made.in_background = True
     whole, may_write = rank_files.RankFile.finish, threading.Event()
 
@@ -393,8 +218,6 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_spoils_nothing(
         assert words.count("rank 1: ") == 5 and words.count("No space left on device") == 5
         assert "step 8 could not be written" in words
         assert "earlier checkpoints are whole" in words
-    from megarl.checkpoints.manifest import damage
-
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000006", "step_000007"]
     assert all(damage(path) == "" for path in tmp_path.iterdir())
     assert len(list((tmp_path / "step_000006" / "model").glob("*.safetensors"))) > 1

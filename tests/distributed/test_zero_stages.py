@@ -14,9 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support import training_cases
+from support.policy import make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
 from support.training_cases import differences, write
+
+from megarl.kernels import packed_attention
+from megarl.trainer.config import OptimizerConfig
+from megarl.types import Samples
 
 STEPS = 30
 STAGES: list[dict[str, Any]] = [
@@ -32,36 +37,14 @@ def train(model: str, stages: list[dict[str, Any]]) -> list[list[float]]:
     """For each of `stages` the loss of every step: the negative mean log-prob of three texts, which
     are learned by heart. Runs on a rank.
     """
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
-    torch.set_num_threads(1)
-    device, found = mesh_module.initialise(timeout_s=120), []
-    with ProcessMesh(Layout(), timeout_s=120) as mesh:
-        for settings in stages:
-            found.append(losses(model, settings, mesh, device))
-    mesh_module.finalise()
-    return found
+    with on_mesh() as (mesh, device):
+        return [losses(model, settings, mesh, device) for settings in stages]
 
 
 def losses(model: str, settings: dict[str, Any], mesh: Any, device: Any) -> list[float]:
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.role import Role
-    from megarl.types import Samples
-
     optimizer = OptimizerConfig(learning_rate=3e-3, clip_norm=1.0)
-    role = Role(
-        "policy",
-        model=ModelConfig(path=model),
-        training=TrainingConfig(precision="bfloat16", optimizer=optimizer, **settings),
-        mesh=mesh,
-        device=device,
-        seed=1,
-        optimizer_steps=STEPS,
-    )
+    settings = settings | {"precision": "bfloat16", "optimizer": optimizer}
+    role = make_role(model, mesh, device, steps=STEPS, **settings)
     draw, found = np.random.default_rng(0), []
     texts = [draw.integers(3, 40, length) for length in (30, 41, 17)]
     samples = Samples.concatenate(
@@ -80,20 +63,13 @@ def losses(model: str, settings: dict[str, Any], mesh: Any, device: Any) -> list
 
 def train_with_a_kernel(model: str, settings: dict[str, Any]) -> list[float]:
     """As `losses` on one rank, with a kernel of variable length in the place of a GPU's."""
-    from megarl.kernels import packed_attention
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
 
     def kernel(q: Any, k: Any, v: Any, starts: Any, longest: int, scale: float) -> Any:
         return packed_attention.packed_reference(q, k, v, starts, scale)
 
     packed_attention.varlen_function = lambda capability: kernel
-    device = mesh_module.initialise(timeout_s=120)
-    with ProcessMesh(Layout(), timeout_s=120) as mesh:
-        found = losses(model, settings | {"attention": "flash_attn"}, mesh, device)
-    mesh_module.finalise()
-    return found
+    with on_mesh() as (mesh, device):
+        return losses(model, settings | {"attention": "flash_attn"}, mesh, device)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -63,12 +63,8 @@ def run(
 
 
 def assert_alike(place: Path, one: str, other: str) -> None:
-    pairs = zip(
-        records(place / one / "metrics.jsonl"),
-        records(place / other / "metrics.jsonl"),
-        strict=True,
-    )
-    for a, b in pairs:
+    runs = [records(place / name / "metrics.jsonl") for name in (one, other)]
+    for a, b in zip(*runs, strict=True):
         for name in ("loss", "accuracy", "grad_norm", "reward/chosen", "reward/rejected"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), (a["step"], name)
 
@@ -184,14 +180,8 @@ def test_a_model_without_score_or_with_another_tokenizer_is_no_reward_model(plac
 
 def sft_of(place: Path, model: Path) -> str:
     """A recipe of fine-tuning that begins with `model`."""
-    tree = {
-        "folder": str(place / "sft"),
-        "model": {"path": str(model)},
-        "demonstrations": {
-            "source": str(place / "train.jsonl"),
-            "response_column": "chosen",
-        },
-    }
+    data = {"source": str(place / "train.jsonl"), "response_column": "chosen"}
+    tree = {"folder": str(place / "sft"), "model": {"path": str(model)}, "demonstrations": data}
     return write_recipe(place / "sft.yaml", tree)
 
 
@@ -256,11 +246,8 @@ def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
         "preference": (AutoModelForCausalLM, {}),
         "reward-model": (AutoModelForSequenceClassification, {"num_labels": 1}),
     }
-    training = {
-        "micro_batch_tokens": 32,
-        "lora": start(place),
-        "optimizer": {"learning_rate": 1e-2},
-    }
+    training = {"micro_batch_tokens": 32, "lora": start(place)}
+    training |= {"optimizer": {"learning_rate": 1e-2}}
     ids = torch.tensor([[5, 9, 13, 4, 7, 1]])
     for command, (kind, options) in classes.items():
         name = f"adapted_{command}"

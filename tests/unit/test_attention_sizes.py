@@ -11,20 +11,12 @@ from support.block_pairs import LONG, TOLERANCE, compare
 from megarl.kernels.attention_plan import BLOCKS, default_block
 from megarl.kernels.block import Positions
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda"), pytest.mark.gpu
 WIDTHS = (64, 80, 96, 128, 256)
 GROUPS = (1, 5, 8)
 """Query heads for each KV head: 5 is that of Qwen2.5-14B, 8 that of Llama-3-70B."""
 ROWS = 512
 """Queries whose float64 scores are held at once."""
-
-
-def sizes(device: torch.device, dtype: torch.dtype, group: int, width: int) -> None:
-    """Two blocks of 300 tokens in two documents, cut in zigzag, on both ranks."""
-    block = BLOCKS[default_block(device)]()
-    starts = torch.tensor([0, 290, 600])
-    for rank in (0, 1):
-        compare(LONG, rank, (2 * group, 2), width, dtype, block, device, starts)
 
 
 def reference(
@@ -70,21 +62,23 @@ def long_document(device: torch.device, dtype: torch.dtype, tokens: int, width: 
         assert error < TOLERANCE[dtype], f"{name}: {error}"
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype"), [(CPU, torch.float32), pytest.param(CUDA, torch.bfloat16, marks=GPU)]
+)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_widths_and_groups(width: int, group: int) -> None:
-    sizes(CPU, torch.float32, group, width)
+def test_widths_and_groups(
+    width: int, group: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Two blocks of 300 tokens in two documents, cut in zigzag, on both ranks."""
+    block = BLOCKS[default_block(device)]()
+    for rank in (0, 1):
+        starts = torch.tensor([0, 290, 600])
+        compare(LONG, rank, (2 * group, 2), width, dtype, block, device, starts)
 
 
 def test_a_long_document() -> None:
     long_document(CPU, torch.float32, 1300, 64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_widths_and_groups_on_a_gpu(width: int, group: int) -> None:
-    sizes(CUDA, torch.bfloat16, group, width)
 
 
 @pytest.mark.gpu

@@ -16,22 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.block_pairs import LAYOUTS, LONG, compare
-from support.sequence_cases import (
-    CPU,
-    TOLERANCE,
-    Case,
-    assert_close,
-    cases,
-    dense,
-    split_attention,
-)
+from support.sequence_cases import CPU, TOLERANCE, Case, assert_close, cases, dense, split_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.kernels import block_flash, pieces
 from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_flash import FlashOperator
-from megarl.parallel.sequence import CUTS, cut
+from megarl.parallel.sequence import CUTS
 
 META = torch.device("meta")
 HALVES = [torch.float16, torch.bfloat16]
@@ -210,22 +202,6 @@ def test_everything_the_block_makes_is_on_its_device(how: str) -> None:
             lse = torch.empty(4, len(q), device=META)
             made.forward(q, k, v, work, 0.3, sums[0], lse)
             made.backward(q, q, k, v, q, lse, work, 0.3, *sums[1:])
-
-
-def test_causal_pieces_are_square() -> None:
-    """So it does not matter at which corner the kernel aligns its mask."""
-    starts = torch.tensor([0, 700, 707, 1500])
-    for how in CUTS:
-        owned = [Positions.of(index, starts) for index in cut(starts, 4, how)]
-        pairs = itertools.product(owned, owned)
-        works = [BLOCKS["flash"]().prepare(*pair, torch.device("cpu")) for pair in pairs]
-        found = [piece for work in works if work is not None for piece in work.pieces]
-        for piece in (one for one in found if one.causal):
-            sizes = [
-                x.stop - x.start if isinstance(x, slice) else x.shape[1]
-                for x in (piece.queries, piece.keys)
-            ]
-            assert sizes[0] == sizes[1] and piece.mask is None
 
 
 def test_what_it_cannot_do_is_refused() -> None:

@@ -14,28 +14,27 @@ from support.tiny import sft_config
 
 from megarl.config import SftConfig, dump
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-from megarl.trainer.context import (
-    changed_settings,
-    rounding_line,
-    steps_until_half_change,
-    unknown_settings,
-)
+from megarl.trainer.context import other_settings, rounding_line, steps_until_half_change
 
 
 def learning(rate: float) -> TrainingConfig:
     return TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate))
 
 
-def test_changed_settings_are_listed(tmp_path: Path) -> None:
+def test_settings_that_changed_or_are_of_another_version_are_listed(tmp_path: Path) -> None:
     def recipe(folder: str, rate: float) -> SftConfig:
         return sft_config(folder, training=learning(rate))
 
     file = tmp_path / "recipe.yaml"
-    assert changed_settings(file, recipe("run", 0.25)) == []
-    file.write_text(dump(recipe("run", 0.25)))
-    assert changed_settings(file, recipe("moved", 0.25)) == []
-    (changed,) = changed_settings(file, recipe("run", 0.5))
-    assert changed == "training.optimizer.learning_rate (0.25 -> 0.5)"
+    assert other_settings(file, recipe("run", 0.25)) == ([], [])
+    text = dump(recipe("run", 0.25))
+    file.write_text(text)
+    assert other_settings(file, recipe("moved", 0.25)) == ([], [])
+    file.write_text(text.replace("training:\n", "training:\n  colour: {kind: red}\n"))
+    assert other_settings(file, recipe("run", 0.5)) == (
+        ["training.optimizer.learning_rate (0.25 -> 0.5)"],
+        ["training.colour.kind"],
+    )
 
 
 def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
@@ -66,16 +65,6 @@ def test_a_finished_run_keeps_the_recipe_that_it_was_trained_by(tmp_path: Path) 
     (_, first), *again, (_, further) = found
     assert "learning_rate: 0.25" in first and [recipe for _, recipe in again] == [first] * 2
     assert "learning_rate: 0.5" in further and "steps: 9" in further
-
-
-def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
-    config = sft_config()
-    file = tmp_path / "recipe.yaml"
-    assert unknown_settings(file, config) == []
-    file.write_text(dump(config))
-    assert unknown_settings(file, config) == []
-    file.write_text(dump(config).replace("training:\n", "training:\n  colour: {kind: red}\n"))
-    assert unknown_settings(file, config) == ["training.colour.kind"]
 
 
 def changed(weights: torch.Tensor, moved: float) -> float:

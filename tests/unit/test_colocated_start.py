@@ -52,16 +52,19 @@ def test_what_has_happened_when_the_engines_start(
         role=make_policy,
         resume=lambda checkpoints: happened.append("checkpoint"),
         observe=lambda first_step: None,
+        checkpoints=lambda *given, **named: None,
         folder=Path(),
     )
     learner = SimpleNamespace(empty_steps=SimpleNamespace())
-    critics = [SimpleNamespace(role=role("critic")), SimpleNamespace(role=None)]  # one elsewhere
+    critics = [  # one elsewhere
+        SimpleNamespace(role=role("critic"), section="critic"),
+        SimpleNamespace(role=None),
+    ]
     replaced: dict[str, Any] = {
         "broadcast_object": lambda value, axis: value,
         "all_ranks": lambda **named: SimpleNamespace(size=1),
         "make_learner": lambda *given: learner,
         "make_roles": lambda *given: (None, critics, None),
-        "make_checkpoints": lambda *given: None,
         "make_teacher": lambda *given: None,
         "start_generation": start,
     }

@@ -152,61 +152,6 @@ def test_any_cut_equals_the_plain_formulas(
     assert_close(whole, wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_gradcheck(kind: str, top_k: int) -> None:
-    case = Case([11], Divergence(kind, 0.3, top_k, 0.7), 4)
-    hidden, weight, theirs, their_weight = case.inputs
-
-    def divergence(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        found = linear_divergence(h, w, theirs, their_weight, case.targets, case.how)
-        return found.divergence
-
-    inputs = hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(divergence, inputs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top_k", [0, 2, 5])
-def test_nothing_is_left_to_learn_from_oneself(kind: str, top_k: int) -> None:
-    """Divergence and gradient are 0 for equal distributions, and above 0 for others."""
-    case = Case([30], Divergence(kind, 0.4, top_k))
-    hidden, weight, *theirs = case.inputs
-    case.inputs = (hidden, weight, hidden, weight)
-    found = case.evaluate(linear_divergence, torch.float64)
-    assert all(float(one.abs().max()) < 1e-12 for one in (found[0], *found[-2:]))
-    case.inputs = (hidden, weight, theirs[0], theirs[1])
-    assert bool((case.evaluate(linear_divergence, torch.float64)[0] > 1e-3).all())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_top_k_is_a_lower_bound_that_grows_to_the_whole(kind: str) -> None:
-    """Merging tokens into a bucket loses information; k = V - 1 leaves a bucket of one token."""
-    values = [
-        Case([12], Divergence(kind, 0.5, k)).evaluate(linear_divergence, torch.float64)[0]
-        for k in (1, 3, 6, 11, 12, 0)
-    ]
-    for fewer, more in zip(values, values[1:], strict=False):
-        assert bool((fewer <= more + 1e-12).all())
-    assert bool((values[0] < values[-1]).all())
-    assert torch.allclose(values[3], values[-1], atol=1e-12)
-    assert torch.allclose(values[4], values[-1], atol=1e-12)
-
-
-def test_the_limits_of_jensen_shannon_are_the_two_divergences() -> None:
-    """GKD, 2: JSD / beta goes to KL(teacher || student) for beta to 0; by symmetry JSD / (1 - beta)
-    goes to KL(student || teacher) for beta to 1."""
-
-    def value(kind: str, beta: float = 0.5) -> torch.Tensor:
-        return Case([12], Divergence(kind, beta)).evaluate(linear_divergence, torch.float64)[0]
-
-    small = 1e-7
-    assert torch.allclose(value("jensen_shannon", small) / small, value("forward_kl"), rtol=1e-3)
-    assert torch.allclose(
-        value("jensen_shannon", 1 - small) / small, value("reverse_kl"), rtol=1e-3
-    )
-
-
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 1 - 1e-3, 0.999999])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
 def test_jensen_shannon_keeps_its_digits_in_float32(beta: float, spread: float) -> None:
@@ -286,29 +231,6 @@ def test_reductions_of_a_chunk(monkeypatch: Any, top_k: int, in_forward: int) ->
     for calls in ranks.calls:
         assert len(calls) == 3 * in_forward + 1
         assert calls[-1] == ("sum", (10, 5), torch.float32)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape)
-
-    good: dict[str, Any] = dict(
-        hidden=zeros(3, 4), weight=zeros(6, 4), teacher_hidden=zeros(3, 5),
-        teacher_weight=zeros(6, 5), targets=torch.zeros(3, dtype=torch.int64), how=Divergence(),
-    )  # fmt: skip
-    for name, value, match in [
-        ("weight", zeros(6, 5), "do not match"),
-        ("teacher_weight", zeros(7, 5), "do not match"),
-        ("teacher_hidden", zeros(2, 5), "do not match"),
-        ("teacher_hidden", zeros(3, 5).double(), "do not match"),
-        ("how", Divergence("kl"), "there are forward_kl, reverse_kl, jensen_shannon"),
-        ("how", Divergence(beta=1.0), "above 0 and below 1"),
-        ("how", Divergence(top_k=7), "top_k is 7, but there are 6 tokens"),
-        ("how", Divergence(temperature=0.0), "set it above 0"),
-        ("targets", torch.tensor([0, 1, 6]), "outside the vocabulary"),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=match):
-            linear_divergence(**good | {name: value})
 
 
 @pytest.mark.gpu

@@ -67,14 +67,9 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """The formula of the kernel, in x's dtype."""
     half = cos.shape[-1] // 2
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat(
-        (
-            first * cos[..., :half] - second * sin[..., :half],
-            second * cos[..., half:] + first * sin[..., half:],
-            rest,
-        ),
-        -1,
-    )
+    one = first * cos[..., :half] - second * sin[..., :half]
+    other = second * cos[..., half:] + first * sin[..., half:]
+    return torch.cat((one, other, rest), -1)
 
 
 @on_device

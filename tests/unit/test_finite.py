@@ -13,7 +13,7 @@ from megarl.checks.preflight import algorithm_warning
 from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.errors import UserError
 from megarl.loops.evaluate import refuse_broken
-from megarl.objectives.config import AlgorithmConfig, CorrectionConfig
+from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel.mesh import Axis
 from megarl.trainer.config import OptimizerConfig
 from megarl.trainer.finite import first_broken
@@ -74,15 +74,6 @@ def test_gspo_with_the_clip_of_a_token_is_warned_about() -> None:
 def test_reinforce_with_several_updates_is_warned_about() -> None:
     assert "older policy" in algorithm_warning(AlgorithmConfig(loss="reinforce"), 2)
     assert not algorithm_warning(AlgorithmConfig(loss="reinforce"), 1)
-
-
-@pytest.mark.parametrize(("kind", "high"), [
-    ("decoupled", 5.0), ("tis", 2.0), ("icepop", 5.0), ("sequence_mask", 2.0),
-    ("geometric_mask", 1.01),
-])  # fmt: skip
-def test_each_correction_has_its_usual_bound(kind: str, high: float) -> None:
-    assert CorrectionConfig(kind=kind).upper == high  # pyright: ignore[reportArgumentType]
-    assert CorrectionConfig(kind=kind, high=3.0).upper == 3.0  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

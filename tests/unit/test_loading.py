@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +219,10 @@ def sealed(folder: Path, progress: Progress = PROGRESS) -> Path:
     return folder
 
 
+def chosen(folder: Path, **more: str) -> Path | None:
+    return choose(folder, layout="data 1", model="m", seed=0, data="d", **more)
+
+
 def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A newer format is refused; unknown fields are passed over with one line."""
     folder = sealed(tmp_path / "step_000003")
@@ -235,7 +238,7 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     (folder / "digests.json").unlink()
     seal(folder)
     with pytest.raises(ValueError, match="format 4"):
-        choose(tmp_path, layout="data 1", model="m", seed=0, data="d")
+        chosen(tmp_path)
     (folder / "run.json").write_text(json.dumps(found | {"format": 2}))
     with pytest.raises(ValueError, match=r"format 2.*resume with the version that wrote it"):
         read_progress(folder)
@@ -246,50 +249,44 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    """Whether its digests are of this version or not."""
     older, newer = sealed(tmp_path / "step_000003"), sealed(tmp_path / "step_000004")
     found = json.loads((newer / "run.json").read_text())
     whole = json.dumps(found | {"format": 4, "what_is_new": 1})
     (newer / "run.json").write_text(whole)
-    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
-    assert chosen() == older  # damaged: its digest differs
+    assert chosen(tmp_path) == older  # damaged: its digest differs
     (newer / "digests.json").unlink()
     seal(newer)
-    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 4.*or a newer one"):
-        chosen()
-
-
-def test_a_newer_checkpoint_with_other_digests_is_not_passed_over(tmp_path: Path) -> None:
-    older, newer = sealed(tmp_path / "step_000003"), sealed(tmp_path / "step_000004")
-    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
+    said = r"step_000004/run.json is of format 4.*or a newer one"
+    with pytest.raises(ValueError, match=said):
+        chosen(tmp_path)
     (newer / "digests.json").write_text(json.dumps({"algorithm": "blake4", "files": {}}))
-    assert chosen() == older  # of an older version, or damaged
-    found = json.loads((newer / "run.json").read_text())
-    (newer / "run.json").write_text(json.dumps(found | {"format": 4}))
-    with pytest.raises(ValueError, match=r"step_000004/run.json is of format 4.*or a newer one"):
-        chosen()
+    with pytest.raises(ValueError, match=said):
+        chosen(tmp_path)
+    (newer / "run.json").write_text(json.dumps(found))
+    assert chosen(tmp_path) == older  # of an older version, or damaged
     for content in ("{", "[]", json.dumps(found | {"format": "x"})):
         (newer / "run.json").write_text(content)
-        assert chosen() == older
+        assert chosen(tmp_path) == older
     for content in ("{", '{"algorithm": "xxh3_128"}', '{"algorithm": "xxh3_128", "files": [1]}'):
         (newer / "digests.json").write_text(content)
-        assert chosen() == older
+        assert chosen(tmp_path) == older
 
 
 def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
     """An adapter in place of the one that the run started from would be another reference."""
     folder = sealed(tmp_path / "step_000003", replace(PROGRESS, reference="a"))
-    chosen = partial(choose, tmp_path, layout="data 1", model="m", seed=0, data="d")
-    assert chosen(reference="a") == folder
-    assert chosen() == folder, "another reference by choice"
+    assert chosen(tmp_path, reference="a") == folder
+    assert chosen(tmp_path) == folder, "another reference by choice"
     for other in ("b", ""):
         with pytest.raises(
             ValueError, match=r"adapter is another one, its file has changed, or reference\.lora"
         ):
-            chosen(reference=other)
+            chosen(tmp_path, reference=other)
     shutil.rmtree(folder)
-    assert sealed(folder) == chosen(reference="") == chosen()
+    assert sealed(folder) == chosen(tmp_path, reference="") == chosen(tmp_path)
     with pytest.raises(ValueError, match=r"no adapter; set reference\.lora to base"):
-        chosen(reference="a")
+        chosen(tmp_path, reference="a")
 
 
 def test_a_reference_without_adapter_is_no_other_reference() -> None:
@@ -318,7 +315,7 @@ def test_checkpoints_have_the_order_of_their_steps(
     folders = [sealed(tmp_path / "checkpoints" / f"step_{step:06d}") for step in steps]
     place = folders[0].parent
     assert newest_first(place) == folders[::-1]
-    assert choose(place, layout="data 1", model="m", seed=0, data="d") == folders[-1]
+    assert chosen(place) == folders[-1]
     assert Result(tmp_path, {}).model == folders[-1] / "model"
     monkeypatch.setattr(Checkpoints, "__init__", lambda self: None)
     checkpoints = Checkpoints()  # pyright: ignore[reportCallIssue]

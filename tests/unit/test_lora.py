@@ -14,18 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.tiny import adapter_shapes, random_adapter, write_adapter, write_model
 
-from megarl.checkpoints.adapter_files import (
-    CONFIG,
-    PREFIX,
-    SCORE,
-    TENSORS,
-    read_adapter,
-)
+from megarl.checkpoints.adapter_files import CONFIG, PREFIX, SCORE, TENSORS, read_adapter
 from megarl.checks.model_checks import adapter_warning, check_adapters
 from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
-from megarl.trainer.lora import A, Adapters, B, MergedWeights, NewAdapters, chosen_layers
+from megarl.trainer.lora import A, Adapters, B, MergedWeights, chosen_layers, new_adapter
 
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -58,12 +52,17 @@ def test_slices_of_a_merged_weight_are_those_of_the_whole(
 
 def test_new_adapters_are_drawn_by_name_and_change_nothing() -> None:
     shapes = {"x" + A: (2, 9), "x" + B: (5, 2), "y" + A: (2, 9)}
-    one, other = NewAdapters(None, shapes, 1), NewAdapters(None, shapes, 2)
-    first = one.flat("x" + A)
+
+    def drawn(name: str, seed: int) -> torch.Tensor:
+        found = new_adapter(name, shapes=shapes, seed=seed)
+        assert found is not None and found.shape == shapes[name]
+        return found
+
+    first = drawn("x" + A, 1)
     assert first.abs().max() <= 9**-0.5 and first.std() > 0.05
-    assert not one.flat("x" + B).any()
-    assert torch.equal(first, NewAdapters(None, shapes, 1).flat("x" + A))
-    assert not torch.equal(first, one.flat("y" + A)) and not torch.equal(first, other.flat("x" + A))
+    assert not drawn("x" + B, 1).any() and torch.equal(first, drawn("x" + A, 1))
+    assert not torch.equal(first, drawn("y" + A, 1)) and not torch.equal(first, drawn("x" + A, 2))
+    assert new_adapter("x.weight", shapes=shapes, seed=1) is None
 
 
 @pytest.fixture(scope="module")

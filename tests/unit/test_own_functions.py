@@ -72,16 +72,11 @@ def attempt(key: str, value: str) -> None:
     try_filter(config, Prompts([Prompt(0, "1+1=", [4, 5], "2")]))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_function_of_a_file_passes(key: str, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(RIGHT)
-    attempt(key, f"{tmp_path}/own.py:{KEYS[key]}")
-
-
 @pytest.mark.parametrize(
-    ("key", "function"), [("algorithm.advantage", "by_token"), ("algorithm.loss", "of_terms")]
+    ("key", "function"),
+    [*KEYS.items(), ("algorithm.advantage", "by_token"), ("algorithm.loss", "of_terms")],
 )
-def test_the_other_forms_pass(key: str, function: str, tmp_path: Path) -> None:
+def test_a_function_of_a_file_passes(key: str, function: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(RIGHT)
     attempt(key, f"{tmp_path}/own.py:{function}")
 
@@ -109,10 +104,8 @@ def test_an_advantage_of_critics(tmp_path: Path) -> None:
         )
 
     try_objectives(read_with(), torch.device("cpu"), has_empty_ranks=True)
-    assert list(read_with(critics={"a": {"warmup_steps": 3}, "b": {}}).all_critics) == [
-        "critics.a",
-        "critics.b",
-    ]
+    of_two = read_with(critics={"a": {"warmup_steps": 3}, "b": {}}).all_critics
+    assert list(of_two) == ["critics.a", "critics.b"]
     of_samples = {"advantage": f"{tmp_path}/own.py:advantage"}
     wrong, alone = read_with(algorithm=of_samples), read_with(critics={"a": {}})
     with pytest.raises(ValueError, match="of each sample, without critics"):
@@ -132,99 +125,50 @@ ADVANTAGE = "def f(rewards_N, groups_N, tokens_N):\n    return "
 LOSS = "def f(logp_T, old_T, advantages_T, sequence_mean, config):\n    return "
 CORRECTION = "def f(trainer_logp_T, engine_logp_T, sequence_sum, config):\n    return "
 WRONG: dict[str, tuple[str, str, list[str]]] = {
-    "advantage raises": (
-        "algorithm.advantage",
-        ADVANTAGE + "nothing",
-        ["line 2", "NameError", "mend"],
-    ),
+    "advantage raises": ("advantage", ADVANTAGE + "nothing", ["line 2", "NameError", "mend"]),
     "advantage has one argument": (
-        "algorithm.advantage",
-        "x = 1\ndef f(rewards):\n    return rewards",
-        ["line 2", "TypeError", "(rewards_N, groups_N, tokens_N)"],
-    ),
-    "advantage of a group": (
-        "algorithm.advantage",
-        ADVANTAGE + "rewards_N[:2]",
-        ["[2]", "[N]", "[8]"],
-    ),
-    "advantage is no tensor": ("algorithm.advantage", ADVANTAGE + "[0.0]", ["list", "[N]"]),
+        "advantage", "x = 1\ndef f(rewards):\n    return rewards",
+        ["line 2", "TypeError", "(rewards_N, groups_N, tokens_N)"]),
+    "advantage of a group": ("advantage", ADVANTAGE + "rewards_N[:2]", ["[2]", "[N]", "[8]"]),
+    "advantage is no tensor": ("advantage", ADVANTAGE + "[0.0]", ["list", "[N]"]),
     "advantage divides by 0": (
-        "algorithm.advantage",
-        ADVANTAGE + "(rewards_N - 0.5) / (rewards_N - 0.5).abs()",
-        ["NaN", "equal rewards"],
-    ),
-    "advantage of int": ("algorithm.advantage", ADVANTAGE + "groups_N", ["int64", "float64"]),
+        "advantage", ADVANTAGE + "(rewards_N - 0.5) / (rewards_N - 0.5).abs()",
+        ["NaN", "equal rewards"]),
+    "advantage of int": ("advantage", ADVANTAGE + "groups_N", ["int64", "float64"]),
     "token advantage of samples": (
-        "algorithm.advantage",
-        "def f(step, config):\n    return step.rewards[:3]",
-        ["shape [3]", "[T]"],
-    ),
+        "advantage", "def f(step, config):\n    return step.rewards[:3]", ["shape [3]", "[T]"]),
     "loss has no gradient": (
-        "algorithm.loss",
-        LOSS + "-logp_T.detach() * advantages_T",
-        ["no gradient", "detach"],
-    ),
+        "loss", LOSS + "-logp_T.detach() * advantages_T", ["no gradient", "detach"]),
     "loss of another tensor": (
-        "algorithm.loss",
-        LOSS + "advantages_T.clone().requires_grad_()",
-        ["no gradient"],
-    ),
-    "loss is a sum": (
-        "algorithm.loss",
-        LOSS + "(-logp_T * advantages_T).sum()",
-        ["shape []", "[T]"],
-    ),
+        "loss", LOSS + "advantages_T.clone().requires_grad_()", ["no gradient"]),
+    "loss is a sum": ("loss", LOSS + "(-logp_T * advantages_T).sum()", ["shape []", "[T]"]),
     "loss has NaN gradient": (
-        "algorithm.loss",
-        LOSS + "(logp_T - logp_T.detach()).abs().sqrt()",
-        ["gradient of NaN"],
-    ),
+        "loss", LOSS + "(logp_T - logp_T.detach()).abs().sqrt()", ["gradient of NaN"]),
     "loss is empty on a rank": (
-        "algorithm.loss",
-        LOSS + "-logp_T * advantages_T / logp_T.abs().max()",
-        ["line 2", "RuntimeError"],
-    ),
-    "loss is a class": ("algorithm.loss", "class f:\n    pass", ["is a class"]),
-    "loss is a generator": ("algorithm.loss", "def f(*_):\n    yield 1", ["generator"]),
-    "loss is no function": ("algorithm.loss", "f = 3\ndef g():\n    pass", ["is int", "g"]),
-    "no such function": ("algorithm.loss", "def g():\n    pass", ["no function 'f'", "g"]),
-    "file is no Python": (
-        "algorithm.loss",
-        "def f(:",
-        ["does not import", "SyntaxError", "line 1"],
-    ),
-    "correction raises": (
-        "algorithm.correction.kind",
-        CORRECTION + "1 / 0",
-        ["line 2", "ZeroDivision"],
-    ),
+        "loss", LOSS + "-logp_T * advantages_T / logp_T.abs().max()", ["line 2", "RuntimeError"]),
+    "loss is a class": ("loss", "class f:\n    pass", ["is a class"]),
+    "loss is a generator": ("loss", "def f(*_):\n    yield 1", ["generator"]),
+    "loss is no function": ("loss", "f = 3\ndef g():\n    pass", ["is int", "g"]),
+    "no such function": ("loss", "def g():\n    pass", ["no function 'f'", "g"]),
+    "file is no Python": ("loss", "def f(:", ["does not import", "SyntaxError", "line 1"]),
+    "correction raises": ("correction", CORRECTION + "1 / 0", ["line 2", "ZeroDivision"]),
     "correction of samples": (
-        "algorithm.correction.kind",
-        CORRECTION + "trainer_logp_T.new_ones(8)",
-        ["shape [8]", "[18]"],
-    ),
-    "filter returns a number": ("rollout.filter", "def f(group):\n    return 1", ["int", "True"]),
+        "correction", CORRECTION + "trainer_logp_T.new_ones(8)", ["shape [8]", "[18]"]),
+    "filter returns a number": ("keep", "def f(group):\n    return 1", ["int", "True"]),
     "filter reads tokens": (
-        "rollout.filter",
-        "def f(group):\n    return group.rollouts[0].segments[0].arrays.tokens > 1",
-        ["line 2", "AttributeError"],
-    ),
-    "filter has two arguments": (
-        "rollout.filter",
-        "def f(a, b):\n    pass",
-        ["TypeError", "(group)"],
-    ),
+        "keep", "def f(group):\n    return group.rollouts[0].segments[0].arrays.tokens > 1",
+        ["line 2", "AttributeError"]),
+    "filter has two arguments": ("keep", "def f(a, b):\n    pass", ["TypeError", "(group)"]),
     "method has one argument": (
-        "algorithm.method",
-        "def f(parts):\n    pass",
-        ["TypeError", "(parts, batch)"],
-    ),
-}
+        "method", "def f(parts):\n    pass", ["TypeError", "(parts, batch)"]),
+}  # fmt: skip
+"""{what is wrong: (function of `RIGHT` in the place of which it is, the file, words of the error)}"""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_function_is_told_in_one_line(case: str, tmp_path: Path) -> None:
-    key, text, words = WRONG[case]
+    function, text, words = WRONG[case]
+    key = next(key for key, name in KEYS.items() if name == function)
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(ValueError) as caught:
         attempt(key, f"{tmp_path}/own.py:f")
@@ -234,16 +178,12 @@ def test_a_wrong_function_is_told_in_one_line(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_another_name_is_refused_with_those_there_are(key: str) -> None:
+def test_another_name_and_a_missing_file_are_told(key: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         recipe(key, "no_such")
     said = str(caught.value)
     assert f"{key} is 'no_such'" in said and "path/to/file.py:function" in said, said
     assert {"algorithm.loss": "ppo_clip", "rollout.filter": "differing"}.get(key, "") in said
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_missing_file_is_told(key: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"{key} is '.*none.py:f', but there is no file"):
         attempt(key, f"{tmp_path}/none.py:f")
 
@@ -283,16 +223,6 @@ def test_what_is_known_of_a_function_of_the_house_is_not_taken_for_granted(tmp_p
 
 
 def test_a_filter_without_dynamic_sampling_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"filter is 'all', but .*dynamic_sampling.enabled is false"
-    ):
-        from_tree(
-            RunConfig,
-            {
-                "folder": "run",
-                "model": {"path": "m"},
-                "prompts": {"source": "p.jsonl"},
-                "rollout": {"filter": "all", "dynamic_sampling": {"enabled": False}},
-            },
-            where="recipe",
-        )
+    rollout = recipe("rollout.filter", "all").rollout
+    with pytest.raises(ValueError, match=r"filter is 'all', but .*dynamic_sampling.enabled is fal"):
+        replace(rollout, dynamic_sampling=replace(rollout.dynamic_sampling, enabled=False))

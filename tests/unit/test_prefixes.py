@@ -147,18 +147,6 @@ def test_the_balance_counts_what_is_computed(
             assert computed <= budget or len(units) == 1
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(rows(most=24))
-def test_prefixes_count_like_sets_of_tokens(drawn: list[tuple[list[int], int]]) -> None:
-    """Of any part of the samples, whose prefixes were found in all."""
-    samples = samples_of(drawn)
-    even = FamilyBalance(sizes_of(samples, "on"))
-    for members in (range(len(samples)), range(0, len(samples), 2), range(len(samples) // 2)):
-        assert even.tokens(members) <= int(samples.lengths[list(members)].sum())
-        if max(len(size.prefixes) for size in even.sizes) < 8:  # the deepest tree
-            assert even.tokens(members) == count_by_hand(samples.select(list(members)))
-
-
 def nested(systems: int, groups: int, samples: int, lengths: tuple[int, int, int]) -> Samples:
     """Random conversations: system prompts of so many tokens, groups with a question each, and
     samples with a response each.
@@ -323,20 +311,6 @@ def test_a_long_response_leaves_the_others_their_prompt() -> None:
     assert len(rows) == 3 and max(map(len, rows)) == 15
 
 
-def test_work_stays_even_over_ranks() -> None:
-    """Eight ranks and five groups of eight: no rank has much more than the mean of what repeating
-    costs least.
-    """
-    draw = np.random.default_rng(0)
-    prefixes = [(Prefix(511, group),) for group in range(5)]
-    sizes = [Size(512 + int(n), one) for one in prefixes for n in draw.integers(20, 400, 8)]
-    even = FamilyBalance(sizes, saves=1 / 16)
-    dealt = even.split(8, 2**20)
-    works = [even.work(one) for one in dealt]
-    assert max(works) < 1.15 * sum(works) / 8
-    assert sum(map(even.tokens, dealt)) < 0.7 * sum(size.length for size in sizes)
-
-
 @pytest.mark.parametrize(("prompts", "responses", "groups", "ranks", "budget"), [
     ([300, 1000, 3000, 7000], (100, 1000), 32, 8, 8192),
     ([500, 1000, 2000, 24000], (500, 4000), 32, 8, 32768),
@@ -366,13 +340,6 @@ def test_packed_sequences_are_even_over_ranks(
         assert works.max(0).sum() < 1.15 * of_rank.mean()
 
 
-def test_samples_with_the_same_prompt_are_a_family() -> None:
-    samples = samples_of([([1, 2, 3, 9], 3), ([4, 2, 3, 9], 3), ([1, 2, 3, 8, 7], 3)])
-    even = balance_of(samples, "on")
-    assert even.tokens([0, 2]) == 4 + 5 - 2 and even.tokens([0, 1]) == 8
-    assert balance_of(samples, "off").tokens([0, 2]) == 9
-
-
 def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
     """The masks of the other tests come from `Positions`; here whole samples are computed."""
 
@@ -397,12 +364,6 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
         assert_close(dense(case, case.tensors()), wanted, 1e-10)
 
     check()
-
-
-@pytest.mark.parametrize("share", ["auto", "on"])
-def test_no_samples_are_padding(share: str) -> None:
-    empty = pack(samples_of([([1], 1)]).select([]), CPU, share=share)
-    assert len(empty.token_ids) == 2 and not empty.mask.any()
 
 
 def rollout(draw: random.Random, number: int, length: int) -> Rollout:

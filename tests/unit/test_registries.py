@@ -18,13 +18,9 @@ from megarl.recipe_paths import IsPath
 from megarl.rollout.config import FILTER, RolloutConfig
 from megarl.rollout.service import FILTERS
 
+EVERY_ADVANTAGE = ADVANTAGES | TOKEN_ADVANTAGES
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
-    "advantages": (
-        config.ADVANTAGE,
-        {**ADVANTAGES, **TOKEN_ADVANTAGES},
-        config.AlgorithmConfig,
-        "advantage",
-    ),
+    "advantages": (config.ADVANTAGE, EVERY_ADVANTAGE, config.AlgorithmConfig, "advantage"),
     "losses": (config.LOSS, LOSSES, config.AlgorithmConfig, "loss"),
     "aggregations": (config.AggregationName, AGGREGATIONS, config.AlgorithmConfig, "aggregation"),
     "kl": (config.KLName, KL_ESTIMATORS, config.KLConfig, "estimator"),
@@ -36,15 +32,10 @@ REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
 
 
 @pytest.mark.parametrize("registry", REGISTRIES)
-def test_names_are_the_keys(registry: str) -> None:
-    names, entries, _, _ = REGISTRIES[registry]
+def test_names_are_the_keys_and_the_setting_uses_them(registry: str) -> None:
+    names, entries, settings, field = REGISTRIES[registry]
     known = names.names if isinstance(names, IsPath) else get_args(names)
     assert list(known) == list(entries)
-
-
-@pytest.mark.parametrize("registry", REGISTRIES)
-def test_setting_uses_these_names_and_its_default_exists(registry: str) -> None:
-    names, entries, settings, field = REGISTRIES[registry]
     hint = get_type_hints(settings, include_extras=isinstance(names, IsPath))[field]
     assert hint == names or names in get_args(hint)
     assert getattr(settings(), field) in entries
