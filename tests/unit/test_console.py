@@ -14,14 +14,13 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.commands import ROOT, python
+from support.commands import ROOT, python, until
 
 from megarl import cli, console, signals
 from megarl.errors import UserError
@@ -37,19 +36,18 @@ subprocess.run([sys.executable, "-c", "print('by a child'); import os; os.write(
 LINES = ("printed by a library", "written in C", "a warning", "by a child", "its error")
 
 
-def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    head = "from megarl import console, signals\nfrom pathlib import Path\nimport sys\n"
-    return python("-c", head + code, str(folder), env=os.environ | environment)
+def run(code: str, folder: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    head = "from megarl import console, signals\nfrom megarl.errors import UserError\n"
+    head += "from pathlib import Path\nimport sys\n"
+    return python("-c", head + code, str(folder), **settings)
 
 
 def indented(code: str) -> str:
     return "".join(f"    {line}\n" for line in code.strip().splitlines())
 
 
-@pytest.fixture(scope="module")
-def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """A command that is noisy before and after it has a run folder, and fails in the end."""
-    folder = tmp_path_factory.mktemp("noisy")
+def test_each_stream_has_what_is_its_own(tmp_path: Path) -> None:
+    """Of a command that is noisy before and after it has a run folder, and fails in the end."""
     code = f"""
 with console.diverted():
 {indented(NOISE)}
@@ -61,26 +59,15 @@ with console.diverted():
 {indented(NOISE)}
     raise RuntimeError("two\\nlines")
 """
-    return folder, run(code, folder)
-
-
-def test_standard_output_has_the_result_only(noisy: tuple) -> None:
-    assert noisy[1].stdout == '{"x": 1}\n'
-
-
-def test_standard_error_has_our_lines_only_and_one_for_an_error(noisy: tuple) -> None:
-    ours, phase, error, *rest = noisy[1].stderr.splitlines()
+    done = run(code, tmp_path)
+    assert done.stdout == '{"x": 1}\n'
+    ours, phase, error, *rest = done.stderr.splitlines()
     assert ours == "a line of ours" and phase.startswith("a phase: 0.0 s  [")
     assert error.startswith("megarl: error: RuntimeError: two lines (the traceback")
-    assert str(noisy[0] / "run.log") in error
+    assert str(tmp_path / "run.log") in error
     assert rest[0].startswith("Traceback")  # of the code here, which does not catch `Reported`
-
-
-def test_the_log_has_everything_in_its_order(noisy: tuple) -> None:
-    log = (noisy[0] / "run.log").read_text()
-    order = [*LINES, "a line of ours", *LINES, "Traceback", "RuntimeError: two"]
-    at = 0
-    for line in order:
+    log, at = (tmp_path / "run.log").read_text(), 0
+    for line in [*LINES, "a line of ours", *LINES, "Traceback", "RuntimeError: two"]:
         at = log.index(line, at) + 1
     assert "a phase" in log
 
@@ -102,7 +89,6 @@ def test_an_error_is_shown_before_what_surrounds_it_is_closed(
     error: str, code: int, said: str, tmp_path: Path
 ) -> None:
     script = f"""
-from megarl.errors import UserError
 try:
     with console.diverted():
         console.open_log(Path(sys.argv[1]))
@@ -121,9 +107,8 @@ except console.Reported as reported:
 
 
 def test_a_mistake_is_in_the_log_too(tmp_path: Path) -> None:
-    code = "from megarl.errors import UserError\nwith console.diverted():\n"
-    code += "    console.open_log(Path(sys.argv[1]))\n    raise UserError('what to set')\n"
-    run(code, tmp_path)
+    code = "with console.diverted():\n    console.open_log(Path(sys.argv[1]))\n"
+    run(f"{code}    raise UserError('what to set')\n", tmp_path)
     assert "megarl: error: what to set\n" in (tmp_path / "run.log").read_text()
 
 
@@ -151,10 +136,9 @@ with console.diverted():
     console.say("a line")
     console.result("whole")
 """
-    script = f"import sys\nfrom pathlib import Path\nfrom megarl import console\n{code}"
     streams = {"capture_output": False, "stdout": subprocess.PIPE}
     with Path("/dev/full").open("w") as full:
-        done = python("-c", script, str(tmp_path), **streams, stderr=full)
+        done = run(code, tmp_path, **streams, stderr=full)
     assert (done.returncode, done.stdout) == (0, "whole\n")
     assert "a line" in (tmp_path / "run.log").read_text()
 
@@ -256,10 +240,8 @@ def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.P
     settings = {"WAITS_AT": module, "MARK": str(mark), "PYTHONPATH": str(folder)}
     streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, cwd=ROOT, env=os.environ | settings, text=True, **streams)
-    deadline = time.monotonic() + 60
-    while not mark.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
+    until(lambda: mark.exists() or process.poll() is not None)
+    assert mark.exists(), process.communicate()
     return process
 
 
@@ -355,10 +337,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVES, str(mark)]
     process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=own_terminal)
     os.close(theirs)
-    deadline = time.monotonic() + 60
-    while not mark.exists() or mark.read_text() != "started":
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: mark.exists() and mark.read_text() == "started")
     os.close(ours)
     assert process.wait(60) == 129
     assert mark.read_text() == "saved after 1"
@@ -403,14 +382,14 @@ def test_operators_are_built_and_found_with_the_same_programs(
     other.chmod(0o755)
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([*([beside] if activated else []), str(tmp_path), os.environ["PATH"]])
-    code = (
-        "from megarl.cluster.process_env import prepare_environment\n"
-        "import os, shutil\n"
-        "os.environ.pop('TORCH_EXTENSIONS_DIR', None)\n"
-        "prepare_environment(1)\n"
-        "print(shutil.which('ninja'), os.environ.get('TORCH_EXTENSIONS_DIR'))\n"
-    )
-    found = run(code, tmp_path, PATH=path).stdout.split()
+    code = """
+from megarl.cluster.process_env import prepare_environment
+import os, shutil
+os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+prepare_environment(1)
+print(shutil.which("ninja"), os.environ.get("TORCH_EXTENSIONS_DIR"))
+"""
+    found = run(code, tmp_path, env=os.environ | {"PATH": path}).stdout.split()
     assert found == [f"{beside}/ninja", str(Path(sys.prefix) / "torch_extensions")]
 
 

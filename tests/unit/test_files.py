@@ -119,7 +119,7 @@ def test_links_files_of_others_and_files_that_vanish_pass(
     refuse_unfit(run)
     refuse_unfit(tmp_path / "none")
     refuse_unfit(tmp_path / "elsewhere")
-    (run / "gone").touch()
+    (run / "gone").touch()  # between the list of the folder and the look at it
     listed = list(os.scandir(run))
     (run / "gone").unlink()
     monkeypatch.setattr(os, "scandir", lambda path: iter(listed if path == run else []))
@@ -129,21 +129,19 @@ def test_links_files_of_others_and_files_that_vanish_pass(
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
     assert lease.decode_lease(DEEP.encode()) is None
     path = tmp_path / "metrics.jsonl"
-    path.write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
-        list(read_records(path))
-    path.write_text('{"step": ' + "9" * 5000 + "}\n")
-    with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
-        list(read_records(path))
-    path.write_text(DEEP + "\n")
+    for text in (DEEP + "\n", '{"step": ' + "9" * 5000 + "}\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
+            list(read_records(path))
     with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
         Reader(path)
     (tmp_path / "rank0.json").write_text(DEEP + "\n")
     assert activity_files.read_lives(tmp_path) == []
-    (tmp_path / "digests.json").write_text(DEEP)
+    digests = tmp_path / "digests.json"
+    digests.write_text(DEEP)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
-    (tmp_path / "digests.json").unlink()
-    os.mkfifo(tmp_path / "digests.json")
+    digests.unlink()
+    os.mkfifo(digests)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
 
 
