@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -92,9 +93,7 @@ class MixedOrder:
         own rows.
         """
         self._interleaving, self._orders = interleaving, orders
-        self._first = [0]
-        for order in orders[:-1]:
-            self._first.append(self._first[-1] + order.num_rows)
+        self._first = [*itertools.accumulate((one.num_rows for one in orders), initial=0)]
 
     def row(self, ordinal: int) -> int:
         """Index, from 0 over all sources, of the row used at position `ordinal` of training, from

@@ -327,34 +327,27 @@ def test_paths_that_may_not_be_entered_are_one_line(model: Path, tmp_path: Path)
     _, path, *_ = prepare(tmp_path, model)
     closed = tmp_path / "closed"
     (closed / "model").mkdir(parents=True)
-    (closed / "a.jsonl").write_text(GOOD)
-    (closed / "mine.py").write_text("def score(prompt, response):\n    return 1.0\n")
-    (closed / "recipe.yaml").write_text(Path(path).read_text())
-    settings = [
-        *(["--prompts.source", f"{closed}{end}"] for end in ("", "/a.jsonl", "/deep/a.jsonl")),
-        *(["--model.path", f"{closed}{end}"] for end in ("", "/model")),
-        ["--model.tokenizer", f"{closed}/model"],
-        ["--environment.verifier", f"{closed}/mine.py:score"],
-    ]
-    calls = [[path, *words] for words in settings] + [[f"{closed}/recipe.yaml"]]
-    code = (
-        "import json, sys\nfrom megarl import cli\nfrom megarl.errors import UserError\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    try:\n        cli.dispatch('train', [*words, '--check'])\n"
-        "    except BaseException as error:\n        print(type(error).__name__, error)\n"
-    )
+    settings = {"prompts.source": "/deep/a.jsonl", "model.path": "", "model.tokenizer": "/model"}
+    settings["environment.verifier"] = "/mine.py:score"
+    calls = [[path, f"--{key}={closed}{end}"] for key, end in settings.items()]
+    calls += [[path, f"--prompts.source={closed}"], [f"{closed}/recipe.yaml"]]
+    code = """
+import json, sys
+from megarl import cli
+for words in json.loads(sys.argv[1]):
+    try:
+        cli.dispatch("train", [*words, "--check"])
+    except BaseException as error:
+        print(type(error).__name__, error)
+"""
     rights = "-dac_override,-dac_read_search"
     as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
     command = [*(as_others if os.geteuid() == 0 else []), sys.executable, "-c", code]
     closed.chmod(0)
-    try:
-        done = subprocess.run(
-            [*command, json.dumps(calls)], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
-    finally:
-        closed.chmod(0o700)
-    found = [line for line in done.stdout.splitlines() if str(closed) in line]
-    assert len(found) == len(calls), done.stdout + done.stderr
+    told = subprocess.run([*command, json.dumps(calls)], capture_output=True, text=True, cwd=ROOT)
+    closed.chmod(0o700)
+    found = [line for line in told.stdout.splitlines() if str(closed) in line]
+    assert len(found) == len(calls), told.stdout + told.stderr
     for line in found:
         assert line.startswith("UserError ") and "Permission denied; " in line, line
 
@@ -362,12 +355,8 @@ def test_paths_that_may_not_be_entered_are_one_line(model: Path, tmp_path: Path)
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:
     """A recipe is judged without DeepSpeed, Ray or vLLM."""
     name, *words = [*prepare(tmp_path, model), "--check"]
-    code = f"""
-import sys
-from megarl import cli
-assert cli.dispatch({name!r}, {words!r}) == 0
-print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
-"""
+    code = f"import sys\nfrom megarl import cli\nassert cli.dispatch({name!r}, {words!r}) == 0\n"
+    code += "print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])"
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -172,11 +172,8 @@ def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content
 
 @pytest.mark.parametrize(("name", "record"), [
     ("metrics", '{"step": 3, "loss": "x"}'),
-    ("metrics", '{"step": 3, "reward/mean": [1]}'),
-    ("metrics", '{"step": 3, "time/step_s": {"a": 1}}'),
     ("metrics", '{"step": 3, "loss": ' + "9" * 400 + "}"),
     ("metrics", '{"step": ' + "9" * 400 + "}"),
-    ("evaluations", '{"step": 3, "eval/accuracy": "x"}'),
     ("evaluations", '{"step": 3, "eval/accuracy": 1, "transcripts": 7}'),
 ])  # fmt: skip
 def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: str) -> None:
@@ -195,10 +192,9 @@ def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: st
         write_report(tmp_path, title="x")
 
 
-@pytest.mark.parametrize("rest", ['"groups": 5', '"rollouts": 3', '"rollouts": [3]'])
-def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path, rest: str) -> None:
+def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (tmp_path / "transcripts.jsonl").write_text(f'{{"step": 1, {rest}}}\n')
+    (tmp_path / "transcripts.jsonl").write_text('{"step": 1, "rollouts": [3]}\n')
     assert "cannot be shown" in write_report(tmp_path, title="x").read_text()
 
 

@@ -14,14 +14,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
 from support.chat_templates import Family, tokenizer_of
 from support.commands import write_rows
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
@@ -101,12 +99,10 @@ def test_every_format_gives_the_same_prompts(suffix: str, tmp_path: Path) -> Non
 def test_each_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
     source, again, other = prompts(file), prompts(file), prompts(file, seed=2)
-    numpy.random.seed(0)
     random.seed(0)
     epochs = [[source.at(7 * epoch + n).index for n in range(7)] for epoch in range(6)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    numpy.random.seed(1)
     random.seed(1)
     backwards = [again.at(n).index for n in reversed(range(42))]
     assert backwards[::-1] == [index for epoch in epochs for index in epoch]
@@ -176,7 +172,6 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
 FILES = [
     (".jsonl", None, r"prompts\.source .*data\.jsonl does not exist; set it to a file"),
     (".jsonl", "", r"data\.jsonl is empty; set it to one with at least one row"),
-    (".jsonl", "\n\n", r"data\.jsonl is empty"),
     (".jsonl", GOOD + '\n{"prompt": \n', r"data\.jsonl, line 3: not JSON: .*mend the line"),
     (".jsonl", GOOD + '["a"]\n', r"data\.jsonl, line 2 is a list; make every line an object"),
     (".jsonl", '\n{"query": "a", "answer": "1"}',
@@ -191,7 +186,6 @@ FILES = [
      r"the first is .*line 2 \(row 1.* with 9; set max_prompt_tokens to at least 9, or"),
     (".jsonl", GOOD + '{"prompt": "b", "answer": "1", "answer": "2"}\n',
      r"line 2: an object has the key 'answer' twice"),
-    (".jsonl", '{"prompt": "a", "x": [{"b": 1, "b": 2}]}', r"line 1: .*'b' twice"),
     (".json", '[\n{"prompt": "{", "answer": "1"},\n\n{"prompt": "b", "a": 1, "a": 1}]',
      r"line 4: an object has the key 'a' twice"),
     (".json", '{"a": 1}\n{"a": 2}', r"data\.json, line 2: not JSON.*must be named \.jsonl"),
@@ -318,9 +312,8 @@ def test_twice_the_rows_are_twice_the_calls(tmp_path: Path) -> None:
     assert read(1200) < 2.2 * read(600)
 
 
-def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) -> None:
-    texts = ["1+1=", "2+2=", "1+1=", "3+3=", "2+2="]
-    rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
+def test_unique_keeps_the_first_row_of_each_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(at)} for at, n in enumerate((1, 2, 1, 3, 2))]
     found = prompts(write(tmp_path / "rows.jsonl", rows), unique=True, shuffle=False)
     kept = [(prompt.text, prompt.answer) for prompt in found]
     assert kept == [("1+1=", "0"), ("2+2=", "1"), ("3+3=", "3")]
@@ -375,12 +368,10 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 CHOICES: list[tuple[Any, Any, str]] = [
     (["3", "4", "5"], 1, "B"),
     (["three", "four"], "1", "B"),
-    (["three", "four"], "A", "A"),
     (["3", "4"], "4", "B"),
     ({"label": ["1", "2"], "text": ["x", "y"]}, "2", "2"),
     ({"A": "x", "B": "y"}, "B", "B"),
     (["8", "2", "24", "120"], 2, "C"),
-    (["2", "0"], 0, "A"),
     (["8", "2", "24"], "C", "C"),
     (["0", "1"], "1", "B"),  # digits with one meaning for two reasons
 ]
@@ -407,17 +398,13 @@ def test_choices_become_lines_and_the_answer_a_label(
 LABELLED = {"label": ["1", "2"], "text": ["x", "y"]}
 BAD_CHOICES: list[tuple[Any, Any, str]] = [
     ("3, 4", 0, r"line 1.*choices are a text.*set prompts\.choices_column"),
-    (["3"], 0, r"holds no list of 2 to 26 texts"),
     ([str(n) for n in range(27)], 0, r"holds no list of 2 to 26 texts"),
-    ({"label": ["A"], "text": ["x", "y"]}, "A", r"holds no list"),
     ({"label": ["A", "A"], "text": ["x", "y"]}, "A", r"holds no list"),
     (["x", "y"], 2, r"the answer '2' is none of the labels A, B, no text .* from 0 to 1"),
-    (["x", "y"], "z", r"the answer 'z' is none"),
     (["x", "x"], "x", r"line 1.*the answer 'x' may mean A or B"),
     (["8", "2", "24"], "2", r"line 1.*'2' may mean B or C.*as letters, or as integers from 0"),
     (["C", "A", "G"], "A", r"'A' may mean A or B"),
     (LABELLED, 1, r"'1' may mean 1 or 2"),
-    (["3", "4"], 4, r"the answer '4' is none .* from 0 to 1"),
 ]
 
 
@@ -506,17 +493,12 @@ def test_conversations_that_cannot_be_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("turn", "what"), [(1, "prompts"), (2, "responses"), (4, "responses")])
 def test_a_conversation_that_loses_characters_is_warned_about(
-    turn: int, what: str, tmp_path: Path
+    turn: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Deaf(PreTrainedTokenizerFast):
-        """Decodes no "\u00e9"."""
-
-        def batch_decode(self, *args: Any, **named: Any) -> Any:
-            return [text.replace("\u00e9", "?") for text in super().batch_decode(*args, **named)]
-
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    deaf = Deaf(tokenizer_object=TOKENIZER.backend_tokenizer, **special)
-    deaf.chat_template = TEMPLATE
+    deaf = byte_tokenizer()  # decodes no "\u00e9"
+    decode = deaf.batch_decode
+    heard = lambda *args, **named: [one.replace("\u00e9", "?") for one in decode(*args, **named)]  # noqa: E731
+    monkeypatch.setattr(deaf, "batch_decode", heard)
     read = AS_TALKS | {"tokenizer": deaf}
     assert not demonstrations(write(tmp_path / "a.jsonl", [{"messages": TALK}]), **read).warning
     talk = [one | {"content": "\u00e9"} if n == turn else one for n, one in enumerate(TALK)]
@@ -527,10 +509,8 @@ def test_a_conversation_that_loses_characters_is_warned_about(
 NO_QUESTIONS: list[tuple[Any, str]] = [
     (TALK[1:3], r"last turn .* of the assistant.*drop the last turn .*messages_column"),
     ([*TALK[:3], *turns("user", " ")], r"user message \(turn 3, from 0\) is empty"),
-    ("", r"user message \(turn 0, from 0\) is empty"),
     ([{"role": "user", "content": []}], r"user message \(turn 0, .* is empty"),
     (TALK[:1], r"has a system message only; add a user message"),
-    (json.dumps(TALK[1:3]), r"last turn .* of the assistant"),
 ]
 
 
@@ -664,16 +644,12 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
               ("value", "content", {"role": "assistant", "content": "b"}))),
         ([{"conversations": SHAREGPT}, {"conversations": "q"}], r"line 2 .*is a text; make it"),
         ([{"conversations": SHAREGPT}, {"other": 1}], "line 2 .*no column 'conversations'"),
-        ([{"q": "1", "a": "2"}], r"no column 'prompt'; set demonstrations.prompt_column to one of:"
-         " q, a"),
         ([{"prompt": [*ASKED, *REPLY, *ASKED], "completion": [*REPLY, *ASKED, *REPLY]}],
          "line 1 .*which turns to train on"),
         ([{"prompt": ASKED, "completion": [REPLY[0] | {"reasoning_content": "r"}]}],
          "line 1 .*'reasoning_content' of turn 1"),
-        ([{"prompt": ASKED, "completion": [REPLY[0] | {"weight": 0}]}], "'weight' of turn 1"),
         ([{"prompt": ASKED, "completion": ASKED}], "line 1 .*one of the assistant"),
         ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"weight": 0}]}], "'weight' of turn 1"),
-        ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"reasoning": "r"}]}], "'reasoning' of"),
         ([{"conversations": TOOLS, "system": "t"}], "line 1 .*column 'system' and a turn"),
         ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
         ([{"instruction": "q", "output": "a", "history": [["b", "c"]]}], "column 'history'"),
@@ -681,7 +657,7 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
         *(([{"prompt": "q", "response": "a", name: None},
             {"prompt": f"<{name.rstrip('s')}>q", "response": "a", name: x}],
            f"line 2 .*'<{name.rstrip('s')}>' stands for column '{name}', which is not shown")
-          for name, x in (("image", "a.png"), ("images", ["a.png"]), ("audio", {"path": "b"}))),
+          for name, x in (("images", ["a.png"]), ("audio", {"path": "b"}))),
         ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
     ],
 )  # fmt: skip
@@ -706,9 +682,8 @@ def test_images_beside_the_text_are_not_shown(
     assert len(prompts(plain)) == 2
 
 
-@pytest.mark.parametrize("template", ["none", "rendered"])
-def test_the_json_of_a_chat_needs_a_template(template: str, tmp_path: Path) -> None:
-    chat = json.dumps(TALK[:2])
+def test_the_json_of_a_chat_needs_a_template(tmp_path: Path) -> None:
+    template, chat = "rendered", json.dumps(TALK[:2])
     rows = [{"prompt": one, "answer": "1", "response": "a", "text": one} for one in ("q", chat)]
     file = write(tmp_path / "rows.jsonl", rows)
     for load in (prompts, demonstrations):
