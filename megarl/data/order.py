@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megarl.schema import require
-
 
 class Order:
     """The order in which the `num_rows` rows of one data set are used over all epochs: `row(n)` for
@@ -23,9 +21,8 @@ class Order:
 
     def row(self, ordinal: int) -> int:
         """Index, from 0, of the row used at position `ordinal` of training, counted from 0 over all
-        epochs. Raises `ValueError` for a negative ordinal.
+        epochs.
         """
-        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         epoch, position = divmod(ordinal, self.num_rows)
         return self._permutation(epoch)[position] if self._shuffle else position
 
@@ -65,10 +62,8 @@ class Interleaving:
 
     def at(self, ordinal: int) -> tuple[int, int]:
         """(index of the source that gives the prompt at position `ordinal`, number of earlier
-        positions that this source gives). Positions count from 0; raises `ValueError` for a
-        negative one.
+        positions that this source gives). Positions count from 0.
         """
-        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         for number, share in enumerate(self._shares):
             before = _rounded(ordinal * share)
             if _rounded((ordinal + 1) * share) > before:

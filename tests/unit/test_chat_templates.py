@@ -514,16 +514,23 @@ def pair_of(folder: Path, tokenizer: Any, said: Any) -> list[str]:
     return [tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)]
 
 
+def in_every_kind(folder: Path, tokenizer: Any, said: str) -> list[str]:
+    """[prompt, response] of "rain?" and a reply, the same in pairs, conversations and
+    preferences.
+    """
+    found, reply = pair_of(folder, tokenizer, said), {"role": "assistant", "content": said}
+    assert conversation(folder, tokenizer, [ASK, reply]) == found
+    worse = reply | {"content": f"{said}no"}
+    chosen = preference(folder, tokenizer, prompt="rain?", chosen=[reply], rejected=[worse])
+    assert [*chosen[:2]] == found
+    return found
+
+
 @pytest.mark.parametrize("said", THOUGHTS, ids=["its tag", "no tag"])
 @pytest.mark.parametrize("name", OPENING)
 def test_thoughts_are_opened_once(name: str, said: str, tmp_path: Path) -> None:
-    tokenizer, reply = opening(name), {"role": "assistant", "content": said}
-    want = [OPENED, f"{THOUGHTS[1]}<|im_end|>"]
-    assert pair_of(tmp_path, tokenizer, said) == want
-    assert conversation(tmp_path, tokenizer, [ASK, reply]) == want
-    worse = {"role": "assistant", "content": THOUGHTS[0].replace("yes", "no")}
-    found = preference(tmp_path, tokenizer, prompt="rain?", chosen=[reply], rejected=[worse])
-    assert found == (*want, want[1].replace("yes", "no"))
+    found = in_every_kind(tmp_path, opening(name), said)
+    assert found == [OPENED, f"{THOUGHTS[1]}<|im_end|>"]
 
 
 GAP = CHATML.template.replace("{{ m.content", "{{ ' ' if m.role == 'assistant' }}{{ m.content")
@@ -543,15 +550,8 @@ WRITES = {  # {name: (template, response, what is trained on)}
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_reply_is_trained_on_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
-    """In pairs, conversations and preferences alike."""
     tokenizer, said, want = WRITES[name]
-    asked, found = pair_of(tmp_path, tokenizer, said)
-    assert found == want
-    chosen = {"role": "assistant", "content": said}
-    assert preference(tmp_path, tokenizer, prompt=[ASK], chosen=[chosen], rejected=[NO])[:2] == (
-        asked, want
-    )  # fmt: skip
-    assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
+    assert in_every_kind(tmp_path, tokenizer, said)[1] == want
 
 
 CALL_CHAT = [ANSWER | {"tool_calls": [CALL]}]

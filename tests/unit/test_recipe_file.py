@@ -343,15 +343,6 @@ def test_names_that_hints_give_are_there() -> None:
     assert [key for key in ours if not any(has_key(kind, key) for kind in kinds)] == []
 
 
-@pytest.mark.parametrize("words", [["--algorithm", "gspo"], ["--algorithm=gspo"]])
-def test_a_preset_is_named_on_the_command_line(words: list[str], tmp_path: Path) -> None:
-    for more in ({}, {"algorithm": "dapo"}):
-        config = read(RunConfig, write(tmp_path, **more), words)
-        assert config.algorithm.preset == "gspo" and config.algorithm.clip_low == 3e-4
-    with pytest.raises(ValueError, match=r"algorithm\.preset is 'gspo'.*clip_high"):
-        read(RunConfig, write(tmp_path, algorithm={"clip_high": 0.1}), words)
-
-
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 
 
