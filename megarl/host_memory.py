@@ -13,14 +13,11 @@ import psutil
 OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Where Linux tells the control groups of this process, and their limits."""
 NAMES = {
-    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    1: (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    2: ("memory.max", "memory.current", ""),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-"""{version of control groups: (file of the limit, file of what is used, keys in memory.stat)}"""
+"""{version of control groups: (file of the limit, file of what is used, what keys in memory.stat
+begin with)}"""
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -56,7 +53,8 @@ def free_memory() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
     for version, folder in control_groups("memory"):
-        limit_file, used_file, cached = NAMES[version]
+        limit_file, used_file, prefix = NAMES[version]
+        cached = f"{prefix}inactive_file", f"{prefix}active_file"
         with contextlib.suppress(OSError, ValueError):  # "max", or no such file
             limit = int((folder / limit_file).read_text())
             used = int((folder / used_file).read_text())

@@ -45,7 +45,6 @@ algorithm.kl.coefficient: 0.1, reference.ranks: [2, 1], ranks: 3
     -> reference.ranks is [2, 1] | ascending order: [1, 2]
 algorithm.kl.coefficient: 0.1, reference.ranks: [0], ranks: 2
     -> reference.ranks is [0] | rank 0 is the policy's
-critic.warmup_steps: 1 -> critic has settings | algorithm.advantage is 'grpo' | 'gae'
 critics: {second: {}} -> critics has settings | algorithm.advantage is 'grpo'
 algorithm.gae.gamma: 0.9 -> algorithm.gae has settings | algorithm.advantage is 'grpo'
 algorithm.preset: ppo, critic.ranks: [0], ranks: 2 -> critic.ranks is [0] | rank 0 is the policy's
@@ -70,7 +69,6 @@ reward_models: {judge: {model: {path: x}, ranks: [1]}, other: {model: {path: x},
     rollout.dynamic_sampling.enabled: false
     -> reward_models.judge.ranks | reward_models.other.ranks | share none
 environment.verifier: none -> environment.verifier is 'none' | reward_models
-training.zero_stage: 4 -> training.zero_stage | 4
 /recipe.yaml: null -> does not exist | .yaml
 training.layout.data: 3 -> data 3 | this run has 1 | training.layout.data to 1
 training.layout.tensor: 3, ranks: 3
@@ -120,14 +118,11 @@ weight_sync.folder: FOLDER/weights -> weight_sync.transport is 'shared_memory' |
 weight_sync.transport: disk -> weight_sync.transport is 'disk' | weight_sync.folder is ''
 training.layout.data: 2, ranks: 2, LOCAL_WORLD_SIZE: 1
     -> weight_sync.transport is 'shared_memory' | one host, but this run has 2 | 'point_to_point'
-/model/config.json: {model_type: gpt_oss} -> gpt_oss | mixture of experts
 rollout.group_size: 1 -> group_size is 1
 prompts.source: nowhere.jsonl -> nowhere.jsonl | does not exist
-/data.jsonl: [GOOD, '{"prompt": "<1+ * 40>1=", "answer": "41"}'] -> max_prompt_tokens | 8
 model.path: nowhere/model -> model.path | nowhere/model
 /model/model.safetensors: null -> no .safetensors | from_scratch
 without: model.norm.weight -> has no tensor model.norm.weight (64,)
-model.tokenizer: ./nowhere -> tokenizer folder | does not exist
 model.tokenizer: nowhere.model -> nowhere.model does not exist
 /model/config.json: {vocab_size: 16} -> vocab | 16
 /model/tokenizer_config.json: {eos_token: null} -> eos
@@ -162,7 +157,6 @@ environment: {correct: 0.5, wrong: 0.5}
     -> environment.correct and environment.wrong are both 0.5 | nothing can be learned
 rollout.max_staleness: 1
     -> rollout.max_staleness is 1 | kind to 'tis' or 'icepop' | allow_uncorrected to true
-prompts.template: chat -> chat template
 environment.overlong: {limit_tokens: 64, buffer_tokens: 8} -> overlong.limit_tokens is 64
 resume: true, /run/checkpoints/step_000001/x: "" -> resume
 algorithm.kl: {coefficient: 0.1, estimator: k1} -> k1 | k2
@@ -204,9 +198,7 @@ MINE, environment.load_limit_s: 1.0, /mine.py: "while True:\n    pass\n"
 MINE, /mine.py: "import os\nos._exit(3)\n" -> mine.py:score | ended with exit code 3 at start
 model.path: mein modèl
     -> model.path 'mein modèl' cannot be loaded: there is no such folder here, and no hub
-model.path: '~nobody/model' -> there is no such folder here, and no hub
 model.tokenizer: Tokenizer (neu) -> tokenizer folder Tokenizer (neu) does not exist
-demonstrations.source: FOLDER/data.jsonl, command: sft -> 'response'
 """
 """A row: changes of a good recipe and its folder, as YAML -> parts of the message, the fix among
 them. A key that begins with / is a file of the folder: its text or rows, null for none, or changes

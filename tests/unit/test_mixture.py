@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -112,22 +113,16 @@ def test_rows_carry_their_verifier_and_own_columns(place: Path) -> None:
 
 
 def test_training_order_has_the_shares_and_each_source_its_epochs(place: Path) -> None:
-    prompts = load(mixed(place), place)
+    prompts, again = load(mixed(place), place), load(mixed(place), place)
     drawn = [prompts.at(n) for n in range(1000)]
+    assert drawn[::-1] == [again.at(n) for n in reversed(range(1000))]
+    assert drawn[:60] != [load(mixed(place), place, seed=2).at(n) for n in range(60)]
     assert Counter(one.environment for one in drawn) == {"math": 700, "letter": 300}
     for name, rows in (("math", range(10)), ("letter", range(10, 17))):
         own = [one.index for one in drawn if one.environment == name]
         for first in range(0, len(own) - len(rows) + 1, len(rows)):
             assert sorted(own[first : first + len(rows)]) == list(rows)
         assert own[: len(rows)] != own[len(rows) : 2 * len(rows)]  # shuffled anew
-
-
-def test_a_prompt_depends_on_seed_and_ordinal_alone(place: Path) -> None:
-    first, again = load(mixed(place), place), load(mixed(place), place)
-    ahead = [first.at(n).index for n in range(60)]
-    assert [again.at(n).index for n in reversed(range(60))] == ahead[::-1]
-    assert again.at(10**9).index == load(mixed(place), place).at(10**9).index
-    assert [load(mixed(place), place, seed=2).at(n).index for n in range(60)] != ahead
 
 
 def test_a_file_twice_is_shuffled_twice(place: Path) -> None:
@@ -215,20 +210,18 @@ def test_a_reward_server_is_one_of_the_verifiers() -> None:
 
 
 def test_metrics_of_each_source() -> None:
-    drawn = groups(3, 2)
+    drawn, names = groups(3, 2), ("math", "code", "math")
     named = [
         replace(one, prompt=replace(one.prompt, environment=name))
-        for one, name in zip(drawn, ("math", "code", "math"), strict=True)
+        for one, name in zip(drawn, names, strict=True)
     ]
     found = describe(3, named, named, 1.0)
     of_math, of_code = [*named[0].rollouts, *named[2].rollouts], named[1].rollouts
-    count = len(of_math)
-    assert found["source/math/responses"] == count
-    mean = sum(one.verdict.reward for one in of_math) / count
+    assert found["source/math/responses"] == len(of_math)
+    mean = np.mean([one.verdict.reward for one in of_math])
     assert found["source/math/reward/mean"] == pytest.approx(mean)
-    assert found["source/math/length/mean"] == sum(one.num_tokens for one in of_math) / count
-    right = sum(one.verdict.correct for one in of_code)
-    assert found["source/code/accuracy"] == right / len(of_code)
+    assert found["source/math/length/mean"] == np.mean([one.num_tokens for one in of_math])
+    assert found["source/code/accuracy"] == np.mean([one.verdict.correct for one in of_code])
     assert found["source/code/length/truncated_share"] == 0.0
     assert not any(name.startswith("source/") for name in describe(3, drawn, drawn, 1.0))
 
@@ -247,17 +240,13 @@ def test_evaluations_have_metrics_of_each_source() -> None:
 def test_majorities_are_counted_by_the_verifier_of_each_row() -> None:
     """`math` counts 0.5 and 1/2 as equal, `exact_match` does not; other verifiers have no answers."""
     both = EnvironmentConfig(mixture={"math": NAMED["math"], "text": NamedVerifierConfig()})
+    other = EnvironmentConfig(mixture={"other": NamedVerifierConfig(verifier="choice")})
     texts = [("#### 0.5", True), ("#### 0.50", True), ("#### .5", True)] + 2 * [("#### 1", False)]
-    for name, majority in (("math", 1.0), ("text", 0.0)):
-        records = [
-            {"response": text, "correct": right, "environment": name} for text, right in texts
-        ]
-        found = [value for key, value in over_samples(records, 1, both).items() if "maj" in key]
-        assert found[-1] == majority
-    other = EnvironmentConfig(mixture={"math": NamedVerifierConfig(verifier="choice")})
-    records = [one | {"environment": "math"} for one in records]
-    found = over_samples(records, 1, other)
-    assert [value for key, value in found.items() if "maj" in key] == [None]
+    for name, majority in (("math", 1.0), ("text", 0.0), ("other", None)):
+        records = [{"response": text, "correct": right, "environment": name}
+                   for text, right in texts]  # fmt: skip
+        found = over_samples(records, 1, other if name == "other" else both)
+        assert [value for key, value in found.items() if "maj" in key][-1] == majority
 
 
 def tree(place: Path, **changes: Any) -> dict[str, Any]:

@@ -58,12 +58,6 @@ def test_resume_drops_later_lines_and_a_torn_one(
     assert f"megarl: {path}: cutting off a torn line of 15 bytes" in capsys.readouterr().err
 
 
-def test_a_line_without_a_step_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"x": 0}\n')
-    with pytest.raises(ValueError, match="step"):
-        MetricsFile(tmp_path / "metrics.jsonl", keep_until_step=3)
-
-
 def test_tensorboard_reads_back_without_doubles(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -149,19 +149,16 @@ def test_what_the_command_line_sets_has_no_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (["--resume", "true"], "resume", True),
         (["--resume", "False"], "resume", False),
         (["--resume=TRUE"], "resume", True),
         (["--training.micro-batch-tokens", "64"], "training.micro_batch_tokens", 64),
         (["--training.optimizer.learning_rate=1e-4"], "training.optimizer.learning_rate", 1e-4),
         (["--environment.wrong", "-1"], "environment.wrong", -1.0),
         (["--prompts.limit", "None"], "prompts.limit", None),
-        (["--prompts.limit", "null"], "prompts.limit", None),
         (["--prompts.answer_after", "1e5"], "prompts.answer_after", "1e5"),
         (["--folder", "2024"], "folder", "2024"),
         (["--reference.zero_stage", "3", *(kl := ["--algorithm.kl.coefficient", "1"])], "reference.zero_stage", 3),
         (["--reference.ranks", "1", "2", *kl], "reference.ranks", (1, 2)),
-        (["--reference.ranks", "[1, 2]", *kl], "reference.ranks", (1, 2)),
     ],
 )  # fmt: skip
 def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_path: Path) -> None:
