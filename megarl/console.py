@@ -199,10 +199,10 @@ def open_log(folder: Path) -> None:
     """
     if _console.saved is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        _console.log = folder / LOG
-        log = os.open(_console.log, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
+        log = os.open(folder / LOG, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
         _divert(log)
         os.close(log)
+        _console.log = folder / LOG
         _log(_kept())
 
 
