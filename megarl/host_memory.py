@@ -13,11 +13,14 @@ import psutil
 OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Where Linux tells the control groups of this process, and their limits."""
 NAMES = {
-    2: ("memory.max", "memory.current", ""),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 }
-"""{version of control groups: (file of the limit, file of what is used, what keys in memory.stat
-begin with)}"""
+"""{version of control groups: (file of the limit, file of what is used, keys in memory.stat)}"""
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -53,8 +56,7 @@ def free_memory() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
     for version, folder in control_groups("memory"):
-        limit_file, used_file, prefix = NAMES[version]
-        cached = f"{prefix}inactive_file", f"{prefix}active_file"
+        limit_file, used_file, cached = NAMES[version]
         with contextlib.suppress(OSError, ValueError):  # "max", or no such file
             limit = int((folder / limit_file).read_text())
             used = int((folder / used_file).read_text())
