@@ -187,22 +187,19 @@ def _run(command: str, kind: type[AnyConfig], config: AnyConfig, ranks: int) -> 
         isinstance(config, kind),
         f"megarl {command} needs a {kind.__name__}, found {type(config).__name__}",
     )
-    with tempfile.TemporaryDirectory(prefix="megarl-") as place:
-        path = Path(place) / "recipe.yaml"
-        path.write_text(configs.dump(config), encoding="utf-8")
-        start = [sys.executable, "-m"]
-        if ranks > 1:
-            start += ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
-        arguments = [*start, "megarl", command, str(path)]
-        printed = Path(place) / "stdout"
-        with printed.open("w") as to:
-            process = subprocess.Popen(
-                arguments, encoding="utf-8", errors="replace", stdout=to, stderr=subprocess.PIPE
-            )
-        assert process.stderr is not None
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-") as place,
+        tempfile.TemporaryFile() as printed,
+    ):
+        recipe = Path(place) / "recipe.yaml"
+        recipe.write_text(configs.dump(config), encoding="utf-8")
+        launcher = ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
+        words = [*(launcher if ranks > 1 else []), "megarl", command, str(recipe)]
+        pipes: Any = {"stdout": printed, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        process = subprocess.Popen([sys.executable, "-m", *words], errors="replace", **pipes)
         said = ""
         try:
-            for line in process.stderr:
+            for line in process.stderr or ():
                 sys.stderr.write(line)
                 said = line.strip() if line.startswith("megarl: error") else said
             code = process.wait()
@@ -211,9 +208,9 @@ def _run(command: str, kind: type[AnyConfig], config: AnyConfig, ranks: int) -> 
                 process.send_signal(signal.SIGINT)
             process.wait()
             raise
-        out = printed.read_text(encoding="utf-8")
-    if code == 2:
-        raise ValueError(said.removeprefix("megarl: error: "))
-    if code != 0:
-        raise RuntimeError(said or f"megarl {command} ended with exit code {code}")
-    return Result(Path(config.folder), json.loads(out))
+        if code == 2:
+            raise ValueError(said.removeprefix("megarl: error: "))
+        if code != 0:
+            raise RuntimeError(said or f"megarl {command} ended with exit code {code}")
+        printed.seek(0)
+        return Result(Path(config.folder), json.load(printed))

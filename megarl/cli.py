@@ -202,10 +202,10 @@ def refuse_no_run(words: list[str]) -> None:
             return
 
 
-def _long(word: str, flags: tuple[tuple[str, str], ...]) -> str:
+def _long(word: str, flags: dict[str, str]) -> str:
     """A word of the command line with the recipe's key in place of a short name for it."""
     name, equals, value = word.partition("=")
-    return f"{dict(flags).get(name, name)}{equals}{value}"
+    return f"{flags.get(name, name)}{equals}{value}"
 
 
 def mistake(error: ValueError | PermissionError) -> UserError:

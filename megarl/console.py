@@ -60,66 +60,21 @@ class Reported(Exception):
         self.code = code
 
 
-class Console:
-    """Keeps what libraries and child processes write to file descriptors 1 and 2 of this process
-    away from the user: from `open` to `close` these descriptors go to a file in memory, or to a log
-    file after `open_log`. There is one object per process; `diverted` calls `open` and `close`.
+class Diverted:
+    """Where the file descriptors 1 and 2 of this process, to which libraries and child processes
+    write, go within `diverted`: to an anonymous file in memory, or to a log file after `open_log`.
     """
 
     saved: tuple[int, int] | None = None
     """Copies of the descriptors 1 and 2 while these are diverted; None otherwise."""
     log: Path | None = None
     """The log file, once there is one."""
-    _buffer = -1
-
-    def open(self) -> None:
-        """Make the file descriptors 1 and 2 of this process, which libraries and child processes
-        write to, go to an anonymous file in memory.
-        """
-        self.saved = os.dup(1), os.dup(2)
-        self._buffer = os.memfd_create("megarl")
-        self._divert(self._buffer)
-        # Lines of one process come in their order, and none is lost where the process is killed.
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-    def open_log(self, path: Path) -> None:
-        """From now on, write what libraries and child processes print to the end of the file
-        `path`, which is made if it is missing, after what they printed since `open`. Called between
-        `open` and `close`.
-        """
-        log = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
-        self._divert(log)
-        os.close(log)
-        self.log = path
-        _log(self.kept())
-
-    def kept(self) -> bytes:
-        """The bytes that libraries and child processes have written to the file descriptors 1 and 2
-        since `open`, before there was a log file.
-        """
-        return os.pread(self._buffer, os.fstat(self._buffer).st_size, 0)
-
-    def close(self) -> None:
-        """Give the file descriptors 1 and 2 back to the terminal or file that they had before
-        `open`.
-        """
-        assert self.saved is not None
-        for number, saved in zip((1, 2), self.saved, strict=True):
-            flush_streams()
-            os.dup2(saved, number)
-            os.close(saved)
-        os.close(self._buffer)
-        self.saved, self.log = None, None
-
-    def _divert(self, descriptor: int) -> None:
-        flush_streams()
-        for number in (1, 2):
-            os.dup2(descriptor, number)
+    buffer = -1
+    """Descriptor of the file in memory."""
 
 
-_console = Console()
-"""The console of this process: a process has one standard output."""
+_console = Diverted()
+"""A process has one standard output."""
 
 
 def flush_streams() -> None:
@@ -240,11 +195,26 @@ def in_terminal() -> bool:
 
 def open_log(folder: Path) -> None:
     """From now on, write what libraries and child processes print to `folder`/run.log, which is
-    made if it is missing. Does nothing outside of `diverted`.
+    made if it is missing, after what they have printed so far. Does nothing outside of `diverted`.
     """
     if _console.saved is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        _console.open_log(folder / LOG)
+        log = os.open(folder / LOG, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
+        _divert(log)
+        os.close(log)
+        _console.log = folder / LOG
+        _log(_kept())
+
+
+def _divert(descriptor: int) -> None:
+    flush_streams()
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+
+
+def _kept() -> bytes:
+    """What was written to descriptors 1 and 2 within `diverted` before there was a log file."""
+    return os.pread(_console.buffer, os.fstat(_console.buffer).st_size, 0)
 
 
 def hold(folder: Path) -> Callable[[], None]:
@@ -278,7 +248,12 @@ def diverted() -> Iterator[None]:
     `Reported`, which tells the caller to exit without a message, is then raised in its place. A
     `UserError` is written to the log and raised again.
     """
-    _console.open()
+    saved = _console.saved = os.dup(1), os.dup(2)
+    _console.buffer = os.memfd_create("megarl")
+    _divert(_console.buffer)
+    # Lines of one process come in their order, and none is lost where the process is killed.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         yield
     except Reported:
@@ -290,7 +265,12 @@ def diverted() -> Iterator[None]:
         _report(error)
         raise Reported from error
     finally:
-        _console.close()
+        for number, descriptor in zip((1, 2), saved, strict=True):
+            flush_streams()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(_console.buffer)
+        _console.saved, _console.log = None, None
 
 
 @contextlib.contextmanager
@@ -329,7 +309,7 @@ def _report(error: Exception) -> None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += "; free some space where the run folder is, and go on with --resume auto"
     if _console.log is None:
-        _write(2, _console.kept().decode(errors="replace") + trace + line)
+        _write(2, _kept().decode(errors="replace") + trace + line)
         return
     if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
         line += f" (the traceback, and what libraries said, are in {_console.log})"

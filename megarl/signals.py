@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megarl.console import say
 
@@ -89,9 +89,9 @@ def ending(caught: KeyboardInterrupt) -> EndedBySignal:
     return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
 
-def _ignore_all() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _hear(handler: Any) -> dict[signal.Signals, Any]:
+    """Install a handler of all these signals; returns {signal: its handler before}."""
+    return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
 class _Signal(BaseException):
@@ -107,10 +107,10 @@ def past_interrupts() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        _ignore_all()
+        _hear(signal.SIG_IGN)
         raise _Signal(number)
 
-    before = {number: signal.signal(number, end) for number in SIGNALS}
+    before = _hear(end)
     try:
         yield
     except _Signal as caught:
@@ -154,14 +154,13 @@ def handle() -> None:
     in the main thread, and later ones are ignored. Called once, in the main thread, when the
     command starts.
     """
-    for number in SIGNALS:
-        signal.signal(number, _end)
+    _hear(_end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Signal handler: raise `EndedBySignal` at the first signal and ignore later ones."""
     global _ended
-    _ignore_all()
+    _hear(signal.SIG_IGN)
     _ended = EndedBySignal(number)
     raise _ended
 
@@ -172,8 +171,7 @@ def ignore_while_closing() -> None:
     Does nothing outside of the main thread.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)
+        _hear(lambda number, frame: None)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -208,11 +206,8 @@ def die_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent, agent = os.getppid(), os.environ.get(AGENT, "")
-    if agent.isdecimal():
-        try:
-            os.kill(int(agent), 0)
-        except ProcessLookupError:  # it ended while this rank started
-            os._exit(1)
+    if agent and not os.path.exists(f"/proc/{agent}"):  # it ended while this rank started
+        os._exit(1)
     die_with_parent(parent)
 
 
@@ -281,17 +276,13 @@ def graceful() -> Iterator[Stop]:
             )
         threading.Thread(target=too_late, daemon=True).start()
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, first)
+    before = _hear(first)
     try:
         yield stop
     finally:
         stop.done.set()
         for number, handler in before.items():
-            if stop:
-                handler = signal.SIG_IGN  # the run is ending already
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if stop else handler)  # if it is ending already
 
 
 def guard(within_s: float) -> None:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.schema import require
+from megarl.errors import shortened
 
 TALKATIVE = ("transformers", "huggingface_hub", "datasets", "tokenizers", "accelerate")
 """Libraries whose warnings are held back while they open a file."""
@@ -43,17 +43,16 @@ def refuse_broken_links(folder: Path) -> None:
     that was moved. Libraries go on without the file, as if it had never been there.
     """
     for path in sorted(folder.iterdir()):
-        require(
-            not path.is_symlink() or path.exists(),
-            f"{path} is a link to {os.readlink(path) if path.is_symlink() else ''}, which is not"
-            " there; fetch the file again, or remove the link",
-        )
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, which is not there; fetch the file"
+                " again, or remove the link"
+            )
 
 
 def said(error: BaseException) -> str:
     """The kind and message of an exception, on one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else f"{text[:297]}..."
+    text = shortened(str(error), 300)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -109,9 +109,8 @@ class Busy:
         """A wait that began at `begun` has passed its deadline."""
         if self._late is None or self._late.begin != begun:
             number = self._span.number if self._span else 0
-            self._late = Span(
-                self.what, self.kind, self.of, deadline_s, False, begun, begun, number
-            )
+            self._late = Span(self.what, self.kind, self.of, deadline_s, begin=begun, number=number)
+            self._late.moved_at = begun
             self._late.is_written = True  # as the span of all requests
 
     def _tidy(self, at: float) -> None:

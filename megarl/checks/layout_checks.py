@@ -80,32 +80,29 @@ def check_cut(
     optimizer and precision used on this rank's device. `hf`: the model's transformers
     configuration. `head`: what the model is to compute, such as "logprobs".
     """
-    refuse = refuse_autotp if training.tensor_backend == "autotp" else refuse_tensor
-    refuse(hf, training.layout.tensor)
+    tensor, is_autotp = training.layout.tensor, training.tensor_backend == "autotp"
+    (refuse_autotp if is_autotp else refuse_tensor)(hf, tensor)
     empty = empty_model(config)
     prove_attention(empty)
-    if training.tensor_backend == "autotp":
-        refuse_cut_parameters(empty, training.layout.tensor)
+    if is_autotp:
+        refuse_cut_parameters(empty, tensor)
     # AutoTP cuts the same layers, and does not look at what else is in them.
-    shard_model(
-        empty, Axis("tensor", training.layout.tensor, 0, tuple(range(training.layout.tensor)), None)
-    )
+    shard_model(empty, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
     refuse_optimizer(training, local_device())
     check_precision(training, local_device())
     if training.logprobs == "liger" and head == "logprobs":
-        refuse_liger(training.layout.tensor, hf)
+        refuse_liger(tensor, hf)
     refuse_kernels(training, hf, empty)
     text, ulysses = hf.get_text_config(), training.sequence.ulysses
     heads = {
-        "num_attention_heads": text.num_attention_heads // training.layout.tensor,
-        "num_key_value_heads": max(1, kv_heads(hf) // training.layout.tensor),
+        "num_attention_heads": text.num_attention_heads // tensor,
+        "num_key_value_heads": max(1, kv_heads(hf) // tensor),
     }
     for name, here in heads.items():
-        fits = here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0)
         require(
-            fits,
+            here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0),
             f"training.sequence.ulysses is {ulysses}, but each rank has {here} of the model's"
-            f" {name} (training.layout.tensor is {training.layout.tensor}); set"
+            f" {name} (training.layout.tensor is {tensor}); set"
             f" training.sequence.ulysses to a divisor of {here}",
         )
 

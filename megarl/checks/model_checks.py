@@ -53,17 +53,13 @@ def check_export(
     """Raise `ValueError` unless the model's configuration and tokenizer can be written by
     `save_pretrained`, as each checkpoint does; tried in temporary folders.
     """
+    fix = "correct its files, or choose another model: each checkpoint needs it"
     for name, what, setting in (
         (config.path, hf, "the config of model.path"),
         (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
     ):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            opening(
-                f"{setting} {name!r} can be read but not saved again",
-                fix="correct its files, or choose another model: each checkpoint needs it",
-            ),
-        ):
+        said = f"{setting} {name!r} can be read but not saved again"
+        with tempfile.TemporaryDirectory() as folder, opening(said, fix=fix):
             what.save_pretrained(folder)
 
 

@@ -37,8 +37,8 @@ class Command:
     line) -> (class in `megarl.config`, command line with a recipe first)."""
     first: str = "RECIPE.yaml"
     """What the command is given first; empty for nothing."""
-    flags: tuple[tuple[str, str], ...] = ()
-    """(flag, recipe key) of short names for keys of the recipe."""
+    flags: dict[str, str] = field(default_factory=dict)
+    """{short name for a key of the recipe: the key}"""
     options: dict[str, str] = field(default_factory=dict)
     """{option, with a name for its value: meaning} of what is no key of the recipe."""
     about: str = ""
@@ -169,7 +169,7 @@ COMMANDS = {
         config="RunConfig",
         check="megarl.apps.runs.command_checks:check_rollout",
         run="megarl.apps.runs.show_rollouts:main",
-        flags=(("--num", "--sample.shown"),),
+        flags={"--num": "--sample.shown"},
         options={"--num N": "how many rollouts"},
         example="recipe.yaml --num 4",
         docs="docs/environments.md",

@@ -9,6 +9,7 @@ standard error says what was recognised.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -137,10 +138,9 @@ def value_or_none(row: Row, name: str) -> Any:
     """The value of column `name` in a row; `"a.b"` is key `b` of the object in column `a`, unless a
     column has that whole name. None if there is no such column.
     """
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    with contextlib.suppress(ValueError):
+        return _value(row, name, "")
+    return None
 
 
 def prompts_as_read(

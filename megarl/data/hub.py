@@ -4,11 +4,14 @@ Hugging Face's libraries would retry for most of a minute.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
-import threading
 import urllib.error
 import urllib.request
 from typing import Literal
+
+from megarl.files import in_thread
 
 ANSWER_WITHIN_S = 5.0
 
@@ -28,23 +31,15 @@ def hub_state() -> Literal["online", "offline", "unreachable"]:
 @functools.cache  # a process asks once: every further wait would add to that of the first
 def _answers(endpoint: str) -> bool:
     """Whether the web server `endpoint` answers within `ANSWER_WITHIN_S`."""
-    answered: list[bool] = []
 
     def ask() -> None:
-        try:
-            request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the user's own endpoint
+        request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the user's own endpoint
+        with contextlib.suppress(urllib.error.HTTPError):  # an error page is an answer
             urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S).close()  # noqa: S310
-            answered.append(True)
-        except urllib.error.HTTPError:
-            answered.append(True)  # an error page is an answer
-        except (OSError, ValueError):
-            pass
 
     # In a thread of its own: the time limit of urlopen does not cover looking up the name.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWER_WITHIN_S)
-    return bool(answered)
+    asked = in_thread("hub", ask)
+    return not concurrent.futures.wait([asked], ANSWER_WITHIN_S).not_done and not asked.exception()
 
 
 def is_hub_name(name: str) -> bool:

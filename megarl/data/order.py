@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-
-from megarl.schema import require
 
 
 class Order:
@@ -22,9 +21,8 @@ class Order:
 
     def row(self, ordinal: int) -> int:
         """Index, from 0, of the row used at position `ordinal` of training, counted from 0 over all
-        epochs. Raises `ValueError` for a negative ordinal.
+        epochs.
         """
-        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         epoch, position = divmod(ordinal, self.num_rows)
         return self._permutation(epoch)[position] if self._shuffle else position
 
@@ -64,10 +62,8 @@ class Interleaving:
 
     def at(self, ordinal: int) -> tuple[int, int]:
         """(index of the source that gives the prompt at position `ordinal`, number of earlier
-        positions that this source gives). Positions count from 0; raises `ValueError` for a
-        negative one.
+        positions that this source gives). Positions count from 0.
         """
-        require(ordinal >= 0, f"ordinal is {ordinal}; ordinals count from 0")
         for number, share in enumerate(self._shares):
             before = _rounded(ordinal * share)
             if _rounded((ordinal + 1) * share) > before:
@@ -92,9 +88,7 @@ class MixedOrder:
         own rows.
         """
         self._interleaving, self._orders = interleaving, orders
-        self._first = [0]
-        for order in orders[:-1]:
-            self._first.append(self._first[-1] + order.num_rows)
+        self._first = [*itertools.accumulate((one.num_rows for one in orders), initial=0)]
 
     def row(self, ordinal: int) -> int:
         """Index, from 0 over all sources, of the row used at position `ordinal` of training, from

@@ -237,10 +237,6 @@ def read_rows(source: str, split: str, limit: int | None, setting: str, subset: 
 
     `setting`: the section of the recipe ("prompts"), for messages.
     """
-    require(
-        bool(source),
-        f"{setting}.source is empty; set it to a data file or the name of a data set on the hub",
-    )
     path = Path(source)
     if path.is_dir():
         files, others = _of_folder(path, split, subset, setting)

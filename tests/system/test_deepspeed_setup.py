@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "launch/env.sh"
+from support.commands import ROOT, python
+
+SCRIPT = ROOT / "launch/env.sh"
 
 BUILDERS = """
 import json, os, sys
@@ -36,13 +35,7 @@ for settings in ({}, json.loads(sys.argv[1])):
 def test_deepspeed_is_set_up_without_a_toolkit() -> None:
     exported = re.findall(r"^export (DS_\w+)=(\w+)", SCRIPT.read_text(), re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if "DS_" not in name}
-    told = subprocess.run(
-        [sys.executable, "-c", BUILDERS, json.dumps(dict(exported))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    told = python("-c", BUILDERS, json.dumps(dict(exported)), env=environment)
     assert told.returncode == 0, told.stderr[-2000:]
     counts = [line for line in told.stdout.splitlines() if line.startswith("raised")]
     assert counts == ["raised 7 23", "raised 0 23"]

@@ -39,14 +39,9 @@ def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
         assert head is not None
         (tmp_path / file).write_text(example(name).replace(head[0], head[0] + said))
     named = {name: ":".join(place) for name, place in KEYS.items()}
-    tree["algorithm"] = {
-        "loss": named["loss"],
-        "clip_high": 0.4,
-        "advantage": named["advantage"],
-        "correction": {"kind": named["correction"]},
-        "method": named["method"],
-    }
-    tree["rollout"] |= {"filter": named["filter"]}
+    tree["rollout"]["filter"] = named.pop("filter")
+    correction = {"kind": named.pop("correction")}
+    tree["algorithm"] = named | {"clip_high": 0.4, "correction": correction}
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-4000:]
     called = (tmp_path / "called").read_text().split()

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.commands import Done, command, dies_with_us, finish, start, write_recipe
+from support.commands import Done, command, dies_with_us, finish, start, until, write_recipe
 from support.fork_server import UNFORKED, below
 from support.tiny import write_classifier, write_model
 
@@ -103,18 +103,17 @@ def served(folder: Path, tree: dict[str, Any], **environment: str) -> Iterator[S
 # A reward model
 
 
+def by_vllm(folder: Path) -> dict[str, Any]:
+    """Settings of a server of the reward model in `folder`."""
+    return {"reward_model": {"model": {"path": str(folder)}, "backend": "vllm"}}
+
+
 @pytest.fixture(scope="module")
 def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("pooled")
     folder = write_classifier(place / "model", biases=True)
-    tree = {
-        "reward_model": {
-            "model": {"path": str(folder)},
-            "backend": "vllm",
-            "max_tokens": MOST_TOKENS,
-            "engine": {"max_num_sequences": 16},
-        }
-    }
+    tree = by_vllm(folder)
+    tree["reward_model"] |= {"max_tokens": MOST_TOKENS, "engine": {"max_num_sequences": 16}}
     with served(place / "serve", tree, **UNFORKED) as server:
         yield server
 
@@ -123,9 +122,7 @@ def test_scores_are_those_of_torch_and_of_transformers(pooled: Server, tmp_path:
     import torch
     import transformers
 
-    model = dict(pooled.tree["reward_model"])
-    for name in ("backend", "engine"):
-        del model[name]
+    model = {name: pooled.tree["reward_model"][name] for name in ("model", "max_tokens")}
     with served(tmp_path / "torch", {"reward_model": model}) as other:
         by_torch = [score["reward"] for score in other.ask(SCORED)]
         assert other.end(signal.SIGTERM).survivors == []
@@ -138,10 +135,6 @@ def test_scores_are_those_of_torch_and_of_transformers(pooled: Server, tmp_path:
         ids = [*tokenizer(prompt).input_ids, *tokenizer(text).input_ids, tokenizer.eos_token_id]
         with torch.no_grad():
             expected.append(plain(torch.tensor([ids])).logits.item())
-    print(
-        "largest difference from torch",
-        max(abs(a - b) for a, b in zip(found, by_torch, strict=True)),
-    )
     assert found == pytest.approx(by_torch, abs=BOUND)
     assert found == pytest.approx(expected, abs=BOUND)
     assert max(expected) > 1 or min(expected) < 0, "a sigmoid would not show"
@@ -152,10 +145,8 @@ def test_a_text_that_is_too_long_is_a_failure_of_its_own(pooled: Server) -> None
     fits = "0" * (MOST_TOKENS - len("3+4=") - 1)
     whole, longer = pooled.ask([("3+4=", fits), ("3+4=", fits + "0")])
     assert "reward" in whole
-    assert longer["failure"] == "error"
-    assert longer["detail"] == "prompt and response have 201 tokens, more than" + (
-        " reward_model.max_tokens 200"
-    )
+    said = "prompt and response have 201 tokens, more than reward_model.max_tokens 200"
+    assert (longer["failure"], longer["detail"]) == ("error", said)
 
 
 def test_many_requests_are_answered_each_with_its_own_score(pooled: Server) -> None:
@@ -201,17 +192,9 @@ def greedy(folder: str, ids: list[int], most: int) -> str:
 
 def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "model", biases=True, seed=3))
-    judge = {
-        "model": {"path": folder},
-        "chat": False,
-        "template": "{prompt}#{answer}#{response}=",
-        "verdict": "([0-9])",
-        "lowest": 0.0,
-        "highest": 9.0,
-        "max_new_tokens": 3,
-        "require_stop": False,
-        "max_tokens": 100,
-    }
+    judge = {"model": {"path": folder}, "chat": False, "require_stop": False}
+    judge |= {"template": "{prompt}#{answer}#{response}=", "verdict": "([0-9])"}
+    judge |= {"lowest": 0.0, "highest": 9.0, "max_new_tokens": 3, "max_tokens": 100}
     asked = [
         ({"text": f"{a}+{b}=", "answer": f"{a + b}"}, reply)
         for a, b in ((1, 2), (3, 4), (9, 9), (0, 5))
@@ -252,15 +235,9 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", biases=True, seed=3)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": CHAT}))
-    judge = {
-        "model": {"path": str(folder)},
-        "template": "{prompt}{response}",
-        "choices": {"0": 0.0, "1": 1.0, "2": 2.0},
-        "max_new_tokens": 24,
-        "require_stop": False,
-        "temperature": 1.0,
-        "samples": 8,
-    }
+    judge = {"model": {"path": str(folder)}, "template": "{prompt}{response}", "samples": 8}
+    judge |= {"choices": {"0": 0.0, "1": 1.0, "2": 2.0}, "temperature": 1.0}
+    judge |= {"max_new_tokens": 24, "require_stop": False}
     asked: list[tuple[Any, str]] = [("3+4=", "7"), ("3+4=", "<eos>a:1"), ("1+1=", "b c")]
     with served(tmp_path / "serve", {"judge": judge}, **UNFORKED) as server:
         first, again = server.ask(asked), server.ask(asked)
@@ -275,28 +252,22 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
         # Of all, only vLLM's core has another parent: the process that it was forked from.
         (core,) = [one for one in server.started if one.ppid() != server.process.pid]
         core.kill()
-        answer = requests.post(
-            server.url, json={"samples": [{"prompt": {}, "response": "7"}]}, timeout=60
-        )
+        asked_again = {"samples": [{"prompt": {}, "response": "7"}]}
+        answer = requests.post(server.url, json=asked_again, timeout=60)
         assert answer.status_code == 503
         done = server.ended()
     assert (done.code, done.survivors) == (1, []) and "vLLM's process has died" in done.err
 
 
 def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
-    folder = write_classifier(tmp_path / "model")
-    tree = {"reward_model": {"model": {"path": str(folder)}, "backend": "vllm"}}
-    server = Server(tmp_path / "serve", tree)
-    deadline = time.monotonic() + START_WITHIN_S
-    while len(server.below()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    server = Server(tmp_path / "serve", by_vllm(write_classifier(tmp_path / "model")))
+    until(lambda: len(server.below()) >= 3, START_WITHIN_S)
     done = server.end(signal.SIGTERM)
     assert (done.code, done.survivors) == (143, []), done.err[-2000:]
 
 
 def test_a_server_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
-    folder = write_classifier(tmp_path / "model")
-    tree = {"reward_model": {"model": {"path": str(folder)}, "backend": "vllm"}}
+    tree = by_vllm(write_classifier(tmp_path / "model"))
     with served(tmp_path / "serve", tree, **UNFORKED) as server:
         server.started = server.below()
         server.process.kill()
@@ -310,8 +281,7 @@ def test_an_engine_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     folder = write_classifier(tmp_path / "model")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 128}))
-    tree = {"reward_model": {"model": {"path": str(folder)}, "backend": "vllm"}}
-    server = Server(tmp_path / "serve", tree)
+    server = Server(tmp_path / "serve", by_vllm(folder))
     done = finish(server.process, server.mark, START_WITHIN_S)
     assert (done.code, done.survivors) == (2, []), done.err[-2000:]
     assert done.err.count("megarl: error: vLLM does not start reward model") == 1

@@ -38,11 +38,8 @@ def recipe(folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool
     tree["rollout"]["placement"] = "colocated"
     if gpu:
         tree["training"]["precision"] = "bfloat16" if stage else "float32"
-        tree["rollout"]["engine"] = {
-            "dtype": "bfloat16",
-            "gpu_memory_utilization": 0.3,
-            "compile": False,
-        }
+        engine = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "compile": False}
+        tree["rollout"]["engine"] = engine
     return write_recipe(folder / "recipe.yaml", tree)
 
 
@@ -62,50 +59,31 @@ def check(done: Done, folder: Path, gpu: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def takes_turns(
-    folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool = False
-) -> None:
-    path = recipe(folder, transport, stage, gpu=gpu, offload=offload)
-    hidden: dict[str, Any] = {} if gpu else HIDDEN
-    rows = check(megarl("train", path, timeout_s=300, **hidden), folder, gpu)
+ON_GPU = pytest.mark.gpu
+CASES = [
+    pytest.param("disk", 3, True, False),
+    *(pytest.param(transport, stage, offload, True, marks=ON_GPU)
+      for transport, stage, offload in (
+          ("cuda_ipc", 2, False), ("shared_memory", 1, False), ("cuda_ipc", 3, False),
+          ("disk", 3, True), ("shared_memory", 0, False))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("transport", "stage", "offload", "gpu"), CASES)
+def test_taking_turns(tmp_path: Path, transport: str, stage: int, offload: bool, gpu: bool) -> None:
+    path = recipe(tmp_path, transport, stage, gpu=gpu, offload=offload)
+    hidden = {} if gpu else HIDDEN
+    rows = check(megarl("train", path, timeout_s=300, **hidden), tmp_path, gpu)
     assert [row["publish/replaced"] for row in rows] == [0] * STEPS
 
 
-def loses_its_engine(folder: Path, *, gpu: bool) -> None:
-    """The engine is killed while it receives a version; another takes its turn."""
-    path = recipe(folder, "shared_memory", 2, gpu=gpu)
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=ON_GPU)])
+def test_an_engine_that_dies_in_its_turn(tmp_path: Path, gpu: bool) -> None:
+    """It is killed while it receives a version; another takes its turn."""
+    path = recipe(tmp_path, "shared_memory", 2, gpu=gpu)
     command = [sys.executable, "-c", KILLER, "train", path]
     process, mark = start(command, VICTIM="engine", **({} if gpu else HIDDEN))
     done = finish(process, mark, 400)
     assert "was lost while it received version 2" in done.err, done.err[-4000:]
-    rows = check(done, folder, gpu)
+    rows = check(done, tmp_path, gpu)
     assert [row["publish/replaced"] for row in rows] == [0, 1, 0]
-
-
-@pytest.mark.parametrize(("transport", "stage", "offload"), [("disk", 3, True)])
-def test_taking_turns(tmp_path: Path, transport: str, stage: int, offload: bool) -> None:
-    takes_turns(tmp_path, transport, stage, gpu=False, offload=offload)
-
-
-def test_an_engine_that_dies_in_its_turn(tmp_path: Path) -> None:
-    loses_its_engine(tmp_path, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("transport", "stage", "offload"),
-    [
-        ("cuda_ipc", 2, False),
-        ("shared_memory", 1, False),
-        ("cuda_ipc", 3, False),
-        ("disk", 3, True),
-        ("shared_memory", 0, False),
-    ],
-)
-def test_taking_turns_on_a_gpu(tmp_path: Path, transport: str, stage: int, offload: bool) -> None:
-    takes_turns(tmp_path, transport, stage, gpu=True, offload=offload)
-
-
-@pytest.mark.gpu
-def test_an_engine_that_dies_in_its_turn_on_a_gpu(tmp_path: Path) -> None:
-    loses_its_engine(tmp_path, gpu=True)

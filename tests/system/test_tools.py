@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.fork_server import UNFORKED
 
@@ -22,24 +23,26 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "tools" / "bench"
 
 
-def command(tool: str, *arguments: str) -> list[str]:
+def command(line: str) -> list[str]:
+    """The words of a command line that begins with the name of a tool."""
+    tool, *arguments = line.split()
     return [sys.executable, str(BENCH / f"{tool}.py"), *arguments]
 
 
-def run(tool: str, *arguments: str) -> Any:
+def finished(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(line), cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def run(line: str) -> Any:
     """The JSON object that a tool prints, alone on standard output."""
-    done = subprocess.run(
-        command(tool, "--json", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = finished(f"{line} --json")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
-def refused(tool: str, *arguments: str) -> str:
+def refused(line: str) -> str:
     """What a tool says when it refuses its arguments."""
-    done = subprocess.run(
-        command(tool, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = finished(line)
     assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
@@ -49,19 +52,8 @@ LAYERS, HIDDEN, TOKENS, WORDS = 2, 64, 256, 32
 
 @pytest.fixture(scope="module")
 def layouts() -> dict[tuple[str, int], Any]:
-    sizes = [
-        "--layers",
-        str(LAYERS),
-        "--hidden",
-        str(HIDDEN),
-        "--vocabulary",
-        str(WORDS),
-        "--tokens",
-        str(TOKENS),
-    ]
-    found = run(
-        "layouts", "--ranks", "2", "--zero", "0,3", "--steps", "2", "--documents", "4", *sizes
-    )
+    sizes = f"--layers {LAYERS} --hidden {HIDDEN} --vocabulary {WORDS} --tokens {TOKENS}"
+    found = run(f"layouts --ranks 2 --zero 0,3 --steps 2 --documents 4 {sizes}")
     assert found["skipped"] == {} and found["task"]["tokens"] == TOKENS
     return {(row["layout"], row["zero"]): row for row in found["rows"]}
 
@@ -95,10 +87,8 @@ def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) 
     # Data ranks sum gradients, and send nothing else: over 2 ranks a ring's all-reduce is the
     # tensor once.
     assert 0 <= data["all_reduce"] - weights < slack
-    assert (
-        data["send"] == data["all_to_all"] == 0
-        and data["all_gather"] + data["reduce_scatter"] < slack
-    )
+    assert data["send"] == data["all_to_all"] == 0
+    assert data["all_gather"] + data["reduce_scatter"] < slack
     # Sequence ranks have the same weights, so sum the same gradients; keys go round twice, their
     # gradients once, or home as well.
     assert abs(sequence["all_reduce"] - data["all_reduce"]) < slack
@@ -110,50 +100,32 @@ def test_bytes_are_those_of_the_arithmetic(layouts: dict[tuple[str, int], Any]) 
     assert tensor["send"] == 0 and tensor["all_reduce"] >= activations * (4 * LAYERS + 1)
     # ZeRO 3 gathers weights forward and backward, and scatters gradients.
     sharded = layouts["2x1x1", 3]["sent_bytes"]
-    assert (
-        sharded["all_gather"] >= weights / 2 - slack
-        and abs(sharded["reduce_scatter"] - weights / 2) < slack
-    )
+    assert sharded["all_gather"] >= weights / 2 - slack
+    assert abs(sharded["reduce_scatter"] - weights / 2) < slack
     assert sharded["send"] == 0 and sharded["all_reduce"] < slack
     # What is alike under both stages: the ring's messages.
     assert layouts["1x2x1", 3]["sent_bytes"]["send"] == sequence["send"]
 
 
 def test_layouts_says_what_it_cannot_do() -> None:
-    assert "not a layout of --ranks 2" in refused("layouts", "--ranks", "2", "--layouts", "1x1x4")
-    assert "--zero" in refused("layouts", "--dtype", "bfloat16")
-    said = refused(
-        "layouts",
-        "--ranks",
-        "2",
-        "--layouts",
-        "1x1x2",
-        "--heads",
-        "3",
-        "--kv-heads",
-        "1",
-        "--hidden",
-        "48",
-    )
+    assert "not a layout of --ranks 2" in refused("layouts --ranks 2 --layouts 1x1x4")
+    assert "--zero" in refused("layouts --dtype bfloat16")
+    said = refused("layouts --ranks 2 --layouts 1x1x2 --heads 3 --kv-heads 1 --hidden 48")
     assert "training.layout.tensor is 2" in said and "num_attention_heads = 3" in said
 
 
 def test_ranks_end_with_the_tool() -> None:
     """Killed without a chance to clean up, it leaves no process."""
-    with subprocess.Popen(
-        command("long_context", "--tokens", "262144", "--sizes", "2"),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | UNFORKED,
-    ) as tool:
+    line = command("long_context --tokens 262144 --sizes 2")
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen(line, cwd=ROOT, **streams, env=os.environ | UNFORKED) as tool:
         try:
-            ranks = waited(lambda: children(tool.pid), lambda found: len(found) == 2)
+            ranks = waited(psutil.Process(tool.pid).children, lambda found: len(found) == 2)
             # They ask Linux to be ended with it as soon as they have started.
-            waited(lambda: [threads(rank) for rank in ranks], lambda found: min(found) > 1)
+            waited(lambda: [one.num_threads() for one in ranks], lambda found: min(found) > 1)
         finally:
             tool.send_signal(signal.SIGKILL)
-    waited(lambda: [rank for rank in ranks if alive(rank)], lambda left: not left)
+    waited(lambda: [rank for rank in ranks if is_alive(rank)], lambda left: not left)
 
 
 def waited(look: Any, wanted: Any) -> Any:
@@ -165,67 +137,36 @@ def waited(look: Any, wanted: Any) -> Any:
     return found
 
 
-def children(parent: int) -> list[int]:
+def is_alive(process: psutil.Process) -> bool:
     try:
-        return [
-            int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-
-
-def threads(process: int) -> int:
-    return len(os.listdir(f"/proc/{process}/task"))
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
 def test_long_context() -> None:
     heads, kv_heads, width, tokens = 4, 2, 16, 1024
-    sizes = ["--heads", str(heads), "--kv-heads", str(kv_heads), "--width", str(width)]
-    more = [
-        "--sizes",
-        "1,2",
-        "--schedules",
-        "ring,all_gather,ulysses",
-        "--what",
-        "attention,model",
-        "--vocabulary",
-        "64",
-    ]
-    found = run("long_context", "--tokens", str(tokens), *sizes, *more)
+    sizes = f"--tokens {tokens} --heads {heads} --kv-heads {kv_heads} --width {width} --sizes 1,2"
+    more = "--schedules ring,all_gather,ulysses --what attention,model --vocabulary 64"
+    found = run(f"long_context {sizes} {more}")
     rows = {(row["what"], row["schedule"], row["size"]): row for row in found["rows"]}
     schedules = [("one rank", 1), ("ring", 2), ("all_gather", 2), ("ulysses", 2)]
-    assert list(rows) == [
-        (what, *schedule) for what in ("attention", "model") for schedule in schedules
-    ]
+    assert list(rows) == [(what, *one) for what in ("attention", "model") for one in schedules]
     inputs = 4 * tokens * width * (2 * heads + 2 * kv_heads)
     for what, schedule, size in rows:
         row, alone = rows[what, schedule, size], rows[what, "one rank", 1]
-        assert (
-            row["total_bytes"] >= row["beyond_bytes"] > 0 and len(row["rank_beyond_bytes"]) == size
-        )
-        assert math.isclose(
-            row["beyond_x_size"], size * row["beyond_bytes"] / alone["beyond_bytes"]
-        )
-        for mine, first in zip(row["digest"], alone["digest"], strict=True):
-            assert math.isclose(mine, first, rel_tol=1e-4)
+        beyond = row["beyond_bytes"]
+        assert row["total_bytes"] >= beyond > 0 and len(row["rank_beyond_bytes"]) == size
+        assert math.isclose(row["beyond_x_size"], size * beyond / alone["beyond_bytes"])
+        assert row["digest"] == pytest.approx(alone["digest"], rel=1e-4)
         if what == "attention":
             # No less than the output and three gradients, which are as large as q, k, v and the
             # gradient of the output.
-            assert row["total_bytes"] - row["beyond_bytes"] == inputs // size
-            assert row["beyond_bytes"] >= inputs // size
-    keys = (
-        rows["attention", "all_gather", 2]["beyond_bytes"]
-        - rows["attention", "ring", 2]["beyond_bytes"]
-    )
-    assert keys > 0, "all_gather holds everybody's keys, the ring two blocks at a time"
-    assert "cannot share" in refused("long_context", "--sizes", "3", "--schedules", "ulysses")
+            assert row["total_bytes"] - beyond == inputs // size and beyond >= inputs // size
+    gathered, ring = (rows["attention", name, 2] for name in ("all_gather", "ring"))
+    # all_gather holds everybody's keys, the ring two blocks at a time.
+    assert gathered["beyond_bytes"] > ring["beyond_bytes"]
+    assert "cannot share" in refused("long_context --sizes 3 --schedules ulysses")
 
 
 def test_the_memory_measurement_finds_known_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,85 +185,42 @@ def test_the_memory_measurement_finds_known_tensors(monkeypatch: pytest.MonkeyPa
 
 
 def test_bench_logprobs() -> None:
-    found = run(
-        "logprobs",
-        "--tokens",
-        "512",
-        "--vocabulary",
-        "8192",
-        "--hidden",
-        "32",
-        "--rounds",
-        "1",
-    )
+    found = run("logprobs --tokens 512 --vocabulary 8192 --hidden 32 --rounds 1")
     eager, fused = found["systems"]["eager"], found["systems"]["fused"]
     assert fused["peak_bytes"] < eager["peak_bytes"] and fused["memory_of_eager"] < 1
     assert eager["peak_bytes"] > 2 * 4 * 512 * 8192
-    assert "choose of" in refused("logprobs", "--systems", "nothing")
+    assert "choose of" in refused("logprobs --systems nothing")
 
 
 def test_bench_attention() -> None:
-    found = run(
-        "attention",
-        "--tokens",
-        "512",
-        "--rounds",
-        "1",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "2",
-        "--width",
-        "16",
-        "--group",
-        "64:3x32",
-    )
+    sizes = "--tokens 512 --heads 2 --kv-heads 2 --width 16 --group 64:3x32"
+    found = run(f"attention --rounds 1 {sizes}")
     assert found["tokens"] == {"one rank": 3 * (64 + 3 * 32), "one rank, repeated": 9 * (64 + 32)}
     shared, repeated = 64 * 65 // 2 + 3 * (32 * 64 + 32 * 33 // 2), 3 * (96 * 97 // 2)
     assert found["pairs"] == {"one rank": 3 * shared, "one rank, repeated": 3 * repeated}
-    schedules = [
-        "one rank",
-        "one rank, repeated",
-        "contiguous ring",
-        "zigzag ring",
-        "zigzag lean ring",
-        "all-gather, zigzag",
-        "Ulysses",
-    ]
+    rings = ["contiguous ring", "zigzag ring", "zigzag lean ring"]
+    schedules = ["one rank", "one rank, repeated", *rings, "all-gather, zigzag", "Ulysses"]
     assert list(found["schedules"]) == schedules
     assert all(row["seconds"]["min"] > 0 for row in found["schedules"].values())
-    assert "does not divide" in refused("attention", "--heads", "3", "--kv-heads", "2")
-    assert "must not exceed" in refused("attention", "--tokens", "64", "--group", "64:3x32")
+    assert "does not divide" in refused("attention --heads 3 --kv-heads 2")
+    assert "must not exceed" in refused("attention --tokens 64 --group 64:3x32")
 
 
 def test_bench_code_verdicts() -> None:
-    found = run("code_verdicts", "--verdicts", "4", "--rounds", "1", "--tests", "2")
+    found = run("code_verdicts --verdicts 4 --rounds 1 --tests 2")
     rates = found["verdicts_per_s"]
     assert list(rates) == ["stdin", "calls", "asserts", "check"]
     assert all(row["min"] > 0 for row in rates.values())
 
 
 def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
-    tools = (
-        "attention",
-        "e2e",
-        "e2e_real",
-        "layouts",
-        "logprobs",
-        "long_context",
-        "overhead",
-        "publish",
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONPATH"] = str(ROOT)  # megarl itself, as an installation would give it
+    tools = ("attention", "e2e", "e2e_real", "layouts")
+    tools += ("logprobs", "long_context", "overhead", "publish")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # megarl itself, as if it were installed
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     started = [
         subprocess.Popen(
-            command(tool, "--help"),
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            command(f"{tool} --help"), cwd=tmp_path, env=environment, text=True, **pipes
         )
         for tool in tools
     ]
@@ -334,9 +232,7 @@ def test_every_benchmark_says_its_options_from_anywhere(tmp_path: Path) -> None:
 
 def test_the_reward_service_loses_nothing() -> None:
     """Injected failures are counted one by one, on both ends, across a restart."""
-    found = run(
-        "reward_service", "--rate", "40", "--seconds", "3", "--down", "0.3", "--fail", "0.2"
-    )
+    found = run("reward_service --rate 40 --seconds 3 --down 0.3 --fail 0.2")
     assert found["asked"] == 120 and found["lost"] == 0
     assert sum(found["outcomes"].values()) == 120
     assert found["injected_failures_counted"] > 5
@@ -347,8 +243,7 @@ def test_the_reward_service_loses_nothing() -> None:
 
 def test_bench_overhead() -> None:
     """A run in which engine and trainer overlap, its parts on its batches, and both at once."""
-    sizes = ["--limits", "6", "--groups", "2", "--rounds", "1", "--steps", "1"]
-    found = run("overhead", *sizes, "--kinds", "overlapped")
+    found = run("overhead --limits 6 --groups 2 --rounds 1 --steps 1 --kinds overlapped")
     (row,) = found["rows"]
     (one,) = row["rounds"]
     assert (row["samples"], len(found["rows"])) == (16, 1)

@@ -30,12 +30,10 @@ RANKS = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 CASES = r"""
 rollout.groups_a_step: 3 -> rollout.groups_a_step: unknown key | groups_per_step
-rollout.samples_per_group: 4 -> rollout.samples_per_group: unknown key; it is now rollout.group_size
 rollout.engines_per_relay: 4 -> rollout.engines_per_relay: unknown key; it is now needless, as no run has relays
 publish.timeout_s: 4.0 -> publish: unknown key; it is now weight_sync
 words: --training.mini_batches 1
     -> training.mini_batches: unknown key; it is now training.num_mini_batches
-publish: null -> publish: unknown key; it is now weight_sync
 reference.zero_stage: 3 -> reference has settings | algorithm.kl.coefficient
 algorithm.kl.coefficient: 0.1, reference.model.path: x, reference.lora: base
     -> reference.lora is 'base' beside reference.model.path, a model without adapters
@@ -47,7 +45,6 @@ algorithm.kl.coefficient: 0.1, reference.ranks: [2, 1], ranks: 3
     -> reference.ranks is [2, 1] | ascending order: [1, 2]
 algorithm.kl.coefficient: 0.1, reference.ranks: [0], ranks: 2
     -> reference.ranks is [0] | rank 0 is the policy's
-critic.warmup_steps: 1 -> critic has settings | algorithm.advantage is 'grpo' | 'gae'
 critics: {second: {}} -> critics has settings | algorithm.advantage is 'grpo'
 algorithm.gae.gamma: 0.9 -> algorithm.gae has settings | algorithm.advantage is 'grpo'
 algorithm.preset: ppo, critic.ranks: [0], ranks: 2 -> critic.ranks is [0] | rank 0 is the policy's
@@ -64,7 +61,6 @@ algorithm.kl.coefficient: 0.1, reference.model.from_scratch: true
 algorithm.kl.coefficient: 0.1, reference.zero_stage: 0, training: {precision: bfloat16,
     zero_stage: 2}
     -> reference.zero_stage is 0 | bfloat16
-training.optimizer.learning_rat: 0.0001 -> did you mean 'learning_rate'
 reward_models.judge.wait: 1 -> reward_models.judge.wait: unknown key; did you mean 'weight'
 reward_models.judge.weight: 2.0 -> reward_models.judge.model.path is empty
 reward_models.judge.model.path: MODEL
@@ -73,15 +69,8 @@ reward_models: {judge: {model: {path: x}, ranks: [1]}, other: {model: {path: x},
     rollout.dynamic_sampling.enabled: false
     -> reward_models.judge.ranks | reward_models.other.ranks | share none
 environment.verifier: none -> environment.verifier is 'none' | reward_models
-words: --training.optimizer.learning_rat 1 -> learning_rate
-steps: many -> steps is 'many'; it should be a valid integer
-training.zero_stage: 4 -> training.zero_stage | 4
-rollout.temperature: -1.0 -> rollout.temperature is -1 | above 0
-words: --training.micro-batch-tokens 0 -> training.micro_batch_tokens is 0
 /recipe.yaml: null -> does not exist | .yaml
-/recipe.yaml: 'a: [1' -> is not YAML
 training.layout.data: 3 -> data 3 | this run has 1 | training.layout.data to 1
-training.layout.data: 1, ranks: 2 -> data 1 | this run has 2
 training.layout.tensor: 3, ranks: 3
     -> training.layout.tensor is 3 | num_attention_heads = 2 | divisor
 training.layout: {tensor: 2, sequence: 2}, ranks: 2
@@ -129,21 +118,11 @@ weight_sync.folder: FOLDER/weights -> weight_sync.transport is 'shared_memory' |
 weight_sync.transport: disk -> weight_sync.transport is 'disk' | weight_sync.folder is ''
 training.layout.data: 2, ranks: 2, LOCAL_WORLD_SIZE: 1
     -> weight_sync.transport is 'shared_memory' | one host, but this run has 2 | 'point_to_point'
-/model/config.json: {model_type: gpt_oss} -> gpt_oss | mixture of experts
-training.num_mini_batches: 3 -> groups_per_step is 4 | num_mini_batches = 3
 rollout.group_size: 1 -> group_size is 1
 prompts.source: nowhere.jsonl -> nowhere.jsonl | does not exist
-/data.jsonl: "\n" -> data.jsonl is empty | at least one row
-prompts.prompt_column: question -> 'question' | prompt, answer
-/data.jsonl: [GOOD, '{"prompt": "1+1=", ', GOOD] -> data.jsonl | line 2
-/data.jsonl: [GOOD, '[1, 2]'] -> data.jsonl | line 2
-/data.jsonl: [GOOD, '{"prompt": "<1+ * 40>1=", "answer": "41"}'] -> max_prompt_tokens | 8
 model.path: nowhere/model -> model.path | nowhere/model
 /model/model.safetensors: null -> no .safetensors | from_scratch
 without: model.norm.weight -> has no tensor model.norm.weight (64,)
-without: model.norm.weight, demonstrations.source: FOLDER/data.jsonl, command: sft
-    -> has no tensor model.norm.weight (64,)
-model.tokenizer: ./nowhere -> tokenizer folder | does not exist
 model.tokenizer: nowhere.model -> nowhere.model does not exist
 /model/config.json: {vocab_size: 16} -> vocab | 16
 /model/tokenizer_config.json: {eos_token: null} -> eos
@@ -178,7 +157,6 @@ environment: {correct: 0.5, wrong: 0.5}
     -> environment.correct and environment.wrong are both 0.5 | nothing can be learned
 rollout.max_staleness: 1
     -> rollout.max_staleness is 1 | kind to 'tis' or 'icepop' | allow_uncorrected to true
-prompts.template: chat -> chat template
 environment.overlong: {limit_tokens: 64, buffer_tokens: 8} -> overlong.limit_tokens is 64
 resume: true, /run/checkpoints/step_000001/x: "" -> resume
 algorithm.kl: {coefficient: 0.1, estimator: k1} -> k1 | k2
@@ -210,7 +188,6 @@ weight_sync: {transport: disk, folder: FOLDER/data.jsonl}
 folder: /proc/run -> folder is /proc/run | nothing can be written
 folder: FOLDER/<x * 300> -> folder holds a name of 300 bytes
 /data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": NaN}'] -> line 2 | (column 'answer') is nan
-/data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": 1e400}'] -> line 2 | (column 'answer') is inf
 /data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": <9 * 5000>}'] -> line 2 | digits
 observe.wandb_project: mine -> observe.wandb_project | pip install wandb
 evaluation.prompts.source: nowhere.jsonl -> evaluation.prompts.source nowhere.jsonl
@@ -219,12 +196,9 @@ evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question}
 MINE, environment.load_limit_s: 1.0, /mine.py: "while True:\n    pass\n"
     -> mine.py:score | did not load within 1 s | environment.load_limit_s
 MINE, /mine.py: "import os\nos._exit(3)\n" -> mine.py:score | ended with exit code 3 at start
-training.layout.data: 3, words: --check --ranks 8 -> data 3 | this run has 8
 model.path: mein modèl
     -> model.path 'mein modèl' cannot be loaded: there is no such folder here, and no hub
-model.path: '~nobody/model' -> there is no such folder here, and no hub
 model.tokenizer: Tokenizer (neu) -> tokenizer folder Tokenizer (neu) does not exist
-demonstrations.source: FOLDER/data.jsonl, command: sft -> 'response'
 """
 """A row: changes of a good recipe and its folder, as YAML -> parts of the message, the fix among
 them. A key that begins with / is a file of the folder: its text or rows, null for none, or changes
@@ -333,16 +307,9 @@ def test_one_clear_error(
     assert (tmp_path / "run").is_dir() == was_there, "something was started before the checks"
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ("training.optimizer.learning_rat: 0.1", "did you mean 'learning_rate'"),
-        ("prompts.max_prompt_tokens: 4", "max_prompt_tokens | 4"),
-    ],
-)
-def test_the_same_from_the_python(changes: str, says: str, model: Path, tmp_path: Path) -> None:
-    done = python("-m", "megarl", *prepare(tmp_path, model, changes))
-    check(says, done.returncode, done.stdout, done.stderr)
+def test_the_same_from_the_python(model: Path, tmp_path: Path) -> None:
+    done = python("-m", "megarl", *prepare(tmp_path, model, "prompts.max_prompt_tokens: 4"))
+    check("max_prompt_tokens | 4", done.returncode, done.stdout, done.stderr)
     assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").is_dir()
 
 
@@ -352,34 +319,27 @@ def test_paths_that_may_not_be_entered_are_one_line(model: Path, tmp_path: Path)
     _, path, *_ = prepare(tmp_path, model)
     closed = tmp_path / "closed"
     (closed / "model").mkdir(parents=True)
-    (closed / "a.jsonl").write_text(GOOD)
-    (closed / "mine.py").write_text("def score(prompt, response):\n    return 1.0\n")
-    (closed / "recipe.yaml").write_text(Path(path).read_text())
-    settings = [
-        *(["--prompts.source", f"{closed}{end}"] for end in ("", "/a.jsonl", "/deep/a.jsonl")),
-        *(["--model.path", f"{closed}{end}"] for end in ("", "/model")),
-        ["--model.tokenizer", f"{closed}/model"],
-        ["--environment.verifier", f"{closed}/mine.py:score"],
-    ]
-    calls = [[path, *words] for words in settings] + [[f"{closed}/recipe.yaml"]]
-    code = (
-        "import json, sys\nfrom megarl import cli\nfrom megarl.errors import UserError\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    try:\n        cli.dispatch('train', [*words, '--check'])\n"
-        "    except BaseException as error:\n        print(type(error).__name__, error)\n"
-    )
+    settings = {"prompts.source": "/deep/a.jsonl", "model.path": "", "model.tokenizer": "/model"}
+    settings["environment.verifier"] = "/mine.py:score"
+    calls = [[path, f"--{key}={closed}{end}"] for key, end in settings.items()]
+    calls += [[path, f"--prompts.source={closed}"], [f"{closed}/recipe.yaml"]]
+    code = """
+import json, sys
+from megarl import cli
+for words in json.loads(sys.argv[1]):
+    try:
+        cli.dispatch("train", [*words, "--check"])
+    except BaseException as error:
+        print(type(error).__name__, error)
+"""
     rights = "-dac_override,-dac_read_search"
     as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
     command = [*(as_others if os.geteuid() == 0 else []), sys.executable, "-c", code]
     closed.chmod(0)
-    try:
-        done = subprocess.run(
-            [*command, json.dumps(calls)], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
-    finally:
-        closed.chmod(0o700)
-    found = [line for line in done.stdout.splitlines() if str(closed) in line]
-    assert len(found) == len(calls), done.stdout + done.stderr
+    told = subprocess.run([*command, json.dumps(calls)], capture_output=True, text=True, cwd=ROOT)
+    closed.chmod(0o700)
+    found = [line for line in told.stdout.splitlines() if str(closed) in line]
+    assert len(found) == len(calls), told.stdout + told.stderr
     for line in found:
         assert line.startswith("UserError ") and "Permission denied; " in line, line
 
@@ -387,12 +347,8 @@ def test_paths_that_may_not_be_entered_are_one_line(model: Path, tmp_path: Path)
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:
     """A recipe is judged without DeepSpeed, Ray or vLLM."""
     name, *words = [*prepare(tmp_path, model), "--check"]
-    code = f"""
-import sys
-from megarl import cli
-assert cli.dispatch({name!r}, {words!r}) == 0
-print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])
-"""
+    code = f"import sys\nfrom megarl import cli\nassert cli.dispatch({name!r}, {words!r}) == 0\n"
+    code += "print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])"
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -5,6 +5,7 @@ turn of the model ends with one token wherever it is read.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from support.chat_templates import CHATML, FAMILIES, tokenizer_of
+from support.commands import write_rows
 from support.tiny import write_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -53,48 +55,37 @@ SYSTEM = {"role": "system", "content": "s"}
 MORE = {"role": "user", "content": "sure?"}
 NO = {"role": "assistant", "content": "no"}
 CHAT = {"template": "chat"}
+TALKS = CHAT | {"messages_column": "messages"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 WRITTEN = '<call>look {"city": "Rome"}</call>'
 
 
-def load(kind: Any, source: str, tokenizer: Any, *, single: bool = False, **settings: Any) -> Any:
+def load(kind: Any, source: str, tokenizer: Any, **settings: Any) -> Any:
     """Rows of a file read as `kind`, the configuration of one of the three kinds of data, says."""
-    config = kind(source=source, **settings)
-    if kind is PreferencesConfig:
-        return load_preferences(config, tokenizer, seed=1, single=single)
-    return {PromptsConfig: load_prompts, DemonstrationsConfig: load_demonstrations}[kind](
-        config, tokenizer, seed=1
-    )
+    more = {name: settings.pop(name) for name in ("single", "tools") if name in settings}
+    loaders = {PromptsConfig: load_prompts, DemonstrationsConfig: load_demonstrations}
+    read: Any = loaders.get(kind, load_preferences)
+    return read(kind(source=source, **settings), tokenizer, seed=1, **more)
 
 
 def written(folder: Path, *rows: Any) -> str:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def conversation(folder: Path, tokenizer: Any, messages: Any, **columns: Any) -> list[str]:
     """[prompt, then the stretches that are trained on] of a conversation."""
     source = written(folder, {"messages": messages, **columns})
-    config = DemonstrationsConfig(source=source, messages_column="messages", template="chat")
-    row = load_demonstrations(config, tokenizer, seed=1).at(0)
-    assert row.response_mask is not None
-    found: list[list[int]] = [list(row.prompt_ids)]
-    before = 0
-    for token, chosen in zip(row.response_ids, row.response_mask, strict=True):
-        if chosen and not before:
-            found.append([])
-        if chosen:
-            found[-1].append(token)
-        before = chosen
-    return [tokenizer.decode(ids) for ids in found]
+    row = load(DemonstrationsConfig, source, tokenizer, **TALKS).at(0)
+    pairs = zip(row.response_ids, row.response_mask, strict=True)
+    stretches = itertools.groupby(pairs, key=lambda pair: pair[1])
+    replies = [[token for token, _ in some] for chosen, some in stretches if chosen]
+    return [tokenizer.decode(ids) for ids in (row.prompt_ids, *replies)]
 
 
 def preference(folder: Path, tokenizer: Any, **row: Any) -> tuple[str, str, str]:
     """(prompt, chosen, rejected) of a row."""
-    config = PreferencesConfig(source=written(folder, row), template="chat")
-    one = load_preferences(config, tokenizer, seed=1).row(0)
-    prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (one.prompt_ids, *one.responses))
+    one = load(PreferencesConfig, written(folder, row), tokenizer, template="chat").row(0)
+    prompt, chosen, rejected = map(tokenizer.decode, (one.prompt_ids, *one.responses))
     return prompt, chosen, rejected
 
 
@@ -128,22 +119,20 @@ def test_tools_and_calls_of_prompts_and_preferences(tmp_path: Path) -> None:
     assert (chosen, rejected) == (f"{WRITTEN}<|im_end|>", "yes<|im_end|>")
 
 
-LOST: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "thoughts": (
-        r"'reasoning_content' of turn 1 \(from 0\), of role 'assistant'",
-        [ASK, ANSWER | {"reasoning_content": "clouds"}],
-    ),
-    "a name": ("'name' of turn 0", [ASK | {"name": "Ann"}, ANSWER]),
-    "a weight": ("'weight' of turn 1", [ASK, ANSWER | {"weight": 1}]),
-    "a weight of 0": ("'weight' of turn 1", [ASK, ANSWER | {"weight": 0}]),
-    "no training": ("'train' of turn 1", [ASK, ANSWER | {"train": False}]),
-    "an old call": ("'function_call' of turn 1", [ASK, ANSWER | {"function_call": {"a": 1}}]),
-}
+LOST: list[tuple[str, list[dict[str, Any]]]] = [
+    (r"'reasoning_content' of turn 1 \(from 0\), of role 'assistant'",
+     [ASK, ANSWER | {"reasoning_content": "clouds"}]),
+    ("'name' of turn 0", [ASK | {"name": "Ann"}, ANSWER]),
+    ("'weight' of turn 1", [ASK, ANSWER | {"weight": 0}]),
+    ("'train' of turn 1", [ASK, ANSWER | {"train": False}]),
+    ("'function_call' of turn 1", [ASK, ANSWER | {"function_call": {"a": 1}}]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_what_the_template_leaves_out_is_refused(name: str, tmp_path: Path) -> None:
-    said, messages = LOST[name]
+@pytest.mark.parametrize(("said", "messages"), LOST)
+def test_what_the_template_leaves_out_is_refused(
+    said: str, messages: list[Any], tmp_path: Path
+) -> None:
     tokenizer = tokenizer_of(CHATML)
     lost = f"line 1 .*the chat template does not write {said}.*remove it"
     with pytest.raises(ValueError, match=lost):
@@ -210,18 +199,18 @@ def test_calls_and_tools_that_cannot_be_read(name: str, tmp_path: Path) -> None:
 
 def test_the_column_of_the_tools(tmp_path: Path) -> None:
     source = written(tmp_path, {"prompt": "q", "answer": "1", "functions": TOOLS, "tools": "x"})
-    read: dict[str, Any] = {"source": source, "template": "chat"}
     tokenizer = tokenizer_of(CHATML)
-    named = load_prompts(PromptsConfig(**read, tools_column="functions"), tokenizer, seed=1)
-    without = load_prompts(PromptsConfig(**read, tools_column=""), tokenizer, seed=1)
+
+    def prompts(column: str, **more: Any) -> Any:
+        return load(PromptsConfig, source, tokenizer, **CHAT, tools_column=column, **more)
+
+    named, without = prompts("functions"), prompts("")
     assert '"look"' in named.at(0).text and '"look"' not in without.at(0).text
     assert named.fingerprint != without.fingerprint
     with pytest.raises(ValueError, match=r"no column 'tool'; set prompts\.tools_column to one of"):
-        load_prompts(PromptsConfig(**read, tools_column="tool"), tokenizer, seed=1)
+        prompts("tool")
     with pytest.raises(ValueError, match=r"beside environment\.tools.*set prompts\.tools_column"):
-        load_prompts(
-            PromptsConfig(**read, tools_column="functions"), tokenizer, seed=1, tools=TOOLS
-        )
+        prompts("functions", tools=TOOLS)
 
 
 # --------------------------------------------------------------- nulls that Arrow has filled in
@@ -252,11 +241,10 @@ FILLED = [  # rows whose tools and calls each have keys that those of others lac
 
 def tokens_of(source: str, tokenizer: Any) -> list[list[list[int]]]:
     """Tokens of the prompts, conversations and pairs of each row."""
-    read: dict[str, Any] = {"source": source, "template": "chat", "shuffle": False}
-    asked = load_prompts(PromptsConfig(**read), tokenizer, seed=1)
-    named = DemonstrationsConfig(**read, messages_column="messages")
-    talks = load_demonstrations(named, tokenizer, seed=1)
-    pairs = load_preferences(PreferencesConfig(**read, prompt_column=""), tokenizer, seed=1)
+    read: dict[str, Any] = {"source": source, "tokenizer": tokenizer, "shuffle": False}
+    asked = load(PromptsConfig, **read, **CHAT)
+    talks = load(DemonstrationsConfig, **read, **TALKS)
+    pairs = load(PreferencesConfig, **read, **CHAT, prompt_column="")
     return [
         [list(one) for one in (asked.at(n).token_ids, talks.at(n).prompt_ids,
          talks.at(n).response_ids, pairs.row(n).prompt_ids, *pairs.row(n).responses)]
@@ -298,42 +286,35 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
         table = pyarrow.Table.from_pylist([{"messages": messages, "tools": json.dumps(tools)}])
         pyarrow.parquet.write_table(table, tmp_path / f"rows{number}.parquet")
     for name in ("rows.jsonl", "rows.json", "rows.jsonl.gz", "rows0.parquet", "rows1.parquet"):
-        config = DemonstrationsConfig(
-            source=str(tmp_path / name), messages_column="messages", template="chat"
-        )
-        row = load_demonstrations(config, tokenizer_of(CHATML), seed=1).at(0)
+        row = load(DemonstrationsConfig, str(tmp_path / name), tokenizer_of(CHATML), **TALKS).at(0)
         shown = tokenizer_of(CHATML).decode([*row.prompt_ids, *row.response_ids])
         assert shown == f'{wanted}<call>look {{"city": null}}</call><|im_end|>'
 
 
 HALF = "a\ud800"
-HALVES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
-    "a prompt": (PromptsConfig, "prompt", {"prompt": HALF}, {}),
-    "a prompt's chat": (PromptsConfig, "prompt", {"prompt": [ASK | {"content": HALF}]}, CHAT),
-    "JSON of a chat": (PromptsConfig, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])},
-                       CHAT),
-    "an answer": (PromptsConfig, "answer", {"answer": HALF}, {}),
-    "tools": (PromptsConfig, "tools", {"tools": [tool(HALF)]}, CHAT),
-    "a response": (DemonstrationsConfig, "response", {"response": HALF}, {}),
-    "a whole text": (DemonstrationsConfig, "text", {"text": HALF}, {"text_column": "text"}),
-    "a call": (DemonstrationsConfig, "messages", {"messages": [ASK, calling("f", city=HALF)]},
-               CHAT | {"messages_column": "messages"}),
-    "a choice": (PreferencesConfig, "rejected", {"rejected": HALF}, {}),
-    "a chosen chat": (PreferencesConfig, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
-}  # fmt: skip
-"""{name: (kind of data, column, what a row then has, settings)}"""
+HALVES: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
+    (PromptsConfig, "prompt", {"prompt": HALF}, {}),
+    (PromptsConfig, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])}, CHAT),
+    (PromptsConfig, "answer", {"answer": HALF}, {}),
+    (PromptsConfig, "tools", {"tools": [tool(HALF)]}, CHAT),
+    (DemonstrationsConfig, "response", {"response": HALF}, {}),
+    (DemonstrationsConfig, "text", {"text": HALF}, {"text_column": "text"}),
+    (DemonstrationsConfig, "messages", {"messages": [ASK, calling("f", city=HALF)]}, TALKS),
+    (PreferencesConfig, "rejected", {"rejected": HALF}, {}),
+    (PreferencesConfig, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
+]
+"""(kind of data, column, what a row then has, settings)"""
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_half_of_a_character_is_named(name: str, tmp_path: Path) -> None:
-    kind, column, change, settings = HALVES[name]
+@pytest.mark.parametrize(("kind", "column", "change", "settings"), HALVES)
+def test_half_of_a_character_is_named(
+    kind: Any, column: str, change: Any, settings: Any, tmp_path: Path
+) -> None:
     row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "text": "abc"}
     row |= {"chosen": "b", "rejected": "c", "messages": [ASK, ANSWER]}
     source = written(tmp_path, row, row | change)
-    said = (
-        rf"^\S+rows.jsonl, line 2 \(row 1, .*\): column '{column}' holds half .*\(U\+D800\).*mend"
-    )
-    with pytest.raises(ValueError, match=said):
+    place = r"^\S+rows.jsonl, line 2 \(row 1, .*\)"
+    with pytest.raises(ValueError, match=rf"{place}: column '{column}' holds half .*\(U\+D800\)"):
         load(kind, source, tokenizer_of(CHATML), **settings)
 
 
@@ -367,17 +348,15 @@ def test_a_response_goes_on_from_the_prompt(name: str, tmp_path: Path) -> None:
 
 def test_a_response_to_another_prompt(tmp_path: Path) -> None:
     row = {"prompt": "snow?", "chosen": [ASK, ANSWER], "rejected": [ASK, NO]}
-    said = (
-        r"line 1 .*column 'chosen' is a conversation that neither.*set preferences\.prompt_column"
-    )
-    with pytest.raises(ValueError, match=said):
-        preference(tmp_path, tokenizer_of(CHATML), **row)
-    config = PreferencesConfig(source=written(tmp_path, row), template="chat", prompt_column="")
-    one = load_preferences(config, tokenizer_of(CHATML), seed=1).row(0)
-    assert "rain?" in tokenizer_of(CHATML).decode(one.prompt_ids)
+    tokenizer, said = tokenizer_of(CHATML), "column 'chosen' is a conversation that neither"
+    with pytest.raises(ValueError, match=rf"line 1 .*{said}.*set preferences\.prompt_column"):
+        preference(tmp_path, tokenizer, **row)
+    source = written(tmp_path, row)
+    one = load(PreferencesConfig, source, tokenizer, template="chat", prompt_column="").row(0)
+    assert "rain?" in tokenizer.decode(one.prompt_ids)
     goes_on = {"chosen": [ANSWER, MORE, ANSWER], "rejected": [ANSWER, MORE, NO]}
     with pytest.raises(ValueError, match=r"no column 'prompt'; set preferences\.prompt_column"):
-        preference(tmp_path, tokenizer_of(CHATML), **goes_on)
+        preference(tmp_path, tokenizer, **goes_on)
 
 
 # ------------------------------------------------------------------------ a template's variables
@@ -400,8 +379,8 @@ def test_variables_are_read_wherever_a_template_writes(value: bool | None, tmp_p
     asked = load(PromptsConfig, source, tokenizer, **read).at(0).text
     assert asked == f"<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\n{thoughts}"
     part: dict[str, Any] = {"source": source, "weight": 1.0, "template_variables": set_to}
-    mixture = PromptsConfig(sources=(PromptSourceConfig(**part),), template="chat")
-    assert load_prompts(mixture, tokenizer, seed=1).at(0).text == asked
+    mixture = (PromptSourceConfig(**part),)
+    assert load(PromptsConfig, "", tokenizer, sources=mixture, **CHAT).at(0).text == asked
     pair = load(DemonstrationsConfig, source, tokenizer, **read).at(0)
     assert tokenizer.decode(pair.prompt_ids) == asked
     source = written(tmp_path, {"messages": [ASK, ANSWER]})
@@ -436,13 +415,6 @@ def test_a_variable_that_the_template_does_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SECTIONS.values())
-def test_variables_without_a_template(kind: Any) -> None:
-    said = f"{kind.__name__}.template is 'none', which does not use it"
-    with pytest.raises(ValueError, match=said):
-        kind(source="x", template_variables={"enable_thinking": False})
-
-
-@pytest.mark.parametrize("kind", SECTIONS.values())
 def test_other_variables_are_other_data(kind: Any, tmp_path: Path) -> None:
     row = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a", "rejected": "b"}
     source, tokenizer, found = written(tmp_path, row), tokenizer_of(CHATML, THINKS), set()
@@ -460,6 +432,12 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
     row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "chosen": "a"}
     row |= {"rejected": "b", "messages": [ASK, ANSWER], "text": "t", "good": True}
     other = {"prompt": "r", "response": "b", "text": "u", "good": False}
+    of_kto: Any = {"response_column": "text", "label_column": "good", "single": True}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (PromptsConfig, {}), (PromptsConfig, {"sources": True}),
+        (DemonstrationsConfig, {}), (DemonstrationsConfig, {"messages_column": "messages"}),
+        (PreferencesConfig, {}), (PreferencesConfig, {"single": True}), (PreferencesConfig, of_kto),
+    ]  # fmt: skip
 
     def digests(
         day: int, template: str = DATED, changed: dict[str, Any] | None = None
@@ -469,34 +447,26 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         made = {} if changed is None else changed
         source = written(tmp_path, row | made, row | other)
-        read: dict[str, Any] = {"template": "chat", "shuffle": False}
-        part = PromptSourceConfig(source=source, weight=1.0)
         tokenizer: Any = tokenizer_of(CHATML, template)
-        columns: Any = {"response_column": "text", "label_column": "good"}
-        rows = [
-            load(PromptsConfig, source, tokenizer, **read),
-            load(PromptsConfig, "", tokenizer, sources=(part,), template="chat"),
-        ]
-        read |= {"source": source, "tokenizer": tokenizer}
-        data = [
-            load(DemonstrationsConfig, **read),
-            load(DemonstrationsConfig, **read, messages_column="messages"),
-            load(PreferencesConfig, **read),
-            load(PreferencesConfig, **read, single=True),
-            load(PreferencesConfig, **read, **columns, single=True),
-        ]
-        shown = [one.at(0).token_ids for one in rows] + [one.at(0).prompt_ids for one in data]
-        return [one.fingerprint for one in (*rows, *data)], list(map(tokenizer.decode, shown))
+        found, shown = [], []
+        for kind, more in kinds:
+            if "sources" in more:
+                more = {"sources": (PromptSourceConfig(source=source, weight=1.0),)}
+            place = "" if "sources" in more else source
+            rows = load(kind, place, tokenizer, template="chat", shuffle=False, **more)
+            first = rows.at(0)
+            found.append(rows.fingerprint)
+            ids = first.token_ids if kind is PromptsConfig else first.prompt_ids
+            shown.append(tokenizer.decode(ids))
+        return found, shown
 
     today, texts = digests(2)
     assert all("02 May" in text for text in texts)
     later, texts = digests(3)
-    assert all("03 May" in text for text in texts)
-    assert later == today
+    assert later == today and all("03 May" in text for text in texts)
     for template, changed in (
-        ("! " + DATED, None),
-        (DATED, {"prompt": "p", "messages": [ASK, NO]}),
-    ):
+        ("! " + DATED, None), (DATED, {"prompt": "p", "messages": [ASK, NO]}),
+    ):  # fmt: skip
         found, _ = digests(2, template, changed)
         assert all(one != before for one, before in zip(found, today, strict=True))
     found, _ = digests(2, DATED, {"rejected": "c", "text": "w"})
@@ -505,17 +475,13 @@ def test_another_day_is_the_same_data(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tools_are_shown_with_one_set_of_variables() -> None:
-    tree: dict[str, Any] = {
-        "model": {"path": "m"},
-        "folder": "f",
-        "prompts": {"source": "a", "template": "chat", "template_variables": {"thinking": True}},
-        "evaluation": {"prompts": {"source": "b", "template": "chat"}},
-        "environment": {"tools": {"functions": ["a.py:f"]}},
-    }
+    asked: dict[str, Any] = {"source": "a", "template": "chat"}
+    thinks = asked | {"template_variables": {"thinking": True}}
+    tree: dict[str, Any] = {"model": {"path": "m"}, "folder": "f", "prompts": thinks}
+    tree["environment"] = {"tools": {"functions": ["a.py:f"]}}
     with pytest.raises(ValueError, match=r"template_variables of prompts and evaluation.*set the"):
-        from_tree(RunConfig, tree, where="x")
-    tree["evaluation"]["prompts"]["template_variables"] = {"thinking": True}
-    assert from_tree(RunConfig, tree, where="x").prompts.template_variables == {"thinking": True}
+        from_tree(RunConfig, tree | {"evaluation": {"prompts": asked}}, where="x")
+    assert from_tree(RunConfig, tree | {"evaluation": {"prompts": thinks}}, where="x")
 
 
 # ------------------------------------------------------------- thoughts that a template has opened
@@ -548,16 +514,23 @@ def pair_of(folder: Path, tokenizer: Any, said: Any) -> list[str]:
     return [tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)]
 
 
+def in_every_kind(folder: Path, tokenizer: Any, said: str) -> list[str]:
+    """[prompt, response] of "rain?" and a reply, the same in pairs, conversations and
+    preferences.
+    """
+    found, reply = pair_of(folder, tokenizer, said), {"role": "assistant", "content": said}
+    assert conversation(folder, tokenizer, [ASK, reply]) == found
+    worse = reply | {"content": f"{said}no"}
+    chosen = preference(folder, tokenizer, prompt="rain?", chosen=[reply], rejected=[worse])
+    assert [*chosen[:2]] == found
+    return found
+
+
 @pytest.mark.parametrize("said", THOUGHTS, ids=["its tag", "no tag"])
 @pytest.mark.parametrize("name", OPENING)
 def test_thoughts_are_opened_once(name: str, said: str, tmp_path: Path) -> None:
-    tokenizer, reply = opening(name), {"role": "assistant", "content": said}
-    want = [OPENED, f"{THOUGHTS[1]}<|im_end|>"]
-    assert pair_of(tmp_path, tokenizer, said) == want
-    assert conversation(tmp_path, tokenizer, [ASK, reply]) == want
-    worse = {"role": "assistant", "content": THOUGHTS[0].replace("yes", "no")}
-    found = preference(tmp_path, tokenizer, prompt="rain?", chosen=[reply], rejected=[worse])
-    assert found == (*want, want[1].replace("yes", "no"))
+    found = in_every_kind(tmp_path, opening(name), said)
+    assert found == [OPENED, f"{THOUGHTS[1]}<|im_end|>"]
 
 
 GAP = CHATML.template.replace("{{ m.content", "{{ ' ' if m.role == 'assistant' }}{{ m.content")
@@ -577,20 +550,12 @@ WRITES = {  # {name: (template, response, what is trained on)}
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_reply_is_trained_on_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
-    """In pairs, conversations and preferences alike."""
     tokenizer, said, want = WRITES[name]
-    asked, found = pair_of(tmp_path, tokenizer, said)
-    assert found == want
-    chosen = {"role": "assistant", "content": said}
-    assert preference(tmp_path, tokenizer, prompt=[ASK], chosen=[chosen], rejected=[NO])[:2] == (
-        asked, want
-    )  # fmt: skip
-    assert conversation(tmp_path, tokenizer, [ASK, chosen]) == [asked, want]
+    assert in_every_kind(tmp_path, tokenizer, said)[1] == want
 
 
 CALL_CHAT = [ANSWER | {"tool_calls": [CALL]}]
 STORED: dict[str, tuple[Any, str]] = {  # {name: (response, what is trained on)}
-    "a text": (json.dumps([ANSWER]), "yes<|im_end|>"),
     "a list": ([ANSWER], "yes<|im_end|>"),
     "a call": (json.dumps(CALL_CHAT), f"yes{WRITTEN}<|im_end|>"),
     "no chat": ('[{"a": 1}]', '[{"a": 1}]<|im_end|>'),
@@ -687,16 +652,13 @@ def test_a_turn_ends_with_one_token_everywhere(name: str, tmp_path: Path) -> Non
     assert end_of_turn(tokenizer, "none") == tokenizer.eos_token_id
 
     source = written(tmp_path, {"prompt": "rain?", "response": "yes"})
-    pairs = DemonstrationsConfig(source=source, template="chat")
-    pair = load_demonstrations(pairs, tokenizer, seed=1).at(0)
+    pair = load(DemonstrationsConfig, source, tokenizer, template="chat").at(0)
     assert pair.response_ids == want
     talk = [ASK, ANSWER, MORE, ANSWER]
     assert conversation(tmp_path, tokenizer, talk)[1:] == [f"{gap}yes{family.end}"] * 2
     source = written(tmp_path, {"prompt": [ASK], "chosen": [ANSWER], "rejected": [NO]})
-    config = PreferencesConfig(source=source, template="chat")
-    one = load_preferences(config, tokenizer, seed=1).row(0)
-    assert one.prompt_ids == pair.prompt_ids
-    assert one.responses[0] == want
+    one = load(PreferencesConfig, source, tokenizer, template="chat").row(0)
+    assert (one.prompt_ids, one.responses[0]) == (pair.prompt_ids, want)
 
     shown = tokenizer.decode(pair.prompt_ids)
     (scored,) = scored_tokens(
@@ -762,8 +724,7 @@ def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
     for template, end in (
         ("chat", "<|im_end|>"), ("rendered", "<|im_end|>"), ("none", "<|endoftext|>")
     ):  # fmt: skip
-        config = DemonstrationsConfig(source=source, template=template, shuffle=False)  # pyright: ignore[reportArgumentType]
-        rows = load_demonstrations(config, tokenizer, seed=1)
+        rows = load(DemonstrationsConfig, source, tokenizer, template=template, shuffle=False)
         found = [tokenizer.decode(rows.at(n).response_ids) for n in range(len(ends))]
         assert ("demonstrations.template is none" in rows.warning) == (template == "none")
         want = [f"yes{end}"] * len(ends)

@@ -4,24 +4,20 @@ ends a loop in order, a second one at once.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.commands import ROOT, python
+from support.commands import ROOT, python, until
 
 from megarl import cli, console, signals
 from megarl.errors import UserError
@@ -37,19 +33,18 @@ subprocess.run([sys.executable, "-c", "print('by a child'); import os; os.write(
 LINES = ("printed by a library", "written in C", "a warning", "by a child", "its error")
 
 
-def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    head = "from megarl import console, signals\nfrom pathlib import Path\nimport sys\n"
-    return python("-c", head + code, str(folder), env=os.environ | environment)
+def run(code: str, folder: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    head = "from megarl import console, signals\nfrom megarl.errors import UserError\n"
+    head += "from pathlib import Path\nimport sys\n"
+    return python("-c", head + code, str(folder), **settings)
 
 
 def indented(code: str) -> str:
     return "".join(f"    {line}\n" for line in code.strip().splitlines())
 
 
-@pytest.fixture(scope="module")
-def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """A command that is noisy before and after it has a run folder, and fails in the end."""
-    folder = tmp_path_factory.mktemp("noisy")
+def test_each_stream_has_what_is_its_own(tmp_path: Path) -> None:
+    """Of a command that is noisy before and after it has a run folder, and fails in the end."""
     code = f"""
 with console.diverted():
 {indented(NOISE)}
@@ -61,26 +56,15 @@ with console.diverted():
 {indented(NOISE)}
     raise RuntimeError("two\\nlines")
 """
-    return folder, run(code, folder)
-
-
-def test_standard_output_has_the_result_only(noisy: tuple) -> None:
-    assert noisy[1].stdout == '{"x": 1}\n'
-
-
-def test_standard_error_has_our_lines_only_and_one_for_an_error(noisy: tuple) -> None:
-    ours, phase, error, *rest = noisy[1].stderr.splitlines()
+    done = run(code, tmp_path)
+    assert done.stdout == '{"x": 1}\n'
+    ours, phase, error, *rest = done.stderr.splitlines()
     assert ours == "a line of ours" and phase.startswith("a phase: 0.0 s  [")
     assert error.startswith("megarl: error: RuntimeError: two lines (the traceback")
-    assert str(noisy[0] / "run.log") in error
+    assert str(tmp_path / "run.log") in error
     assert rest[0].startswith("Traceback")  # of the code here, which does not catch `Reported`
-
-
-def test_the_log_has_everything_in_its_order(noisy: tuple) -> None:
-    log = (noisy[0] / "run.log").read_text()
-    order = [*LINES, "a line of ours", *LINES, "Traceback", "RuntimeError: two"]
-    at = 0
-    for line in order:
+    log, at = (tmp_path / "run.log").read_text(), 0
+    for line in [*LINES, "a line of ours", *LINES, "Traceback", "RuntimeError: two"]:
         at = log.index(line, at) + 1
     assert "a phase" in log
 
@@ -102,7 +86,6 @@ def test_an_error_is_shown_before_what_surrounds_it_is_closed(
     error: str, code: int, said: str, tmp_path: Path
 ) -> None:
     script = f"""
-from megarl.errors import UserError
 try:
     with console.diverted():
         console.open_log(Path(sys.argv[1]))
@@ -121,40 +104,29 @@ except console.Reported as reported:
 
 
 def test_a_mistake_is_in_the_log_too(tmp_path: Path) -> None:
-    code = "from megarl.errors import UserError\nwith console.diverted():\n"
-    code += "    console.open_log(Path(sys.argv[1]))\n    raise UserError('what to set')\n"
-    run(code, tmp_path)
+    code = "with console.diverted():\n    console.open_log(Path(sys.argv[1]))\n"
+    run(f"{code}    raise UserError('what to set')\n", tmp_path)
     assert "megarl: error: what to set\n" in (tmp_path / "run.log").read_text()
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """Where the log cannot be written either."""
     (tmp_path / console.LOG).symlink_to("/dev/full")
-    code = """
-with console.diverted():
-    console.open_log(Path(sys.argv[1]))
-    console.say("a line of ours")
-    raise OSError(28, "No space left on device", "metrics.jsonl")
-"""
-    lines = run(code, tmp_path).stderr.splitlines()
-    assert lines[0] == "a line of ours"
+    code = "with console.diverted():\n    console.open_log(Path(sys.argv[1]))\n"
+    code += "    raise OSError(28, 'No space left on device', 'metrics.jsonl')\n"
+    line = run(code, tmp_path).stderr.splitlines()[0]
     said = "OSError: [Errno 28] No space left on device: 'metrics.jsonl'; free some space where"
     said += " the run folder is, and go on with --resume auto (the traceback could not be written"
-    assert lines[1] == f"megarl: error: {said} to {tmp_path / console.LOG})"
+    assert line == f"megarl: error: {said} to {tmp_path / console.LOG})"
 
 
 def test_a_console_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     """Standard error goes to a file, as under a scheduler."""
-    code = """
-with console.diverted():
-    console.open_log(Path(sys.argv[1]))
-    console.say("a line")
-    console.result("whole")
-"""
-    script = f"import sys\nfrom pathlib import Path\nfrom megarl import console\n{code}"
+    code = "with console.diverted():\n    console.open_log(Path(sys.argv[1]))\n"
+    code += "    console.say('a line')\n    console.result('whole')\n"
     streams = {"capture_output": False, "stdout": subprocess.PIPE}
     with Path("/dev/full").open("w") as full:
-        done = python("-c", script, str(tmp_path), **streams, stderr=full)
+        done = run(code, tmp_path, **streams, stderr=full)
     assert (done.returncode, done.stdout) == (0, "whole\n")
     assert "a line" in (tmp_path / "run.log").read_text()
 
@@ -195,10 +167,9 @@ def test_the_first_signal_sets_a_flag(handlers: object, capsys: pytest.CaptureFi
     with pytest.raises(signals.EndedBySignal) as ended:
         loop()
     assert ended.value.number == signal.SIGINT
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert said[0].startswith("megarl: Ctrl-C: the run saves a checkpoint")
-    assert "step 3 is saved" in said[1]
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("megarl: Ctrl-C: the run saves a checkpoint")
+    assert "step 3 is saved" in last
 
 
 def test_a_second_signal_ends_at_once(handlers: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +227,8 @@ def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.P
     settings = {"WAITS_AT": module, "MARK": str(mark), "PYTHONPATH": str(folder)}
     streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, cwd=ROOT, env=os.environ | settings, text=True, **streams)
-    deadline = time.monotonic() + 60
-    while not mark.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
+    until(lambda: mark.exists() or process.poll() is not None)
+    assert mark.exists(), process.communicate()
     return process
 
 
@@ -325,46 +294,6 @@ def test_nohup_keeps_a_run_from_sighup(tmp_path: Path) -> None:
     assert process.returncode == 143 and "SIGHUP" not in said
 
 
-SAVES = """
-import signal, sys, time
-from pathlib import Path
-from megarl import cli, console, signals
-
-mark = Path(sys.argv[1])
-signals.handle()
-with console.diverted(), signals.graceful() as stop:
-    console.open_log(mark.parent)
-    mark.write_text("started")
-    while not stop:
-        time.sleep(0.01)
-    console.say("to a terminal that is gone")
-    mark.write_text(f"saved after {stop.number}")
-cli.leave(128 + stop.number)
-"""
-
-
-def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    ours, theirs = pty.openpty()
-
-    def own_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    command = [sys.executable, "-c", SAVES, str(mark)]
-    process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=own_terminal)
-    os.close(theirs)
-    deadline = time.monotonic() + 60
-    while not mark.exists() or mark.read_text() != "started":
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.close(ours)
-    assert process.wait(60) == 129
-    assert mark.read_text() == "saved after 1"
-    assert "SIGHUP (the terminal was closed): the run saves" in (tmp_path / "run.log").read_text()
-
-
 def test_what_is_not_saved_in_time_is_said(
     handlers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,14 +332,14 @@ def test_operators_are_built_and_found_with_the_same_programs(
     other.chmod(0o755)
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([*([beside] if activated else []), str(tmp_path), os.environ["PATH"]])
-    code = (
-        "from megarl.cluster.process_env import prepare_environment\n"
-        "import os, shutil\n"
-        "os.environ.pop('TORCH_EXTENSIONS_DIR', None)\n"
-        "prepare_environment(1)\n"
-        "print(shutil.which('ninja'), os.environ.get('TORCH_EXTENSIONS_DIR'))\n"
-    )
-    found = run(code, tmp_path, PATH=path).stdout.split()
+    code = """
+from megarl.cluster.process_env import prepare_environment
+import os, shutil
+os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+prepare_environment(1)
+print(shutil.which("ninja"), os.environ.get("TORCH_EXTENSIONS_DIR"))
+"""
+    found = run(code, tmp_path, env=os.environ | {"PATH": path}).stdout.split()
     assert found == [f"{beside}/ninja", str(Path(sys.prefix) / "torch_extensions")]
 
 

@@ -119,7 +119,7 @@ def test_links_files_of_others_and_files_that_vanish_pass(
     refuse_unfit(run)
     refuse_unfit(tmp_path / "none")
     refuse_unfit(tmp_path / "elsewhere")
-    (run / "gone").touch()
+    (run / "gone").touch()  # between the list of the folder and the look at it
     listed = list(os.scandir(run))
     (run / "gone").unlink()
     monkeypatch.setattr(os, "scandir", lambda path: iter(listed if path == run else []))
@@ -129,21 +129,19 @@ def test_links_files_of_others_and_files_that_vanish_pass(
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
     assert lease.decode_lease(DEEP.encode()) is None
     path = tmp_path / "metrics.jsonl"
-    path.write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
-        list(read_records(path))
-    path.write_text('{"step": ' + "9" * 5000 + "}\n")
-    with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
-        list(read_records(path))
-    path.write_text(DEEP + "\n")
+    for text in (DEEP + "\n", '{"step": ' + "9" * 5000 + "}\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"line 1 is not JSON .*; delete the line"):
+            list(read_records(path))
     with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
         Reader(path)
     (tmp_path / "rank0.json").write_text(DEEP + "\n")
     assert activity_files.read_lives(tmp_path) == []
-    (tmp_path / "digests.json").write_text(DEEP)
+    digests = tmp_path / "digests.json"
+    digests.write_text(DEEP)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
-    (tmp_path / "digests.json").unlink()
-    os.mkfifo(tmp_path / "digests.json")
+    digests.unlink()
+    os.mkfifo(digests)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
 
 
@@ -174,11 +172,8 @@ def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content
 
 @pytest.mark.parametrize(("name", "record"), [
     ("metrics", '{"step": 3, "loss": "x"}'),
-    ("metrics", '{"step": 3, "reward/mean": [1]}'),
-    ("metrics", '{"step": 3, "time/step_s": {"a": 1}}'),
     ("metrics", '{"step": 3, "loss": ' + "9" * 400 + "}"),
     ("metrics", '{"step": ' + "9" * 400 + "}"),
-    ("evaluations", '{"step": 3, "eval/accuracy": "x"}'),
     ("evaluations", '{"step": 3, "eval/accuracy": 1, "transcripts": 7}'),
 ])  # fmt: skip
 def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: str) -> None:
@@ -197,10 +192,9 @@ def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: st
         write_report(tmp_path, title="x")
 
 
-@pytest.mark.parametrize("rest", ['"groups": 5', '"rollouts": 3', '"rollouts": [3]'])
-def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path, rest: str) -> None:
+def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (tmp_path / "transcripts.jsonl").write_text(f'{{"step": 1, {rest}}}\n')
+    (tmp_path / "transcripts.jsonl").write_text('{"step": 1, "rollouts": [3]}\n')
     assert "cannot be shown" in write_report(tmp_path, title="x").read_text()
 
 

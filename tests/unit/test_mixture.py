@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -49,24 +50,15 @@ def test_shares_are_exact_in_every_stretch(shares: list[Fraction], start: int, l
     """Counts of the first n positions, known from the next position of each source, never leave the
     bound; nor do those of a stretch that begins anywhere.
     """
-    found = Interleaving(shares)
-    counts = Counter(found.at(start + n)[0] for n in range(length))
+    found, counts, first = Interleaving(shares), Counter[int](), dict[int, int]()
+    for source, own in (found.at(start + n) for n in range(length)):
+        assert own == first.setdefault(source, own) + counts[source], "a gap, or a repetition"
+        counts[source] += 1
     for number, share in enumerate(shares):
         assert abs(counts[number] - length * share) <= max(0, len(shares) - 1)
     for ordinal in (start, start + length):
         source, before = found.at(ordinal)
         assert abs(before - ordinal * shares[source]) <= Fraction(len(shares) - 1, 2)
-
-
-@settings(max_examples=60, deadline=None)
-@given(weights)
-def test_each_source_counts_its_own_prompts(shares: list[Fraction]) -> None:
-    """Positions of a source are 0, 1, 2, ... without a gap or a repetition."""
-    found, counts = Interleaving(shares), Counter[int]()
-    for ordinal in range(200):
-        source, own = found.at(ordinal)
-        assert own == counts[source]
-        counts[source] += 1
 
 
 def test_a_whole_period_has_the_weights_to_the_letter() -> None:
@@ -76,22 +68,15 @@ def test_a_whole_period_has_the_weights_to_the_letter() -> None:
         assert [counts[number] for number in range(4)] == [11, 6, 2, 1]
 
 
-def test_two_equal_sources_alternate() -> None:
-    found = Interleaving([Fraction(1, 2)] * 2)
-    assert [found.at(n)[0] for n in range(6)] == [0, 1, 0, 1, 0, 1]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
     write_model(folder / "model")
+    judges = ["letter", "math", "math"] * 3
     rows = {
         "sums": [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)],
         "words": [{"question": f"{n}", "gold": {"text": f"a{n}"}} for n in range(7)],
-        "both": [
-            {"prompt": f"{n}", "answer": str(n), "judge": "math" if n % 3 else "letter"}
-            for n in range(9)
-        ],
+        "both": [{"prompt": f"{n}", "answer": f"{n}", "judge": judges[n]} for n in range(9)],
     }
     for name, part in rows.items():
         write_rows(folder / f"{name}.jsonl", part)
@@ -128,22 +113,16 @@ def test_rows_carry_their_verifier_and_own_columns(place: Path) -> None:
 
 
 def test_training_order_has_the_shares_and_each_source_its_epochs(place: Path) -> None:
-    prompts = load(mixed(place), place)
+    prompts, again = load(mixed(place), place), load(mixed(place), place)
     drawn = [prompts.at(n) for n in range(1000)]
+    assert drawn[::-1] == [again.at(n) for n in reversed(range(1000))]
+    assert drawn[:60] != [load(mixed(place), place, seed=2).at(n) for n in range(60)]
     assert Counter(one.environment for one in drawn) == {"math": 700, "letter": 300}
     for name, rows in (("math", range(10)), ("letter", range(10, 17))):
         own = [one.index for one in drawn if one.environment == name]
         for first in range(0, len(own) - len(rows) + 1, len(rows)):
             assert sorted(own[first : first + len(rows)]) == list(rows)
         assert own[: len(rows)] != own[len(rows) : 2 * len(rows)]  # shuffled anew
-
-
-def test_a_prompt_depends_on_seed_and_ordinal_alone(place: Path) -> None:
-    first, again = load(mixed(place), place), load(mixed(place), place)
-    ahead = [first.at(n).index for n in range(60)]
-    assert [again.at(n).index for n in reversed(range(60))] == ahead[::-1]
-    assert again.at(10**9).index == load(mixed(place), place).at(10**9).index
-    assert [load(mixed(place), place, seed=2).at(n).index for n in range(60)] != ahead
 
 
 def test_a_file_twice_is_shuffled_twice(place: Path) -> None:
@@ -156,14 +135,10 @@ def test_a_file_twice_is_shuffled_twice(place: Path) -> None:
 def test_the_fingerprint_tells_mixtures_apart(place: Path) -> None:
     one = mixed(place)
     parts = one.sources
-    found = [
-        one,
-        replace(one, sources=parts[::-1]),
-        replace(one, sources=tuple(replace(part, weight=weight) for part,
-         weight in zip(parts, (0.6, 0.4), strict=True))),
-        replace(one, shuffle=False),
-        replace(one, sources=(replace(parts[0], environment="letter"), parts[1])),
-    ]  # fmt: skip
+    weighed = replace(parts[0], weight=0.6), replace(parts[1], weight=0.4)
+    other = replace(parts[0], environment="letter"), parts[1]
+    changes = [{"sources": part} for part in (parts[::-1], weighed, other)]
+    found = [one, replace(one, shuffle=False), *(replace(one, **change) for change in changes)]
     digests = [load(config, place).fingerprint for config in found]
     assert len(set(digests)) == len(digests) and digests[0] == load(one, place).fingerprint
     assert all(digest.startswith("17 rows, xxh3-128 ") for digest in digests)
@@ -180,14 +155,16 @@ def test_a_single_source_is_what_it_was(place: Path) -> None:
 
 
 def test_a_column_names_the_verifier(place: Path) -> None:
-    column = PromptsConfig(source=str(place / "both.jsonl"), environment_column="judge")
-    found = [prompt.environment for prompt in load(column, place)]
-    assert found == ["letter", "math", "math"] * 3
+    def judged(name: str, column: str = "judge") -> PromptList:
+        source = str(place / f"{name}.jsonl")
+        return load(PromptsConfig(source=source, environment_column=column), place)
+
+    assert [prompt.environment for prompt in judged("both")] == ["letter", "math", "math"] * 3
     with pytest.raises(ValueError, match=r"both.jsonl, line 1 .*'judges'.*environment_column to"):
-        load(PromptsConfig(source=str(place / "both.jsonl"), environment_column="judges"), place)
-    (place / "gap.jsonl").write_text('{"prompt": "1", "answer": "1", "judge": 3}\n')
+        judged("both", "judges")
+    write_rows(place / "gap.jsonl", [{"prompt": "1", "answer": "1", "judge": 3}])
     with pytest.raises(ValueError, match=r"gap.jsonl, line 1 .*verifier's name .*is 3"):
-        load(PromptsConfig(source=str(place / "gap.jsonl"), environment_column="judge"), place)
+        judged("gap")
 
 
 def ask(config: EnvironmentConfig, asked: list[tuple[Prompt, str]]) -> list[Verdict]:
@@ -205,14 +182,10 @@ def prompt(name: str, answer: str = "1/2") -> Prompt:
 def test_each_response_is_scored_by_its_rows_verifier(tmp_path: Path) -> None:
     """In worker processes, all at once: the built-in ones, a file's function and a weighted sum."""
     (tmp_path / "own.py").write_text("def length(prompt, response):\n    return len(response)\n")
-    config = EnvironmentConfig(
-        num_workers=2,
-        mixture={
-            **NAMED,
-            "own": NamedVerifierConfig(verifier=f"{tmp_path}/own.py:length"),
-            "sum": NamedVerifierConfig(rewards={"math": 1.0, f"{tmp_path}/own.py:length": 0.25}),
-        },
-    )
+    own = f"{tmp_path}/own.py:length"
+    entries = {"own": NamedVerifierConfig(verifier=own)}
+    entries["sum"] = NamedVerifierConfig(rewards={"math": 1.0, own: 0.25})
+    config = EnvironmentConfig(num_workers=2, mixture=NAMED | entries)
     response = "\\boxed{0.5}"
     names = ["math", "letter", "own", "sum"] * 5
     found = ask(config, [(prompt(name), response) for name in names])
@@ -227,13 +200,9 @@ def test_each_response_is_scored_by_its_rows_verifier(tmp_path: Path) -> None:
 def test_a_reward_server_is_one_of_the_verifiers() -> None:
     app = Scripted(lambda number, samples: Answer(), score=lambda sample: 0.25)
     with serving(app) as url:
-        config = EnvironmentConfig(
-            mixture={
-                "math": NamedVerifierConfig(verifier="math"),
-                "far": NamedVerifierConfig(verifier=url),
-                "sum": NamedVerifierConfig(rewards={"math": 1.0, url: 2.0}),
-            }
-        )
+        both = NamedVerifierConfig(rewards={"math": 1.0, url: 2.0})
+        entries = {"far": NamedVerifierConfig(verifier=url), "sum": both}
+        config = EnvironmentConfig(mixture=NAMED | entries)
         asked = [(prompt(name), "\\boxed{0.5}") for name in ("math", "far", "sum")]
         assert [one.reward for one in ask(config, asked)] == [1.0, 0.25, 1.5]
     samples = [one for request in app.requests for one in request]
@@ -241,20 +210,18 @@ def test_a_reward_server_is_one_of_the_verifiers() -> None:
 
 
 def test_metrics_of_each_source() -> None:
-    drawn = groups(3, 2)
+    drawn, names = groups(3, 2), ("math", "code", "math")
     named = [
         replace(one, prompt=replace(one.prompt, environment=name))
-        for one, name in zip(drawn, ("math", "code", "math"), strict=True)
+        for one, name in zip(drawn, names, strict=True)
     ]
     found = describe(3, named, named, 1.0)
     of_math, of_code = [*named[0].rollouts, *named[2].rollouts], named[1].rollouts
-    count = len(of_math)
-    assert found["source/math/responses"] == count
-    mean = sum(one.verdict.reward for one in of_math) / count
+    assert found["source/math/responses"] == len(of_math)
+    mean = np.mean([one.verdict.reward for one in of_math])
     assert found["source/math/reward/mean"] == pytest.approx(mean)
-    assert found["source/math/length/mean"] == sum(one.num_tokens for one in of_math) / count
-    right = sum(one.verdict.correct for one in of_code)
-    assert found["source/code/accuracy"] == right / len(of_code)
+    assert found["source/math/length/mean"] == np.mean([one.num_tokens for one in of_math])
+    assert found["source/code/accuracy"] == np.mean([one.verdict.correct for one in of_code])
     assert found["source/code/length/truncated_share"] == 0.0
     assert not any(name.startswith("source/") for name in describe(3, drawn, drawn, 1.0))
 
@@ -273,17 +240,13 @@ def test_evaluations_have_metrics_of_each_source() -> None:
 def test_majorities_are_counted_by_the_verifier_of_each_row() -> None:
     """`math` counts 0.5 and 1/2 as equal, `exact_match` does not; other verifiers have no answers."""
     both = EnvironmentConfig(mixture={"math": NAMED["math"], "text": NamedVerifierConfig()})
+    other = EnvironmentConfig(mixture={"other": NamedVerifierConfig(verifier="choice")})
     texts = [("#### 0.5", True), ("#### 0.50", True), ("#### .5", True)] + 2 * [("#### 1", False)]
-    for name, majority in (("math", 1.0), ("text", 0.0)):
-        records = [
-            {"response": text, "correct": right, "environment": name} for text, right in texts
-        ]
-        found = [value for key, value in over_samples(records, 1, both).items() if "maj" in key]
-        assert found[-1] == majority
-    other = EnvironmentConfig(mixture={"math": NamedVerifierConfig(verifier="choice")})
-    records = [one | {"environment": "math"} for one in records]
-    found = over_samples(records, 1, other)
-    assert [value for key, value in found.items() if "maj" in key] == [None]
+    for name, majority in (("math", 1.0), ("text", 0.0), ("other", None)):
+        records = [{"response": text, "correct": right, "environment": name}
+                   for text, right in texts]  # fmt: skip
+        found = over_samples(records, 1, other if name == "other" else both)
+        assert [value for key, value in found.items() if "maj" in key][-1] == majority
 
 
 def tree(place: Path, **changes: Any) -> dict[str, Any]:
@@ -356,9 +319,7 @@ def test_what_does_not_fit_is_one_error(
 
 
 def test_a_row_with_an_unknown_name_is_refused(place: Path) -> None:
-    rows = [
-        {"prompt": n, "answer": n, "judge": name} for n, name in (("1", "math"), ("2", "maths"))
-    ]
+    rows = [{"prompt": "1", "answer": "1", "judge": name} for name in ("math", "maths")]
     wrong = tree(place, evaluation__prompts__source=write_rows(place / "odd.jsonl", rows))
     with pytest.raises(ValueError, match=r"row 1 .*'maths'.*math, letter"):
         check_train(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)

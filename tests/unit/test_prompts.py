@@ -4,29 +4,25 @@ is said with its line.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from support.chat_templates import Family, tokenizer_of
+from support.commands import write_rows
+from tokenizers import processors
 
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
-from megarl.data.order import Order
 from megarl.data.rows import READERS, fingerprint
 from megarl.data.source import load_prompts
 from megarl.rollout.attempts import PromptSource
@@ -38,35 +34,20 @@ TEMPLATE = (
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "extra": {"level": n}} for n in range(10, 17)]
 
 
-def byte_tokenizer(
-    *, template: str | None = TEMPLATE, around: str | None = None
-) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, template: str | None = TEMPLATE, around: str = "$A") -> Any:
     """One id a byte; `around` is what the tokenizer itself puts around a text, such as '<bos> $A
     <eos>'.
     """
-    special = ["<pad>", "<bos>", "<eos>"]
-    vocabulary = {
-        token: n for n, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
-    fast = Tokenizer(models.BPE(vocabulary, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
-    if around:
-        fast.post_processor = processors.TemplateProcessing(
-            single=around, special_tokens=[(token, vocabulary[token]) for token in special]
-        )
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=fast, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
+    made = tokenizer_of(Family("", end="<eos>", eos="<eos>", bos="<bos>"))
+    special = [(one, made.convert_tokens_to_ids(one)) for one in ("<bos>", "<eos>")]
+    around_texts = processors.TemplateProcessing(single=around, special_tokens=special)
+    made.backend_tokenizer.post_processor = around_texts
     made.chat_template = template
     return made
 
 
 TOKENIZER = byte_tokenizer()
-BOS, EOS = 1, 2
+BOS, EOS = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
 
 
 def refused(message: str) -> Any:
@@ -85,16 +66,12 @@ def write(path: Path, rows: list[Any]) -> str:
     if path.suffix == ".json":
         path.write_text(json.dumps(rows))
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     elif path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        import csv
-
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+            csv.writer(file).writerows([list(rows[0]), *(row.values() for row in rows)])
     return str(path)
 
 
@@ -108,48 +85,21 @@ ASKED, REPLY = turns("user", "q"), turns("assistant", "a")
 @pytest.mark.parametrize("suffix", READERS)
 def test_every_format_gives_the_same_prompts(suffix: str, tmp_path: Path) -> None:
     rows = [{"prompt": f'{n}, "{n}"\nis', "answer": str(n)} for n in range(5)]
-    source: PromptSource = prompts(write(tmp_path / f"rows{suffix}", rows))
-    assert len(source) == 5
-    for index, prompt in enumerate(source):  # type: ignore[call-overload]
-        assert prompt.index == index
-        assert prompt.text == rows[index]["prompt"]
-        assert prompt.token_ids == TOKENIZER(prompt.text).input_ids
-        assert prompt.answer == rows[index]["answer"]
-        assert prompt.fields == rows[index]
-    assert len(prompts(str(tmp_path / f"rows{suffix}"), limit=2)) == 2
-
-
-def test_values_stay_as_the_file_has_them(tmp_path: Path) -> None:
-    """Nothing is guessed: a reader that infers types turns 007 into 7 and NA into null."""
-    table = tmp_path / "rows.csv"
-    table.write_text("prompt,answer\nNA,007\nnull,1.50\n")
-    texts = [(row.text, row.answer) for row in prompts(str(table))]
-    assert texts == [("NA", "007"), ("null", "1.50")]
-    lines = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 1.5}]
-    lines.append({"prompt": "2024-01-01", "answer": "x"})
-    found = list(prompts(write(tmp_path / "rows.jsonl", lines)))
-    assert [row.answer for row in found] == ["1", "1.5", "x"]
-    assert found[2].text == "2024-01-01"
-
-
-def test_a_local_folder_goes_through_datasets(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    write(tmp_path / "set" / "train.jsonl", ROWS)
-    source = prompts(str(tmp_path / "set"), answer_column="extra.level")
-    assert [prompt.answer for prompt in source] == [str(n) for n in range(10, 17)]
-    with refused(r"prompts\.split 'dev'"):
-        prompts(str(tmp_path / "set"), split="dev")
+    file = write(tmp_path / f"rows{suffix}", rows)
+    source: PromptSource = prompts(file)
+    found = [(one.index, one.text, one.answer, one.fields) for one in source]  # type: ignore[attr-defined]
+    assert found == [(n, row["prompt"], row["answer"], row) for n, row in enumerate(rows)]
+    assert source.at(0).token_ids == TOKENIZER(source.at(0).text).input_ids
+    assert len(prompts(file, limit=2)) == 2
 
 
 def test_each_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
     source, again, other = prompts(file), prompts(file), prompts(file, seed=2)
-    numpy.random.seed(0)
     random.seed(0)
     epochs = [[source.at(7 * epoch + n).index for n in range(7)] for epoch in range(6)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    numpy.random.seed(1)
     random.seed(1)
     backwards = [again.at(n).index for n in reversed(range(42))]
     assert backwards[::-1] == [index for epoch in epochs for index in epoch]
@@ -158,30 +108,12 @@ def test_each_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
     assert [unshuffled.at(n).index for n in range(14)] == [*range(7), *range(7)]
 
 
-def test_the_order_is_the_same_on_every_version() -> None:
-    order = Order(7, seed=1, shuffle=True)
-    assert [order.row(n) for n in range(14)] == [5, 3, 0, 4, 2, 6, 1, 5, 2, 3, 4, 1, 0, 6]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    num_rows=st.integers(1, 50),
-    seed=st.integers(0, 2**31 - 1),
-    asked=st.lists(st.integers(0, 10**6), max_size=20),
-)
-def test_order_is_a_pure_function(num_rows: int, seed: int, asked: list[int]) -> None:
-    order = Order(num_rows, seed=seed, shuffle=True)
-    first = [order.row(ordinal) for ordinal in asked]
-    assert [Order(num_rows, seed=seed, shuffle=True).row(ordinal) for ordinal in asked] == first
-    assert sorted(order.row(num_rows * 3 + n) for n in range(num_rows)) == list(range(num_rows))
-
-
 @pytest.mark.parametrize(
     ("around", "before"),
-    [(None, []), ("<bos> $A", [BOS]), ("$A <eos>", []), ("<bos> $A <eos>", [BOS])],
+    [("$A", []), ("<bos> $A", [BOS]), ("$A <eos>", []), ("<bos> $A <eos>", [BOS])],
 )
 def test_a_prompt_starts_as_the_tokenizer_says_and_never_ends(
-    around: str | None, before: list[int], tmp_path: Path
+    around: str, before: list[int], tmp_path: Path
 ) -> None:
     rows = [{"prompt": "ab", "answer": "1"}, {"prompt": "ab<eos>", "answer": "1"}]
     file = write(tmp_path / "rows.jsonl", rows)
@@ -237,7 +169,6 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
 FILES = [
     (".jsonl", None, r"prompts\.source .*data\.jsonl does not exist; set it to a file"),
     (".jsonl", "", r"data\.jsonl is empty; set it to one with at least one row"),
-    (".jsonl", "\n\n", r"data\.jsonl is empty"),
     (".jsonl", GOOD + '\n{"prompt": \n', r"data\.jsonl, line 3: not JSON: .*mend the line"),
     (".jsonl", GOOD + '["a"]\n', r"data\.jsonl, line 2 is a list; make every line an object"),
     (".jsonl", '\n{"query": "a", "answer": "1"}',
@@ -252,7 +183,6 @@ FILES = [
      r"the first is .*line 2 \(row 1.* with 9; set max_prompt_tokens to at least 9, or"),
     (".jsonl", GOOD + '{"prompt": "b", "answer": "1", "answer": "2"}\n',
      r"line 2: an object has the key 'answer' twice"),
-    (".jsonl", '{"prompt": "a", "x": [{"b": 1, "b": 2}]}', r"line 1: .*'b' twice"),
     (".json", '[\n{"prompt": "{", "answer": "1"},\n\n{"prompt": "b", "a": 1, "a": 1}]',
      r"line 4: an object has the key 'a' twice"),
     (".json", '{"a": 1}\n{"a": 2}', r"data\.json, line 2: not JSON.*must be named \.jsonl"),
@@ -278,14 +208,6 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
         prompts(str(path), max_prompt_tokens=8)
 
 
-def test_nested_columns_say_what_is_wrong(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", ROWS)
-    with refused(r"no column 'extra\.depth'; set prompts\.answer_column to one of: extra\.level"):
-        prompts(file, answer_column="extra.depth")
-    with refused(r"no column 'answer\.value'.*answer \(it has no columns inside\)"):
-        prompts(file, answer_column="answer.value")
-
-
 def test_an_absent_hub_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
@@ -307,36 +229,16 @@ def demonstrations(source: str, *, tokenizer: Any = TOKENIZER, **changes: Any) -
     )
 
 
-@pytest.mark.parametrize("around", [None, "<bos> $A <eos>"])
-def test_a_response_ends_once(around: str | None, tmp_path: Path) -> None:
-    rows = [{"prompt": "a=", "response": "b"}, {"prompt": "a=", "response": "b<eos>"}]
-    made = demonstrations(
-        write(tmp_path / "rows.jsonl", rows), tokenizer=byte_tokenizer(around=around)
-    )
-    assert len(made) == 2
-    for ordinal in range(4):
-        one = made.at(ordinal)
-        assert one.index == ordinal % 2
-        assert one.prompt_ids == [BOS] * bool(around) + TOKENIZER("a=").input_ids
-        assert one.response_ids == [*TOKENIZER("b").input_ids, EOS]
-
-
 def test_demonstrations_say_what_is_wrong(tmp_path: Path) -> None:
     rows = [{"prompt": "ab", "response": "cd"}, {"prompt": "ab", "response": "cde"}]
     file = write(tmp_path / "rows.jsonl", rows)
-    with refused(
+    too_long = (
         r"^1 of 2 rows .*demonstrations\.max_tokens = 5 \(the longest 6\).*line 2 .*at least 6"
-    ):
+    )
+    with refused(too_long):
         demonstrations(file, max_tokens=5)
-    with refused(r"set demonstrations\.response_column to one of: prompt, response"):
-        demonstrations(file, response_column="reply")
     with refused(r"line 1 .*the response \(column 'response'\) is empty"):
         demonstrations(write(tmp_path / "empty.jsonl", [{"prompt": "ab", "response": ""}]))
-    with refused(r"demonstrations\.template to 'none'"):
-        demonstrations(file, template="chat", tokenizer=byte_tokenizer(template=None))
-    chat = write(tmp_path / "chat.jsonl", [{"prompt": ASKED, "response": "a"}])
-    found = demonstrations(chat, template="chat").at(0).prompt_ids
-    assert TOKENIZER.decode(found) == "<|user|>q<eos><|assistant|>"
 
 
 LENGTHS = [{"prompt": "x" * length, "answer": str(length)} for length in (3, 12, 8, 20, 9)]
@@ -389,10 +291,7 @@ def test_twice_the_rows_are_twice_the_calls(tmp_path: Path) -> None:
     """Reading is not quadratic, which is seen in the number of Python's calls."""
 
     def read(count: int) -> int:
-        rows = [
-            {"prompt": f"{n}+{n}=", "answer": str(2 * n), "response": f"#{2 * n}"}
-            for n in range(count)
-        ]
+        rows = [{"prompt": f"{n}=", "answer": "1", "response": str(n)} for n in range(count)]
         file, calls = write(tmp_path / "rows.jsonl", rows), [0]
 
         def note(frame: Any, event: str, argument: Any) -> None:
@@ -410,9 +309,8 @@ def test_twice_the_rows_are_twice_the_calls(tmp_path: Path) -> None:
     assert read(1200) < 2.2 * read(600)
 
 
-def test_unique_keeps_the_first_row_of_each_prompt_and_its_line(tmp_path: Path) -> None:
-    texts = ["1+1=", "2+2=", "1+1=", "3+3=", "2+2="]
-    rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
+def test_unique_keeps_the_first_row_of_each_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(at)} for at, n in enumerate((1, 2, 1, 3, 2))]
     found = prompts(write(tmp_path / "rows.jsonl", rows), unique=True, shuffle=False)
     kept = [(prompt.text, prompt.answer) for prompt in found]
     assert kept == [("1+1=", "0"), ("2+2=", "1"), ("3+3=", "3")]
@@ -426,14 +324,6 @@ def test_the_fingerprint_is_the_same_in_every_process_and_version() -> None:
     rows = [("1+1=", "2"), (CHAT, "x"), (7, ""), ({"b": [1.5, None], "a": True}, "\ud83d")]
     wanted = "4 rows, xxh3-128 5e6452efdcaf96ca73a599733b5c6272"
     assert fingerprint(["chat", True, None], rows) == wanted
-    code = (
-        "import sys; from megarl.data.rows import fingerprint;"
-        f"print(fingerprint({['chat', True, None]!r}, {rows!r}))"
-    )
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-        assert done.strip() == wanted
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
@@ -467,27 +357,18 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
         digest("p", [{"prompt": "1+1=", "answer": "23"}]),
     ]
     assert len({one, *others}) == len(others) + 1
-
-
-def test_the_fingerprint_of_demonstrations_is_of_the_content(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}=", "response": str(n)} for n in range(5)]
-    changed = [*rows[:4], {"prompt": "4=", "response": "5"}]
-    one, same, other = (
-        demonstrations(write(tmp_path / f"{name}.jsonl", found)).fingerprint
-        for name, found in (("one", rows), ("same", rows), ("other", changed))
-    )
-    assert one == same != other
+    taught = [demonstrations(write(tmp_path / "t.jsonl", [{"prompt": "4=", "response": said}]))
+              for said in "445"]  # fmt: skip
+    assert taught[0].fingerprint == taught[1].fingerprint != taught[2].fingerprint
 
 
 CHOICES: list[tuple[Any, Any, str]] = [
     (["3", "4", "5"], 1, "B"),
     (["three", "four"], "1", "B"),
-    (["three", "four"], "A", "A"),
     (["3", "4"], "4", "B"),
     ({"label": ["1", "2"], "text": ["x", "y"]}, "2", "2"),
     ({"A": "x", "B": "y"}, "B", "B"),
     (["8", "2", "24", "120"], 2, "C"),
-    (["2", "0"], 0, "A"),
     (["8", "2", "24"], "C", "C"),
     (["0", "1"], "1", "B"),  # digits with one meaning for two reasons
 ]
@@ -501,10 +382,10 @@ def test_choices_become_lines_and_the_answer_a_label(
     file = write(tmp_path / "rows.jsonl", rows)
     read = {"choices_column": "choices", "instruction": "Say #### and the letter."}
     (prompt,) = prompts(file, **read)
-    names = {"1": "1. x\n2. y", "A": "A. x\nB. y"}
-    lines = names[next(iter(choices.values()))[0] if "label" in choices else "A"] if isinstance(
-        choices, dict
-    ) else "\n".join(f"{chr(65 + number)}. {text}" for number, text in enumerate(choices))  # fmt: skip
+    if isinstance(choices, dict):
+        lines = "1. x\n2. y" if "label" in choices else "A. x\nB. y"
+    else:
+        lines = "\n".join(f"{chr(65 + n)}. {text}" for n, text in enumerate(choices))
     assert prompt.text == f"which?\n{lines}\nSay #### and the letter."
     assert prompt.answer == label and prompt.fields == rows[0]
     (chat,) = prompts(file, **read, template="chat")
@@ -514,17 +395,13 @@ def test_choices_become_lines_and_the_answer_a_label(
 LABELLED = {"label": ["1", "2"], "text": ["x", "y"]}
 BAD_CHOICES: list[tuple[Any, Any, str]] = [
     ("3, 4", 0, r"line 1.*choices are a text.*set prompts\.choices_column"),
-    (["3"], 0, r"holds no list of 2 to 26 texts"),
     ([str(n) for n in range(27)], 0, r"holds no list of 2 to 26 texts"),
-    ({"label": ["A"], "text": ["x", "y"]}, "A", r"holds no list"),
     ({"label": ["A", "A"], "text": ["x", "y"]}, "A", r"holds no list"),
     (["x", "y"], 2, r"the answer '2' is none of the labels A, B, no text .* from 0 to 1"),
-    (["x", "y"], "z", r"the answer 'z' is none"),
     (["x", "x"], "x", r"line 1.*the answer 'x' may mean A or B"),
     (["8", "2", "24"], "2", r"line 1.*'2' may mean B or C.*as letters, or as integers from 0"),
     (["C", "A", "G"], "A", r"'A' may mean A or B"),
     (LABELLED, 1, r"'1' may mean 1 or 2"),
-    (["3", "4"], 4, r"the answer '4' is none .* from 0 to 1"),
 ]
 
 
@@ -542,6 +419,11 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     assert [prompt.answer for prompt in prompts(file, answer_column="")] == [""]
     with refused(r"answer_after is .*answer_column is ''"):
         PromptsConfig(answer_column="", answer_after="####")
+    file = write(tmp_path / "nested.jsonl", ROWS)
+    with refused(r"no column 'extra\.depth'; set prompts\.answer_column to one of: extra\.level"):
+        prompts(file, answer_column="extra.depth")
+    with refused(r"no column 'answer\.value'.*answer \(it has no columns inside\)"):
+        prompts(file, answer_column="answer.value")
 
 
 def test_content_parts_are_joined(tmp_path: Path) -> None:
@@ -608,17 +490,12 @@ def test_conversations_that_cannot_be_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("turn", "what"), [(1, "prompts"), (2, "responses"), (4, "responses")])
 def test_a_conversation_that_loses_characters_is_warned_about(
-    turn: int, what: str, tmp_path: Path
+    turn: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Deaf(PreTrainedTokenizerFast):
-        """Decodes no "\u00e9"."""
-
-        def batch_decode(self, *args: Any, **named: Any) -> Any:
-            return [text.replace("\u00e9", "?") for text in super().batch_decode(*args, **named)]
-
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    deaf = Deaf(tokenizer_object=TOKENIZER.backend_tokenizer, **special)
-    deaf.chat_template = TEMPLATE
+    deaf = byte_tokenizer()  # decodes no "\u00e9"
+    decode = deaf.batch_decode
+    heard = lambda *args, **named: [one.replace("\u00e9", "?") for one in decode(*args, **named)]  # noqa: E731
+    monkeypatch.setattr(deaf, "batch_decode", heard)
     read = AS_TALKS | {"tokenizer": deaf}
     assert not demonstrations(write(tmp_path / "a.jsonl", [{"messages": TALK}]), **read).warning
     talk = [one | {"content": "\u00e9"} if n == turn else one for n, one in enumerate(TALK)]
@@ -629,10 +506,8 @@ def test_a_conversation_that_loses_characters_is_warned_about(
 NO_QUESTIONS: list[tuple[Any, str]] = [
     (TALK[1:3], r"last turn .* of the assistant.*drop the last turn .*messages_column"),
     ([*TALK[:3], *turns("user", " ")], r"user message \(turn 3, from 0\) is empty"),
-    ("", r"user message \(turn 0, from 0\) is empty"),
     ([{"role": "user", "content": []}], r"user message \(turn 0, .* is empty"),
     (TALK[:1], r"has a system message only; add a user message"),
-    (json.dumps(TALK[1:3]), r"last turn .* of the assistant"),
 ]
 
 
@@ -645,11 +520,10 @@ def test_a_chat_that_asks_nothing_is_refused(value: Any, message: str, tmp_path:
             load(file, template="chat")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_a_chat_may_be_stored_as_the_text_of_its_json(suffix: str, tmp_path: Path) -> None:
+def test_a_chat_may_be_stored_as_the_text_of_its_json(tmp_path: Path) -> None:
     chats = [json.dumps(TALK[:2]), json.dumps(TALK[:4], indent=1), "[{x}] is what?", "[]"]
     rows = [{"prompt": chat, "answer": "1", "messages": json.dumps(TALK)} for chat in chats]
-    file = write(tmp_path / f"rows{suffix}", rows)
+    file = write(tmp_path / "rows.csv", rows)
     assert [prompt.text for prompt in prompts(file, template="chat")] == [
         "<|system|>s<eos><|user|>q<eos><|assistant|>",
         "<|system|>s<eos><|user|>q<eos><|assistant|>r<eos><|user|>qq<eos><|assistant|>",
@@ -668,9 +542,9 @@ def test_lines_of_csv_end_at_line_feeds_and_carriage_returns_only(tmp_path: Path
 
 
 def test_decimal_numbers_of_parquet_are_answers(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": Decimal(text)} for text in ("1.50", "0.00", "12.00")]
+    rows = [{"prompt": "a", "answer": Decimal(text)} for text in ("1.50", "0.00")]
     file = write(tmp_path / "rows.parquet", rows)
-    assert [row.answer for row in prompts(file)] == ["1.50", "0.00", "12.00"]
+    assert [row.answer for row in prompts(file)] == ["1.50", "0.00"]
     rows = [{"prompt": "a", "answer": Decimal("0.0000000100")}]
     assert next(iter(prompts(write(tmp_path / "small.parquet", rows)))).answer == "0.0000000100"
     file = write(tmp_path / "bytes.parquet", [{"prompt": "a", "answer": b"1"}])
@@ -767,16 +641,12 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
               ("value", "content", {"role": "assistant", "content": "b"}))),
         ([{"conversations": SHAREGPT}, {"conversations": "q"}], r"line 2 .*is a text; make it"),
         ([{"conversations": SHAREGPT}, {"other": 1}], "line 2 .*no column 'conversations'"),
-        ([{"q": "1", "a": "2"}], r"no column 'prompt'; set demonstrations.prompt_column to one of:"
-         " q, a"),
         ([{"prompt": [*ASKED, *REPLY, *ASKED], "completion": [*REPLY, *ASKED, *REPLY]}],
          "line 1 .*which turns to train on"),
         ([{"prompt": ASKED, "completion": [REPLY[0] | {"reasoning_content": "r"}]}],
          "line 1 .*'reasoning_content' of turn 1"),
-        ([{"prompt": ASKED, "completion": [REPLY[0] | {"weight": 0}]}], "'weight' of turn 1"),
         ([{"prompt": ASKED, "completion": ASKED}], "line 1 .*one of the assistant"),
         ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"weight": 0}]}], "'weight' of turn 1"),
-        ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"reasoning": "r"}]}], "'reasoning' of"),
         ([{"conversations": TOOLS, "system": "t"}], "line 1 .*column 'system' and a turn"),
         ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
         ([{"instruction": "q", "output": "a", "history": [["b", "c"]]}], "column 'history'"),
@@ -784,7 +654,7 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
         *(([{"prompt": "q", "response": "a", name: None},
             {"prompt": f"<{name.rstrip('s')}>q", "response": "a", name: x}],
            f"line 2 .*'<{name.rstrip('s')}>' stands for column '{name}', which is not shown")
-          for name, x in (("image", "a.png"), ("images", ["a.png"]), ("audio", {"path": "b"}))),
+          for name, x in (("images", ["a.png"]), ("audio", {"path": "b"}))),
         ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
     ],
 )  # fmt: skip
@@ -796,22 +666,19 @@ def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: 
 def test_images_beside_the_text_are_not_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"prompt": "q", "answer": "1", "response": "a"}
+    row = {"prompt": "q", "answer": "1"}
     more = [{"images": ["a.png"]}, {"images": [], "audio": None}, {"image": "b.png"}, {}]
-    file = write(tmp_path / "rows.jsonl", [row | one for one in more])
-    for load, section in ((prompts, "prompts"), (demonstrations, "demonstrations")):
-        found = load(file)
-        (said,) = capfd.readouterr().err.splitlines()
-        assert said.startswith(f"{section}: 2 of 4 rows ") and "'image', 'images'" in said
-        assert "not shown to the model" in said and len(found) == 4
-    assert prompts(file).at(0).fields.get("images") in (["a.png"], [], None)
+    found = prompts(write(tmp_path / "rows.jsonl", [row | one for one in more]))
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("prompts: 2 of 4 rows ") and "'image', 'images'" in said
+    assert "not shown to the model" in said and len(found) == 4
+    assert found.at(0).fields.get("images") in (["a.png"], [], None)
     plain = write(tmp_path / "plain.jsonl", [row, row | {"prompt": "what is <image>?"}])
     assert len(prompts(plain)) == 2
 
 
-@pytest.mark.parametrize("template", ["none", "rendered"])
-def test_the_json_of_a_chat_needs_a_template(template: str, tmp_path: Path) -> None:
-    chat = json.dumps(TALK[:2])
+def test_the_json_of_a_chat_needs_a_template(tmp_path: Path) -> None:
+    template, chat = "rendered", json.dumps(TALK[:2])
     rows = [{"prompt": one, "answer": "1", "response": "a", "text": one} for one in ("q", chat)]
     file = write(tmp_path / "rows.jsonl", rows)
     for load in (prompts, demonstrations):
@@ -823,27 +690,18 @@ def test_the_json_of_a_chat_needs_a_template(template: str, tmp_path: Path) -> N
     assert prompts(literal, template=template).at(0).text == '[{"a": 1}]'
 
 
-def test_files_below_a_folder_and_folders_that_datasets_has_saved(tmp_path: Path) -> None:
+def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     import datasets
 
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    row = {"prompt": "q", "response": "a"}
-    for folder in ("a", "a/b"):
-        write(tmp_path / folder / "x.jsonl", [row])
-    write(tmp_path / "x.jsonl", [row])
-    assert len(demonstrations(str(tmp_path / "**" / "*.jsonl"))) == 3
-    one = datasets.Dataset.from_list([row | {"answer": "1"}] * 2)
-    one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(
-        str(tmp_path / "two")
-    )
-    for load in (prompts, demonstrations):
-        assert len(load(str(tmp_path / "one"))) == 2
-        assert len(load(str(tmp_path / "two"), split="test")) == 1
-        with refused(r"split 'test' .*it has the splits train"):
-            load(str(tmp_path / "one"), split="test")
-        with refused(r"split 'dev' .*has the splits train, test"):
-            load(str(tmp_path / "two"), split="dev")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    rows = datasets.Dataset.from_list([{"prompt": "q", "answer": "1"}] * 2)
+    rows.save_to_disk(one)
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(two)
+    assert len(prompts(one)) == 2 and len(prompts(two, split="test")) == 1
+    with refused(r"split 'test' .*it has the splits train"):
+        prompts(one, split="test")
+    with refused(r"split 'dev' .*has the splits train, test"):
+        prompts(two, split="dev")
 
 
 def test_prompts_of_others_are_recognised(
@@ -865,29 +723,17 @@ def test_prompts_of_others_are_recognised(
     assert found.text == "3" and capfd.readouterr().err == ""
 
 
-def test_several_files_are_one_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_files_are_one_source(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("b", "a", "c"):
         write(folder / f"{name}.jsonl", [{"prompt": f"{name}{n}", "answer": "1"} for n in (0, 1)])
     for source in (str(folder), f"{folder}/*.jsonl"):
-        found = prompts(source, limit=5)
-        assert [one.text for one in found] == ["a0", "a1", "b0", "b1", "c0"]
-        assert "3 files are read: a.jsonl, b.jsonl, c.jsonl" in capfd.readouterr().err
-    assert [one.text for one in prompts(f"{folder}/[bc].jsonl")][:2] == ["b0", "b1"]
-    with refused(r"prompts.source .*x\*.jsonl is a pattern that no file fits"):
-        prompts(f"{folder}/x*.jsonl")
+        texts = [one.text for one in prompts(source, limit=5)]
+        assert texts == ["a0", "a1", "b0", "b1", "c0"]
     (folder / "b.jsonl").write_text('{"prompt": "b"}\n')
     with refused(r"b.jsonl, line 1 \(row 0.*no column 'answer'"):
         prompts(str(folder))
     write(folder / "d.parquet", [{"prompt": "d", "answer": "1"}])
     with refused(r"several formats \(a.jsonl, .*data/\*.jsonl or .*data/\*.parquet"):
         prompts(str(folder))
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for n in (0, 1):
-        write(shards / f"train-{n:05}-of-00002.parquet", [{"prompt": str(n), "answer": "1"}])
-    assert [one.text for one in prompts(str(shards))] == ["0", "1"]
-    write(shards / "test-00000-of-00001.parquet", [{"prompt": "t", "answer": "1"}])
-    assert len(prompts(str(shards))) == 2 and len(prompts(str(shards), split="test")) == 1
-    assert len(prompts(f"{shards}/train*.parquet")) == 2

@@ -96,19 +96,13 @@ def write(folder: Path, **changes: Any) -> Path:
      "evaluation.prompts.max_prompt_tokens is 0"),
     ({"evaluation": {"prompts": {"system": "a"}}},
      "evaluation.prompts.system is 'a', but evaluation.prompts.template is 'none'"),
-    ({"prompts": {"source": "a", "limit": 0}}, "prompts.limit is 0"),
     ({"reference": {"layout": {"tensor": 0}}}, "reference.layout.tensor is 0"),
     ({"reference": {"ranks": [1, -1]}}, "reference.ranks is -1"),
     ({"algorithm": {"aggregation": "constant", "constant_tokens": -5}},
      "algorithm.constant_tokens is -5"),
-    ({"rollout": {"temperature": 2.5}}, "rollout.temperature is 2.5"),
     ({"rollout": {"temperature": 1e-30}}, "rollout.temperature is 1e-30"),
-    ({"rollout": {"groups_per_step": 10**7}}, "rollout.groups_per_step is 10000000"),
     ({"training": {"num_threads": 10**6}}, "training.num_threads is 1000000"),
     ({"environment": {"correct": math.nan}}, "environment.correct is nan"),
-    ({"environment": {"wrong": -1e308}}, "environment.wrong is -1e+308"),
-    ({"environment": {"time_limit_s": math.inf}}, "environment.time_limit_s is inf"),
-    ({"seed": 2**31}, "seed is 2147483648"),
     ({"rollout": {"engine": {"max_num_sequences": 9000, "max_batched_tokens": 512}}},
      "rollout.engine.max_batched_tokens is 512"),
 ])  # fmt: skip
@@ -155,19 +149,16 @@ def test_what_the_command_line_sets_has_no_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (["--resume", "true"], "resume", True),
         (["--resume", "False"], "resume", False),
         (["--resume=TRUE"], "resume", True),
         (["--training.micro-batch-tokens", "64"], "training.micro_batch_tokens", 64),
         (["--training.optimizer.learning_rate=1e-4"], "training.optimizer.learning_rate", 1e-4),
         (["--environment.wrong", "-1"], "environment.wrong", -1.0),
         (["--prompts.limit", "None"], "prompts.limit", None),
-        (["--prompts.limit", "null"], "prompts.limit", None),
         (["--prompts.answer_after", "1e5"], "prompts.answer_after", "1e5"),
         (["--folder", "2024"], "folder", "2024"),
         (["--reference.zero_stage", "3", *(kl := ["--algorithm.kl.coefficient", "1"])], "reference.zero_stage", 3),
         (["--reference.ranks", "1", "2", *kl], "reference.ranks", (1, 2)),
-        (["--reference.ranks", "[1, 2]", *kl], "reference.ranks", (1, 2)),
     ],
 )  # fmt: skip
 def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_path: Path) -> None:
@@ -186,13 +177,10 @@ def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_
     (["--rollout", "1"], "--rollout is a section"),
     (["--folder.x", "1"], " --folder.x 1: folder is {'x': '1'}; it should be a valid string"),
     (["steps", "1"], "'steps' is no setting; did you mean --steps 1?"),
-    (["steps=5"], "'steps=5' is no setting; did you mean --steps 5?"),
     (["-steps=5"], "did you mean --steps 5?"),
     (["rollout.group-size"], "did you mean --rollout.group-size VALUE?"),
     (["nonsense=5"], "'nonsense=5' is no setting; write --section.key value"),
-    (["--steps", "9" * 5000], "--steps"),
     (["--resume", "perhaps"], "resume is 'perhaps'; it should be true, false or 'auto'"),
-    (["--training.zero_stage", "7"], "training.zero_stage"),
 ])  # fmt: skip
 def test_a_wrong_command_line_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
@@ -251,24 +239,20 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_paths_are_expanded_in_every_section(at_home: Path) -> None:
+    home, rewards = at_home / "home", ("~/r.py:f", "math", "http://h:1/$DATA", "code")
+    code = {"interpreter": ["python", "$DATA/i.py"], "visible": ["~"]}
     tree = {
         "folder": "~/runs/x",
         "model": {"path": "Qwen/Qwen2.5", "tokenizer": "${DATA}/t"},
         "prompts": {"sources": [{"source": "$DATA/a*.jsonl", "weight": 1.0}]},
-        "environment": {
-            "rewards": {"~/r.py:f": 1.0, "math": 1.0, "http://h:1/$DATA": 1.0},
-            "code": {"interpreter": ["python", "$DATA/i.py"], "visible": ["~"]},
-        },
+        "environment": {"rewards": dict.fromkeys(rewards, 1.0), "code": code},
         "evaluation": {"models": ["~/m", "org/name"]},
     }
-    tree["environment"]["rewards"]["code"] = 1.0
-    home = at_home / "home"
     config = read(RunConfig, write_tree(at_home / "recipes", tree), ["--weight_sync.folder=~/w"])
     assert (config.folder, config.weight_sync.folder) == (f"{home}/runs/x", f"{home}/w")
     assert (config.model.path, config.model.tokenizer) == ("Qwen/Qwen2.5", "/data/t")
     assert config.prompts.sources[0].source == "/data/a*.jsonl"
-    names = [f"{home}/r.py:f", "math", "http://h:1/$DATA", "code"]
-    assert list(config.environment.rewards) == names
+    assert list(config.environment.rewards) == [f"{home}/r.py:f", *rewards[1:]]
     assert config.environment.code.interpreter == ("python", "/data/i.py")
     assert config.environment.code.visible == (str(home),)
     assert config.evaluation.models == (f"{home}/m", "org/name")
@@ -328,23 +312,14 @@ def test_words_of_a_command_line_have_the_home_folder(at_home: Path) -> None:
     assert [recipe_paths.typed(word) for word in words] == found
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "says"),
-    [
-        (RunConfig, "rollout.num_generations", "here it is rollout.group_size or sample.samples"),
-        (RunConfig, "rollout.n", "here it is rollout.group_size"),
-        (RunConfig, "training.learning_rate", "here it is training.optimizer.learning_rate"),
-        (RunConfig, "beta", "here it is algorithm.kl.coefficient"),
-        (SftConfig, "num_train_epochs", "here it is epochs"),
-        (
-            SftConfig,
-            "training.gradient_accumulation_steps",
-            "here it is training.micro_batch_tokens .* samples_per_step",
-        ),
-        (SftConfig, "max_length", "here it is demonstrations.max_tokens$"),
-        (SftConfig, "clip_eps", "known keys: folder"),  # nothing that this command has
-    ],
-)
+@pytest.mark.parametrize(("kind", "key", "says"), [
+    (RunConfig, "rollout.num_generations", "here it is rollout.group_size or sample.samples"),
+    (RunConfig, "beta", "here it is algorithm.kl.coefficient"),
+    (SftConfig, "training.gradient_accumulation_steps",
+     "here it is training.micro_batch_tokens .* samples_per_step"),
+    (SftConfig, "max_length", "here it is demonstrations.max_tokens$"),
+    (SftConfig, "clip_eps", "known keys: folder"),  # nothing that this command has
+])  # fmt: skip
 def test_names_of_other_trainers_lead_to_ours(
     kind: Any, key: str, says: str, tmp_path: Path
 ) -> None:
@@ -353,11 +328,8 @@ def test_names_of_other_trainers_lead_to_ours(
         path.write_text("folder: f\nmodel: {path: m}\ndemonstrations: {source: a.jsonl}\n")
     with pytest.raises(ValueError, match=f"--{key} 1: .*unknown key; {says}"):
         read(kind, path, [f"--{key}", "1"])
-    *sections, name = key.split(".")
-    written: Any = {name: 1}
-    for section in sections:
-        written = {section: written}
-    tree = recipe_file.read_tree(path) | written
+    tree = recipe_file.read_tree(path)
+    recipe_file.put(tree, key.split("."), 1)
     with pytest.raises(ValueError, match=rf"{key}: unknown key; {says}"):
         from_tree(kind, tree, where="recipe")
 
@@ -366,15 +338,6 @@ def test_names_that_hints_give_are_there() -> None:
     kinds = (RunConfig, SftConfig, PreferenceConfig, DistillConfig)
     ours = {one.split()[0] for pair in NAMES.values() for one in pair}
     assert [key for key in ours if not any(has_key(kind, key) for kind in kinds)] == []
-
-
-@pytest.mark.parametrize("words", [["--algorithm", "gspo"], ["--algorithm=gspo"]])
-def test_a_preset_is_named_on_the_command_line(words: list[str], tmp_path: Path) -> None:
-    for more in ({}, {"algorithm": "dapo"}):
-        config = read(RunConfig, write(tmp_path, **more), words)
-        assert config.algorithm.preset == "gspo" and config.algorithm.clip_low == 3e-4
-    with pytest.raises(ValueError, match=r"algorithm\.preset is 'gspo'.*clip_high"):
-        read(RunConfig, write(tmp_path, algorithm={"clip_high": 0.1}), words)
 
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from datetime import UTC, date, datetime, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,8 @@ def test_what_is_not_read_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert read(splits) == ["train.jsonl"]
     assert "files are read: train.jsonl; not read: README.md, test" in capfd.readouterr().err
     lay(splits, "part2.jsonl")
-    with pytest.raises(
-        ValueError, match=r"train\.jsonl.*part2\.jsonl, which names no split.*b/\*\.jsonl"
-    ):
+    said = r"train\.jsonl.*part2\.jsonl, which names no split.*b/\*\.jsonl"
+    with pytest.raises(ValueError, match=said):
         rows(splits)
     with pytest.raises(ValueError, match=r"pattern that no file fits"):
         rows(f"{tmp_path}/[ab]")
@@ -101,12 +99,10 @@ def test_links_that_lead_back_and_files_without_rows(tmp_path: Path) -> None:
     assert read(f"{folder}/**/*.csv") == ["a.csv", "sub/c.csv"]
     with pytest.raises(ValueError, match=r"b\.csv is empty"):
         rows(folder / "b.csv")
-    (folder / "a.csv.gz").write_bytes(b"a\n1\n")
-    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: .*[Nn]ot a gzip"):
-        rows(folder / "a.csv.gz")
-    (folder / "a.csv.gz").write_bytes(gzip.compress(b"a\n1\n")[:-9])
-    with pytest.raises(ValueError, match=r"a\.csv\.gz cannot be read: .*ended before"):
-        rows(folder / "a.csv.gz")
+    for data, said in ((b"a\n1\n", "[Nn]ot a gzip"), (gzip.compress(b"a\n1\n")[:-9], "ended be")):
+        (folder / "a.csv.gz").write_bytes(data)
+        with pytest.raises(ValueError, match=rf"a\.csv\.gz cannot be read: .*{said}"):
+            rows(folder / "a.csv.gz")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -118,33 +114,25 @@ def test_marks_and_ends_of_lines(end: str, tmp_path: Path) -> None:
 
 
 def test_narrow_floats_are_the_decimals_that_were_written(tmp_path: Path) -> None:
-    f2, f4, f8 = pyarrow.float16(), pyarrow.float32(), pyarrow.float64()
+    f2, f4 = pyarrow.float16(), pyarrow.float32()
     kinds: dict[str, tuple[Any, Any, Any]] = {
         "single": (f4, 1.1, 1.1),
         "half": (f2, 0.1, 0.1),
-        "double": (f8, 1.100000023841858, 1.100000023841858),
-        "large": (f4, 1e20, 1e20),
         "none": (f4, None, None),
         "list": (pyarrow.list_(f4), [1.1, None], [1.1, None]),
-        "fixed": (pyarrow.list_(f2, 2), [0.1, 0.2], [0.1, 0.2]),
         "struct": (pyarrow.struct({"x": f4, "y": pyarrow.list_(pyarrow.struct({"z": f4}))}),
          {"x": 0.7, "y": [{"z": 0.3}, None]}, {"x": 0.7, "y": [{"z": 0.3}, None]}),
         "map": (pyarrow.map_(pyarrow.string(), f4), {"k": 1.1}, [("k", 1.1)]),
-        "decimal": (pyarrow.decimal128(9, 2), Decimal("1.50"), Decimal("1.50")),
-        "integer": (pyarrow.uint64(), 2**64 - 1, 2**64 - 1),
         "truth": (pyarrow.bool_(), True, True),
         "date": (pyarrow.date32(), date(2024, 1, 2), "2024-01-02"),
         "time": (pyarrow.time64("us"), time(3, 4), "03:04:00"),
-        "stamp": (pyarrow.timestamp("us"), datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
         "zone": (pyarrow.timestamp("ns", "UTC"), datetime(2024, 1, 2, 3, tzinfo=UTC),
          "2024-01-02T03:00:00+00:00"),
-        "stamps": (pyarrow.list_(pyarrow.date32()), [date(2024, 1, 2)], ["2024-01-02"]),
     }  # fmt: skip
     table = pyarrow.table(
         {name: pyarrow.array([value], kind) for name, (kind, value, _) in kinds.items()}
     )
     table = table.append_column("coded", table["single"].dictionary_encode())
-    table = table.append_column("a", pyarrow.array(["q"]))
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     import datasets
 
