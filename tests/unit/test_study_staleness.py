@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 import study_staleness as study
 
 from megarl.config import RunConfig, read
@@ -84,12 +80,8 @@ def test_the_table_compares_with_bound_0_of_the_same_seed(tmp_path: Path) -> Non
 
 
 def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--corrections", "tiss"], "'tiss' is not known; choose of none, tis"),
-        (["--bounds", "one"], "invalid words value: 'one'"),
-    ):
-        with pytest.raises(SystemExit):
-            arguments(*words)
-        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        arguments("--corrections", "tiss")
+    assert "'tiss' is not known; choose of none, tis" in capsys.readouterr().err
     with pytest.raises(ValueError, match="set it to 4 or more"):
         study.measure(arguments("--steps", "3"))
