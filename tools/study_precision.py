@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import make_arithmetic
 import real_model
 from common import run_tool, spread, table, weights_of
-from studies import grouped, lines_of, newest_model, run_missing, train
+from processes import lines_of, megarl
+from studies import grouped, newest_model, run_missing
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
 RECIPE = """\
@@ -45,7 +46,7 @@ OPTIONS = {
     "--precisions": (list(PRECISIONS), "training.precision", PRECISIONS),
     "--seeds": ([1, 2, 3], "seeds"),
     "--steps": (9, "steps of a run"),
-    "--model": (Path.home() / ".cache" / "megarl" / "smollm2", "made where it is missing"),
+    "--model": (real_model.default_folder("smollm2"), "its folder, made where it is missing"),
     "--show": (False, "run nothing, print the table"),
 }
 
@@ -75,7 +76,7 @@ def run(case: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     """Do one run of the study."""
     place = folder / "sft-{precision}-seed{seed}-{steps}steps".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
-    rows = train("sft", RECIPE, place, settings_of(case, folder, model))
+    rows, _ = megarl("sft", RECIPE, place, settings_of(case, folder, model))
     old, new = weights_of(model), weights_of(newest_model(place))
     shutil.rmtree(place / "checkpoints")
     differ = sum(int((new[name].float() != old[name].float()).sum()) for name in new)

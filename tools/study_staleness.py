@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_addition
 from common import run_tool, spread, table
-from studies import RECIPES, grouped, last_quarter, lines_of, newest_model, run_missing, train
+from processes import lines_of, megarl
+from studies import RECIPES, grouped, last_quarter, newest_model, run_missing
 
 CORRECTIONS = ("none", "tis", "icepop", "decoupled", "sequence_mask", "geometric_mask")
 SKIPPED = 3
@@ -97,7 +98,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     if not list((tuned / "checkpoints").glob("step_*")):
         options = {"seed": case["seed"], "model.path": data / "model", "resume": "auto"}
         options["demonstrations.source"] = data / "sft.jsonl"
-        train("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
+        megarl("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
     place = folder / "{dispatch}-{bound}-{correction}-seed{seed}".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
     options = {
@@ -108,7 +109,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
         "evaluation.prompts.source": data / "held_out.jsonl",
         **settings_of(case),
     }
-    rows = train("train", RECIPES / "quickstart.yaml", place, options)
+    rows, _ = megarl("train", RECIPES / "quickstart.yaml", place, options)
     evaluated = lines_of(place / "evaluations.jsonl")
     return {
         "step_s": [row["time/step_s"] for row in rows],

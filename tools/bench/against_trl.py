@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import progress
+from common import progress, spread
 from e2e_task import Setting
 from processes import child_environment, launcher, megarl, run
 
@@ -60,6 +60,12 @@ def make_trl_environment(folder: Path) -> str:
             run(command, Path(work) / "log", INSTALL_WITHIN_S, environment)
     stamp.touch()
     return python
+
+
+def python_for(args: argparse.Namespace) -> str:
+    """The interpreter of TRL's environment where one of `args.systems` is TRL, else ""."""
+    uses_trl = any(system.startswith("TRL") for system in args.systems)
+    return make_trl_environment(args.trl_env) if uses_trl else ""
 
 
 def run_trl(
@@ -108,32 +114,23 @@ def run_megarl(
     deadline_s: float,
     settings: Mapping[str, object],
 ) -> tuple[list[dict[str, Any]], float]:
-    """(metrics of each step, share of the CPU that others took) of one run of megarl, whose folder
-    is `work`/run. `recipe`: a file, or a recipe's text.
-    """
-    folder = work / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(recipe, str):
-        (work / "recipe.yaml").write_text(recipe)
-        recipe = work / "recipe.yaml"
-    others = megarl(
+    """What `processes.megarl` returns of a run on the CPU, in the new folder `work`/run."""
+    shutil.rmtree(work / "run", ignore_errors=True)
+    return megarl(
         command,
         recipe,
-        {"folder": folder, **settings},
-        work / "log",
+        work / "run",
+        settings,
         deadline_s,
         environment=child_environment(work, setting.threads),
         processes=setting.processes,
     )
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], others
 
 
 def one_run(
     system: str,
     setting: Setting,
     args: argparse.Namespace,
-    work: Path,
     *,
     given: dict[str, Any],
     recipe: Path | str,
@@ -147,7 +144,7 @@ def one_run(
     """
     change = None
     if system.startswith("TRL"):
-        found = run_trl(args.python, work, setting, given, args.deadline)
+        found = run_trl(args.python, args.work, setting, given, args.deadline)
         others, change = found["others"], found["weight_change"]
         steps = [
             {
@@ -159,7 +156,7 @@ def one_run(
             for row in found["steps"]
         ]
     else:
-        rows, others = run_megarl("train", recipe, work, setting, args.deadline, settings)
+        rows, others = run_megarl("train", recipe, args.work, setting, args.deadline, settings)
         steps = [
             {
                 "step_s": row["time/step_s"],
@@ -174,12 +171,26 @@ def one_run(
     return {"steps": steps, "others": others, "weight_change": change}
 
 
-def speeds(runs: Iterable[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """{column: its value of each run} over the timed steps of each run."""
-    found: dict[str, list[float]] = {"step_s": [], "samples_per_s": [], "tokens_per_s": []}
-    for steps in runs:
+def row_of(
+    runs: list[dict[str, Any]], timed: Iterable[list[dict[str, float]]], **more: list[float]
+) -> dict[str, Any]:
+    """The row of a system: spreads of its speeds over the timed steps of each run, and of `more`
+    columns with a value of each run.
+    """
+    for steps in timed:
         seconds = sum(row["step_s"] for row in steps)
-        found["step_s"].append(statistics.median(row["step_s"] for row in steps))
-        found["samples_per_s"].append(sum(row["samples"] for row in steps) / seconds)
-        found["tokens_per_s"].append(sum(row["tokens"] for row in steps) / seconds)
-    return found
+        found = {"step_s": statistics.median(row["step_s"] for row in steps)}
+        for name in ("samples", "tokens"):
+            found[f"{name}_per_s"] = sum(row[name] for row in steps) / seconds
+        for name, value in found.items():
+            more.setdefault(name, []).append(value)
+    columns = {name: spread(values) for name, values in more.items()}
+    return {**columns, "others": max(one["others"] for one in runs), "runs": runs}
+
+
+def refuse_lengths(lengths: dict[str, float], agree: float, where: str) -> None:
+    """Raise `RuntimeError` where the mean lengths of two systems differ by more than the share
+    `agree` of the smaller.
+    """
+    if max(lengths.values()) > (1 + agree) * min(lengths.values()):
+        raise RuntimeError(f"mean lengths {where} differ too much to compare: {lengths}")

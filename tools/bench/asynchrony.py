@@ -26,14 +26,14 @@ import json
 import math
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common import progress, ratios, run_tool, spread, table
 from make_addition import write_model, write_rows
-from studies import last_quarter, newest_model, train
+from processes import megarl
+from studies import last_quarter, newest_model
 
 LETTERS, MEDIAN, LONGEST = "abcdefgh", 24, 16.0
 """Letters of the prompts; median of their mean lengths in tokens; longest mean over the median."""
@@ -123,7 +123,7 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "model.from_scratch": data == "digits",
             "demonstrations.source": folder / f"{data}.jsonl",
         }
-        train("sft", SFT, folder / data, settings)
+        megarl("sft", SFT, folder / data, settings)
         model = newest_model(folder / data)
     return model
 
@@ -138,7 +138,7 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
         "environment.verifier": f"{folder}/reward.py:score",
         **KINDS[kind],
     }
-    rows = train("train", RECIPE, folder / kind, settings)
+    rows, _ = megarl("train", RECIPE, folder / kind, settings)
     timed = rows[SKIPPED:]
 
     def mean(name: str) -> float:
@@ -158,17 +158,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.steps <= SKIPPED + 1:
         raise ValueError(f"--steps is {args.steps}; set it to {SKIPPED + 2} or more")
     rounds = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(args.rounds):
-            folder = Path(scratch) / f"round-{number}"
-            write_task(folder, number)
-            model = fine_tune(folder, number + 1)
-            first = number % len(args.kinds)
-            order = args.kinds[first:] + args.kinds[:first]
-            rounds.append(
-                {kind: run(kind, folder, model, number + 1, args.steps) for kind in order}
-            )
-            progress(f"round {number + 1}: {rounds[-1]}")
+    for number in range(args.rounds):
+        folder = args.work / f"round-{number}"
+        write_task(folder, number)
+        model = fine_tune(folder, number + 1)
+        first = number % len(args.kinds)
+        order = args.kinds[first:] + args.kinds[:first]
+        rounds.append({kind: run(kind, folder, model, number + 1, args.steps) for kind in order})
+        progress(f"round {number + 1}: {rounds[-1]}")
     return {"rounds": rounds}
 
 

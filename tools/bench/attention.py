@@ -246,13 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         import attention_cuda
 
         return attention_cuda.measure(args)
-    found = launch(
-        __file__,
-        vars(args),
-        num_ranks=args.ranks,
-        deadline_s=args.deadline,
-        environment={"CUDA_VISIBLE_DEVICES": ""},
-    )[0]
+    found = launch(__file__, vars(args), args.ranks, CUDA_VISIBLE_DEVICES="")[0]
     seconds = found.pop("seconds")
     rows = {
         name: {

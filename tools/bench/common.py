@@ -4,7 +4,8 @@ processes, tables, and statistics over rounds. Imports no megarl and, at module 
     OPTIONS = {"--tokens": (2048, "tokens of a step"), "--kinds": (["a"], "of them", ("a", "b"))}
 
     def measure(args): ...                           returns what json can write
-    def show(result): yield from table(...)          lines below the machine and the settings
+    def show(result): yield from table(...)          lines below the machine and the settings;
+                                                     or the columns of a table of result["rows"]
 
     if __name__ == "__main__":
         run_tool(__doc__, OPTIONS, measure, show)
@@ -21,6 +22,7 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -54,11 +56,10 @@ def _argument(default: Any, about: str, of: Any = None) -> dict[str, Any]:
         return {"type": of, "default": default, "help": about}
     if isinstance(default, type):
         return {"type": default, "help": about, "choices": of}
+    least = min(default) if isinstance(default, list) else default
+    kind = _whole_number(min(1, least)) if isinstance(least, int) else type(least)
     if not isinstance(default, list):
-        is_number = isinstance(default, int)
-        kind = _whole_number(min(1, default)) if is_number else type(default)
         return {"type": kind, "default": default, "help": about, "choices": of}
-    kind = _whole_number(min(1, *default)) if isinstance(default[0], int) else type(default[0])
 
     def words(text: str) -> list[Any]:
         found = [kind(word) for word in text.split(",")]
@@ -101,15 +102,16 @@ def run_tool(
     doc: str | None,
     options: Options,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
-    show: Callable[[dict[str, Any]], Iterable[str]],
+    show: Callable[[dict[str, Any]], Iterable[str]] | str,
     work: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Run a tool and end the process.
 
     In a process that `launch_ranks.launch` started, only `work(task)` runs. In any other process
-    `measure(args)` runs, and {"machine", "task", "others", **measured} is printed as one JSON
-    object with --json, or as the lines of `show`. `RuntimeError` and `ValueError` become one line
-    on stderr, and exit status 1, as {"problem": text} in what was measured does at the end.
+    `measure(args)` runs, with a temporary folder `args.work`, and {"machine", "task", "others",
+    **measured} is printed as one JSON object with --json, or as the lines of `show`.
+    `RuntimeError` and `ValueError` become one line on stderr, and exit status 1, as
+    {"problem": text} in what was measured does at the end.
     """
     import launch_ranks
 
@@ -121,12 +123,14 @@ def run_tool(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks
     if sys.platform == "linux":  # orphans of what is started become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    tool = Path(sys.argv[0]).stem
     try:
-        with Others() as others:
+        with tempfile.TemporaryDirectory(prefix=f"{tool}-") as folder, Others() as others:
+            args.work = Path(folder)
             found = measure(args)
     except (RuntimeError, ValueError) as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
-    settings = {name: value for name, value in vars(args).items() if name != "json"}
+        sys.exit(f"{tool}: {error}")
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "work")}
     result = {"machine": machine(), "task": settings, "others": others.share, **found}
     if args.json:
         print(json.dumps(result, default=str))
@@ -134,7 +138,8 @@ def run_tool(
         here = result["machine"]
         print(f"{here.get('gpu', here['cpu'])}, {here['cores']} cores; torch {here['torch']}")
         print("; ".join(f"{name} {value}" for name, value in settings.items() if value))
-        print(*show(result), *warn_if_not_quiet(result["others"]), sep="\n")
+        lines = table(result["rows"], show) if isinstance(show, str) else show(result)
+        print(*lines, *warn_if_not_quiet(result["others"]), sep="\n")
     if found.get("problem"):
         sys.exit(found["problem"])
 

@@ -36,7 +36,6 @@ import itertools
 import math
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -220,14 +219,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--dtype bfloat16 needs ZeRO; set --zero to 1, 2 or 3")
     degrees = [n for n in range(args.ranks, 0, -1) if args.ranks % n == 0]
     every = [row for row in itertools.product(degrees, repeat=3) if math.prod(row) == args.ranks]
-    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
-        inner, heads = 8 * args.hidden // 3 // 16 * 16, (args.heads, args.kv_heads)
-        sizes = args.vocabulary, args.hidden, inner, args.layers, *heads
-        model = write_config(folder, qwen2(*sizes, max_position_embeddings=args.tokens))
-        task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
-        ranks = launch(
-            __file__, task | {"model": model}, num_ranks=args.ranks, deadline_s=args.deadline
-        )
+    inner, heads = 8 * args.hidden // 3 // 16 * 16, (args.heads, args.kv_heads)
+    sizes = args.vocabulary, args.hidden, inner, args.layers, *heads
+    model = write_config(args.work, qwen2(*sizes, max_position_embeddings=args.tokens))
+    task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
+    task["model"] = model
+    ranks = launch(__file__, task, args.ranks)
     if not ranks[0]["found"]:
         raise ValueError(f"none of the layouts can be built: {ranks[0]['skipped']}")
     rows = [one_row(same, args.tokens) for same in zip(*(r["found"] for r in ranks), strict=True)]

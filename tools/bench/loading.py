@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ OPTIONS = {
     "--layers": (16, "layers of the model"),
     "--hidden": (2048, "hidden size"),
     "--vocab": (64000, "vocab size"),
-    "--folder": (str, "where the temporary folder is made"),
     "--deadline": (900.0, "seconds that the ranks may take"),
 }
 
@@ -143,18 +141,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All of it, in a temporary folder."""
     from megarl.checkpoints.store import open_whole
 
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        model, out = Path(name) / "model", Path(name) / "out"
-        model.mkdir()
-        out.mkdir()
-        about = make_model(model, args)
-        task = vars(args) | about | {"model": str(model), "out": str(out)}
-        count = math.prod(args.layout)
-        ranks = launch(__file__, task, num_ranks=count, deadline_s=args.deadline)
-        one, other = open_whole(model), open_whole(out)
-        equal = one.shapes == other.shapes and all(
-            (one.flat(name).to(other.dtypes[name]) == other.flat(name)).all() for name in one.shapes
-        )
+    model, out = args.work / "model", args.work / "out"
+    model.mkdir()
+    out.mkdir()
+    about = make_model(model, args)
+    task = vars(args) | about | {"model": str(model), "out": str(out)}
+    ranks = launch(__file__, task, math.prod(args.layout))
+    one, other = open_whole(model), open_whole(out)
+    equal = one.shapes == other.shapes and all(
+        (one.flat(name).to(other.dtypes[name]) == other.flat(name)).all() for name in one.shapes
+    )
     within = all(max(rank["loading"], rank["export"]) <= rank["bar"] for rank in ranks)
     problem = "" if within and equal else f"within the bar: {within}; export equal: {equal}"
     return {"model": about, "ranks": ranks, "problem": problem}

@@ -163,10 +163,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     def one(system: str, what: str) -> dict[str, Any]:
         task = vars(args) | {"system": system, "measure": what}
-        threads = {"OMP_NUM_THREADS": str(args.threads)}
-        (found,) = launch(
-            __file__, task, num_ranks=1, deadline_s=args.deadline, environment=threads
-        )
+        (found,) = launch(__file__, task, 1, OMP_NUM_THREADS=str(args.threads))
         progress(f"{system:13} {what:7}", found)
         return found
 

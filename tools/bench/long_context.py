@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -213,22 +212,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 " --heads to a multiple"
             )
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="long-context-") as folder:
-        hidden = args.heads * args.width
-        sizes = args.vocabulary, hidden, 3 * hidden, 2, args.heads, args.kv_heads
-        path = write_config(folder, qwen2(*sizes, max_position_embeddings=max(args.tokens)))
-        for size in args.sizes:
-            # On one rank nothing travels: the schedules are the same code.
-            schedules = args.schedules if size > 1 else args.schedules[:1]
-            ranks = launch(
-                __file__,
-                vars(args) | {"size": size, "schedules": schedules, "model": path},
-                num_ranks=size,
-                deadline_s=args.deadline,
-                environment={"CUDA_VISIBLE_DEVICES": ""},
-            )
-            rows += map(one_row, zip(*(rank["rows"] for rank in ranks), strict=True))
-            progress(f"size {size} done")
+    hidden = args.heads * args.width
+    sizes = args.vocabulary, hidden, 3 * hidden, 2, args.heads, args.kv_heads
+    path = write_config(args.work, qwen2(*sizes, max_position_embeddings=max(args.tokens)))
+    for size in args.sizes:
+        # On one rank nothing travels: the schedules are the same code.
+        schedules = args.schedules if size > 1 else args.schedules[:1]
+        task = vars(args) | {"size": size, "schedules": schedules, "model": path}
+        ranks = launch(__file__, task, size, CUDA_VISIBLE_DEVICES="")
+        rows += map(one_row, zip(*(rank["rows"] for rank in ranks), strict=True))
+        progress(f"size {size} done")
     rows.sort(key=lambda row: (row["what"], row["tokens"], row["size"]))
     for row in rows:
         compare(row, next(one for one in rows if all(one[k] == row[k] for k in ("what", "tokens"))))

@@ -27,7 +27,6 @@ import argparse
 import json
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from typing import Any
 import numpy as np
 from common import progress, run_tool, table, weights_of
 from make_addition import write_task
-from studies import last_quarter, newest_model, train
+from processes import megarl
+from studies import last_quarter, newest_model
 
 MAX_TOKENS = 64
 REWARD = """
@@ -113,7 +113,7 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
         "environment.verifier": f"{folder}/reward.py:score",
         "training.optimizer.learning_rate": rate,
     }
-    rows = [row for row in train("train", RECIPE, place, settings) if METRICS[0] in row]
+    rows = [row for row in megarl("train", RECIPE, place, settings)[0] if METRICS[0] in row]
     receipts = receipts_of(place)
     if len(rows) != steps or sorted(receipts) != list(range(steps + 1)):
         raise RuntimeError(f"{place} has {len(rows)} steps and versions {sorted(receipts)}")
@@ -136,26 +136,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--steps is {args.steps}; set it to 8 or more")
     runs = []
     sizes = {"demonstrations": 12800, "prompts": 2000, "held_out": 1, "validation": 1}
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(args.rounds):
-            folder = Path(scratch) / f"round-{number}"
-            folder.mkdir()
-            write_task(folder, {"seed": number, **sizes})
-            (folder / "reward.py").write_text(REWARD)
-            settings = {"seed": number + 1, "model.path": folder / "model"}
-            settings["demonstrations.source"] = folder / "sft.jsonl"
-            train("sft", SFT, folder / "sft", settings)
-            model = newest_model(folder / "sft")
-            for rate in filter(None, (STILL, args.control)):
-                found = run(rate, folder, model, number + 1, args.steps)
-                runs.append(found)
-                progress(json.dumps(found))
-                is_still = found["receipts"] == 1 and not found["changed"]
-                if is_still != (rate == STILL):
-                    raise RuntimeError(
-                        f"with learning rate {rate:g}, {found['versions']} versions have"
-                        f" {found['receipts']} receipts, and {found['changed']} tensors changed"
-                    )
+    for number in range(args.rounds):
+        folder = args.work / f"round-{number}"
+        folder.mkdir()
+        write_task(folder, {"seed": number, **sizes})
+        (folder / "reward.py").write_text(REWARD)
+        settings = {"seed": number + 1, "model.path": folder / "model"}
+        settings["demonstrations.source"] = folder / "sft.jsonl"
+        megarl("sft", SFT, folder / "sft", settings)
+        model = newest_model(folder / "sft")
+        for rate in filter(None, (STILL, args.control)):
+            found = run(rate, folder, model, number + 1, args.steps)
+            runs.append(found)
+            progress(json.dumps(found))
+            is_still = found["receipts"] == 1 and not found["changed"]
+            if is_still != (rate == STILL):
+                raise RuntimeError(
+                    f"with learning rate {rate:g}, {found['versions']} versions have"
+                    f" {found['receipts']} receipts, and {found['changed']} tensors changed"
+                )
     return {"runs": runs}
 
 

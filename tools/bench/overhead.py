@@ -161,16 +161,14 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
 # -------------------------------------------------------------------------------------- measurement
 
 
-def run_loop(
-    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int
-) -> dict[str, Any]:
-    """A run of megarl in `work`/run: {"step_s": seconds of each counted step, "phases",
+def run_loop(args: argparse.Namespace, kind: str, limit: int, groups: int) -> dict[str, Any]:
+    """A run of megarl in `args.work`/run: {"step_s": seconds of each counted step, "phases",
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
     """
     from megarl.activity.files import FOLDER, read_lives
 
-    setting = Setting(1, KINDS[kind], 1, KINDS[kind])
+    work, setting = args.work, Setting(1, KINDS[kind], 1, KINDS[kind])
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
     settings = settings_of(work / "task", setting, staleness=int(kind == "overlapped"), **sizes)
     recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
@@ -196,15 +194,15 @@ def run_loop(
 
 
 def run_part(
-    args: argparse.Namespace, work: Path, kind: str, records: Any, name: str, meeting: str = ""
+    args: argparse.Namespace, kind: str, records: Any, name: str, meeting: str = ""
 ) -> list[list[float]]:
     """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
     `RuntimeError` where it did not train as the run did.
     """
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=work) as aside:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=args.work) as aside:
         task = {
             "part": name,
-            "run": str(work / "run"),
+            "run": str(args.work / "run"),
             "folder": f"{aside}/run",
             "stops": [EOS_ID],
             "available": SKIPPED + args.steps,
@@ -213,7 +211,7 @@ def run_part(
         path = Path(aside) / "task.json"
         path.write_text(json.dumps(task))
         script = str(Path(__file__).with_name("overhead_part.py"))
-        environment = child_environment(work, KINDS[kind])
+        environment = child_environment(args.work, KINDS[kind])
         run([sys.executable, script, str(path)], path.parent / "log", args.deadline, environment)
         found = json.loads(path.with_suffix(".answer").read_text())
     refuse_other_training(found.get("losses_and_norms", []), records)
@@ -221,18 +219,18 @@ def run_part(
 
 
 def one_round(
-    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int, *, is_reversed: bool
+    args: argparse.Namespace, kind: str, limit: int, groups: int, *, is_reversed: bool
 ) -> dict[str, Any]:
     """A run and its parts: what `compared` returns, with the run's `phases` and, of a synchronous
     run, the `causes` of its overhead.
     """
-    made, names = run_loop(args, work, kind, limit, groups), ("generation", "training")
+    made, names = run_loop(args, kind, limit, groups), ("generation", "training")
     parts, beside = dict[str, list[float]](), dict[str, list[float]]()
-    part = partial(run_part, args, work, kind, made["records"])
+    part = partial(run_part, args, kind, made["records"])
     for name in reversed(names) if is_reversed else names:
         parts[name] = [end - begin for begin, end in part(name)]
     if kind == "overlapped":  # the two at the same time
-        with tempfile.TemporaryDirectory(dir=work) as meeting, ThreadPoolExecutor(2) as pool:
+        with tempfile.TemporaryDirectory(dir=args.work) as meeting, ThreadPoolExecutor(2) as pool:
             each = pool.map(partial(part, meeting=meeting), names)
             beside = dict(zip(names, together(*each), strict=True))
     found: dict[str, Any] = compared(made["step_s"], parts, beside, bool(beside))
@@ -251,14 +249,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         {"kind": kind, "limit": limit, "groups": groups, "samples": groups * SAMPLES, "rounds": []}
         for (limit, groups), kind in itertools.product(sizes, args.kinds)
     ]
-    with tempfile.TemporaryDirectory(prefix="over-") as name:
-        work = Path(name)
-        parameters = write_endless_task(work / "task")
-        for number in range(args.rounds):
-            is_reversed = number % 2 == 1
-            for row in reversed(rows) if is_reversed else rows:
-                case = row["kind"], row["limit"], row["groups"]
-                row["rounds"].append(one_round(args, work, *case, is_reversed=is_reversed))
+    parameters = write_endless_task(args.work / "task")
+    for number in range(args.rounds):
+        is_reversed = number % 2 == 1
+        for row in reversed(rows) if is_reversed else rows:
+            case = row["kind"], row["limit"], row["groups"]
+            row["rounds"].append(one_round(args, *case, is_reversed=is_reversed))
     return {"parameters": parameters, "rows": rows}
 
 

@@ -28,12 +28,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from common import group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
@@ -156,10 +154,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from megarl.parallel.mesh import ProcessMesh
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         device = stack.enter_context(ready(600, threads=args.threads))
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
-        model = write_config(folder, SIZES[args.size])
+        model = write_config(args.work, SIZES[args.size])
         ways = ["shared"] if args.profile else list(WAYS)
         trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
         run_case = _profile if args.profile else _compare

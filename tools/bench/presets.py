@@ -22,7 +22,8 @@ from typing import Any
 
 import yaml
 from common import run_tool, spread, table
-from studies import RECIPES, grouped, lines_of, run_missing, train
+from processes import lines_of, megarl
+from studies import RECIPES, grouped, run_missing
 
 PRESETS = (
     *("dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "ppo"),
@@ -59,7 +60,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rollout.max_staleness": 0,
     }
     place, started_at = folder / "{preset}_{seed}".format(**case), time.monotonic()
-    train("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
+    megarl("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
     rows = lines_of(place / "evaluations.jsonl")
     curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     return {"curve": curve, "seconds": time.monotonic() - started_at}
@@ -80,16 +81,10 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     rows = []
     for row, same in grouped(result["runs"], ("preset", "steps")):
         curves = [one["curve"] for one in same]
-        rows.append(
-            row
-            | {
-                "before": spread([curve[0][1] for curve in curves]),
-                "after": spread([curve[-1][1] for curve in curves]),
-                "seeds": ", ".join(str(one["seed"]) for one in same),
-            }
-        )
-    columns = "preset; steps d; before .3f; after .3f; seeds"
-    yield from table(rows, columns)
+        for name, place in (("before", 0), ("after", -1)):
+            row[name] = spread([curve[place][1] for curve in curves])
+        rows.append(row | {"seeds": ", ".join(str(one["seed"]) for one in same)})
+    yield from table(rows, "preset; steps d; before .3f; after .3f; seeds")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ import argparse
 import math
 import re
 import statistics
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,27 +119,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("--device cuda needs a GPU, and torch sees none")
     if not args.layout and (args.engines, args.engine_tensor) != (1, 1):
         raise ValueError("--engines and --engine-tensor need --layout")
-    made = []
-    with tempfile.TemporaryDirectory(prefix="publish-") as folder:
-        task = {"model": write_config(folder, SHAPES[args.shape]), **vars(args)}
-        asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
-        for text, engines, tensor in asked:
-            degrees = degrees_of(text)
-            trainers = degrees["data"] * degrees["sequence"] * degrees["tensor"]
-            for with_engine in (False, True) if args.with_engine else (False,):
-                case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
-                turns = turns_of(args, trainers, with_engine=with_engine)
-                num_ranks = trainers + engines * (1 if with_engine else tensor)
-                ranks = launch(
-                    __file__,
-                    task | degrees | case | {"turns": turns},
-                    num_ranks=num_ranks,
-                    deadline_s=args.deadline,
-                    environment={"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {},
-                )
-                sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
-                rows = rows_of(turns, ranks)
-                made.append({"layout": text, **case, **sizes, "ranks": num_ranks, "rows": rows})
+    made, no_gpu = [], {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+    task = {"model": write_config(args.work, SHAPES[args.shape]), **vars(args)}
+    asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
+    for text, engines, tensor in asked:
+        degrees = degrees_of(text)
+        trainers = degrees["data"] * degrees["sequence"] * degrees["tensor"]
+        for with_engine in (False, True) if args.with_engine else (False,):
+            case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
+            turns = turns_of(args, trainers, with_engine=with_engine)
+            num_ranks = trainers + engines * (1 if with_engine else tensor)
+            own = task | degrees | case | {"turns": turns}
+            ranks = launch(__file__, own, num_ranks, **no_gpu)
+            sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
+            rows = rows_of(turns, ranks)
+            made.append({"layout": text, **case, **sizes, "ranks": num_ranks, "rows": rows})
     return {"cases": made}
 
 

@@ -20,7 +20,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -94,19 +93,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     os.environ[TOKEN] = "bench-" + os.urandom(16).hex()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as place:
-        record = Path(place) / "record.jsonl"
-        record.touch()
-        servers = [start_server(args, port, record)]
-        try:
-            assert servers[0].stdout is not None
-            servers[0].stdout.readline()
-            found = asyncio.run(load(args, port, record, servers))
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait(END_WITHIN_S)
-        lines = [json.loads(line) for line in record.read_text().splitlines()]
+    record = args.work / "record.jsonl"
+    record.touch()
+    servers = [start_server(args, port, record)]
+    try:
+        assert servers[0].stdout is not None
+        servers[0].stdout.readline()
+        found = asyncio.run(load(args, port, record, servers))
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait(END_WITHIN_S)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
     return compare(found, lines)
 
 

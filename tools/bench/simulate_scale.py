@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import threading
 import time
 import tracemalloc
@@ -196,8 +195,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for doubling in range(args.grow + 1):
         larger = {n: getattr(args, n) * 2**doubling for n in ("engines", "ranks", "samples")}
         scale = argparse.Namespace(**vars(args) | larger)
-        with tempfile.TemporaryDirectory(prefix="simulate-scale-") as folder:
-            found = simulate(scale, Path(folder))
+        folder = args.work / str(doubling)
+        folder.mkdir()
+        found = simulate(scale, folder)
         made.append(vars(scale) | found | {"plan": plans(scale.engines)})
     return {"scales": made}
 

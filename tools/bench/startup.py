@@ -10,7 +10,6 @@ on disk. A first round that is not counted warms the file cache up.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ OPTIONS = {"--rounds": (3, "counted runs")}
 def seconds_to_first_step(data: Path, folder: Path) -> float:
     """Run `megarl train` for one step; raises `RuntimeError` where it fails or takes too long."""
     settings = {
-        "folder": folder,
         "steps": 1,
         "model.path": data / "model",
         "model.from_scratch": True,
@@ -36,10 +34,9 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
         "evaluation.prompts.source": "",
         "evaluation.sampled_too": False,
     }
-    recipe, log, started_at = RECIPES / "quickstart.yaml", folder.with_suffix(".log"), time.time()
-    metrics = folder / "metrics.jsonl"
+    metrics, started_at = folder / "metrics.jsonl", time.time()
     try:
-        megarl("train", recipe, settings, log, DEADLINE_S)
+        megarl("train", RECIPES / "quickstart.yaml", folder, settings, DEADLINE_S)
     except RuntimeError:  # such as that a step in which all rewards are equal trains nothing
         if not metrics.exists():
             raise
@@ -48,11 +45,9 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Time `args.rounds` runs after one that is not counted."""
-    with tempfile.TemporaryDirectory() as scratch:
-        data = Path(scratch) / "data"
-        make_addition([str(data)])
-        runs = range(args.rounds + 1)
-        found = [seconds_to_first_step(data, Path(scratch) / f"round-{n}") for n in runs][1:]
+    data, runs = args.work / "data", range(args.rounds + 1)
+    make_addition([str(data)])
+    found = [seconds_to_first_step(data, args.work / f"round-{n}") for n in runs][1:]
     return {"seconds": spread(found), "rounds": found}
 
 

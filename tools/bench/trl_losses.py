@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,12 +107,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(args.seed)
     batches = [make_batch(draw) for _ in range(args.batches)]
     python = make_trl_environment(args.trl_env)
-    with tempfile.TemporaryDirectory(prefix="trl-losses-") as work:
-        path = Path(work) / "batches.json"
-        path.write_text(json.dumps(batches))
-        command = [python, str(Path(__file__).with_name("trl_losses_peer.py")), str(path)]
-        run(command, Path(work) / "log", 600.0, child_environment(Path(work), 1))
-        theirs = json.loads(path.with_suffix(".result").read_text())
+    path = args.work / "batches.json"
+    path.write_text(json.dumps(batches))
+    command = [python, str(Path(__file__).with_name("trl_losses_peer.py")), str(path)]
+    run(command, args.work / "log", 600.0, child_environment(args.work, 1))
+    theirs = json.loads(path.with_suffix(".result").read_text())
     ours = [own_losses(batch) for batch in batches]
     rows = []
     for name, values in theirs["losses"].items():

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from e2e_task import (
     Setting,
     write_task,
 )
+from studies import newest_model
 
 KINDS = {"preference": 1, "sft": 2}
 """{kind: rows of one optimizer step for each of `--rows`}."""
@@ -157,45 +157,41 @@ def trl_given(
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both systems in turns, each with both ways to use the cores."""
     python, made = make_trl_environment(args.trl_env), []
-    with tempfile.TemporaryDirectory(prefix="tune-") as name:
-        work = Path(name)
-        parameters = write_task(work / "task")
-        args.model = Path(args.model or work / "task" / "model").absolute()
-        tokens = write_data(work / "task", words_of(args.model), args.rows, 1 + args.steps)
+    work = args.work
+    parameters = write_task(work / "task")
+    args.model = Path(args.model or work / "task" / "model").absolute()
+    tokens = write_data(work / "task", words_of(args.model), args.rows, 1 + args.steps)
 
-        def one_run(kind: str, system: str, setting: Setting) -> float:
-            """Tokens a second."""
-            if system == "megarl":
-                settings = settings_of(kind, work, setting, args)
-                rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
-                found = rows[1:]
-                saved = next((work / "run" / "checkpoints").glob("step_*")) / "model"
-                change = weight_change(args.model, saved)
-                seconds = [one["time/step_s"] for one in found]
-                per_s = (one["tokens/trained_per_s"] for one in found)
-                trained = sum(rate * s for rate, s in zip(per_s, seconds, strict=True))
-            else:
-                given = trl_given(kind, work, setting, args, tokens[kind])
-                answer = run_trl(python, work, setting, given, DEADLINE_S)
-                first, *rest = answer["steps"]
-                change, seconds = answer["weight_change"], [step["step_s"] for step in rest]
-                trained = rest[-1]["num_tokens"] - first["num_tokens"]
-            if not change > 0:
-                raise RuntimeError(f"{kind}: the weights did not change")
-            progress(f"{kind}, {system}, {setting}: {trained / sum(seconds):,.0f} tokens/s")
-            return trained / sum(seconds)
+    def one_run(kind: str, system: str, setting: Setting) -> float:
+        """Tokens a second."""
+        if system == "megarl":
+            settings = settings_of(kind, work, setting, args)
+            rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
+            found = rows[1:]
+            change = weight_change(args.model, newest_model(work / "run"))
+            seconds = [one["time/step_s"] for one in found]
+            trained = sum(one["tokens/trained_per_s"] * one["time/step_s"] for one in found)
+        else:
+            given = trl_given(kind, work, setting, args, tokens[kind])
+            answer = run_trl(python, work, setting, given, DEADLINE_S)
+            first, *rest = answer["steps"]
+            change, seconds = answer["weight_change"], [step["step_s"] for step in rest]
+            trained = rest[-1]["num_tokens"] - first["num_tokens"]
+        if not change > 0:
+            raise RuntimeError(f"{kind}: the weights did not change")
+        progress(f"{kind}, {system}, {setting}: {trained / sum(seconds):,.0f} tokens/s")
+        return trained / sum(seconds)
 
-        for kind in args.kinds:
-            ways = {
-                (system, str(setting)): partial(one_run, kind, system, setting)
-                for setting in SPREADS
-                for system in ("TRL", "megarl")
-            }
-            rates = in_turns(args.rounds, ways)  # type: ignore[arg-type]
-            made += [
-                {"kind": kind, "system": system, "cores": cores, "rate": spread(values)}
-                for (system, cores), values in rates.items()
-            ]
+    for kind in args.kinds:
+        ways = {
+            (system, str(setting)): partial(one_run, kind, system, setting)
+            for setting in SPREADS
+            for system in ("TRL", "megarl")
+        }
+        made += [
+            {"kind": kind, "system": system, "cores": cores, "rate": spread(values)}
+            for (system, cores), values in in_turns(args.rounds, ways).items()  # type: ignore[arg-type]
+        ]
     return {"parameters": parameters, "tokens_a_step": tokens, "rows": made}
 
 

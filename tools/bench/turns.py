@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,9 +199,10 @@ def differences(model: str, rows: Samples) -> list[float]:
 # -------------------------------------------------------------------------------------------- load
 
 
-async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def under_load(args: argparse.Namespace) -> dict[str, Any]:
     """Many sessions at once."""
-    (folder / "own.py").write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
+    session = args.work / "own.py"
+    session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
     tokenizer = load_tokenizer(args.source)
     longest = 8 + args.turns * (args.tokens + 1)
     config = EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1)
@@ -211,7 +210,7 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = RecordedEngine(load=True, **arguments)
     engine.keeps = False
     config = EnvironmentConfig(
-        session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
+        session=f"{session}:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
     )
     environment = Environment(config, Codec.of(tokenizer))
     await engine.start()
@@ -255,8 +254,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.kind == "exact":
         config = read(RunConfig, args.source, [])
         return asyncio.run(exact(config, check_rollout(config), args.rollouts))
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(under_load(args, Path(folder)))
+    return asyncio.run(under_load(args))
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
