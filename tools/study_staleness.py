@@ -45,7 +45,6 @@ OPTIONS = {
     "folder": (Path, "folder of the study"),
     "--bounds": ([0, 1, 2, 4, 8], "rollout.max_staleness"),
     "--corrections": (["none", "tis", "decoupled"], "of bounds above 0", CORRECTIONS),
-    "--dispatch": ("ordered", "rollout.dispatch", ("ordered", "windowed")),
     "--seeds": ([1, 2, 3], "seeds"),
     "--steps": (40, "steps of a run"),
     "--show": (False, "run nothing, print the table"),
@@ -70,7 +69,7 @@ def at_equal_time(one: dict[str, Any], seconds: float) -> float:
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other, so that they are done in turns."""
     return [
-        {"bound": bound, "correction": correction, "dispatch": args.dispatch, "seed": seed}
+        {"bound": bound, "correction": correction, "seed": seed}
         for seed in args.seeds
         for bound in args.bounds
         for correction in (args.corrections if bound else ["none"])
@@ -81,7 +80,6 @@ def settings_of(case: dict[str, Any]) -> dict[str, object]:
     """{setting: value} by which the runs of a study differ."""
     return {
         "rollout.max_staleness": case["bound"],
-        "rollout.dispatch": case["dispatch"],
         "algorithm.correction.kind": case["correction"],
         # Refused where rollouts are never old, or are corrected.
         "algorithm.correction.allow_uncorrected": case["bound"] > 0
@@ -99,7 +97,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
         options = {"seed": case["seed"], "model.path": data / "model", "resume": "auto"}
         options["demonstrations.source"] = data / "sft.jsonl"
         megarl("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
-    place = folder / "{dispatch}-{bound}-{correction}-seed{seed}".format(**case)
+    place = folder / "{bound}-{correction}-seed{seed}".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
     options = {
         "seed": case["seed"],
@@ -138,7 +136,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     }
     base = {one["seed"]: tokens_per_s(one) for one in found if one["bound"] == 0}
     rows = []
-    for row, same in grouped(found, ("dispatch", "bound", "correction")):
+    for row, same in grouped(found, ("bound", "correction")):
         columns = {
             "throughput": [tokens_per_s(o) / base[o["seed"]] for o in same if o["seed"] in base],
             "age": [one["age"] for one in same],
@@ -148,7 +146,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         }
         row |= {name: spread(values) for name, values in columns.items() if values}
         rows.append(row | {"runs": len(same)})
-    columns = "dispatch; bound d; correction; runs d; throughput .3f; age .3f; greedy .3f"
+    columns = "bound d; correction; runs d; throughput .3f; age .3f; greedy .3f"
     columns += "; equal steps=equal_steps .3f; equal time=equal_time .3f"
     yield from table(rows, columns, middle="mean")
 

@@ -3,7 +3,7 @@
 Each thread has a verifier with a sandbox of its own, as the processes of `environment.num_workers`
 have; the threads themselves only wait and compare.
 
-    python tools/bench/code_verdicts.py --threads 2 --rounds 5 --json
+    python tools/bench/code_verdicts.py --rounds 5 --json
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from common import in_turns, run_tool, spread, table
 OPTIONS = {
     "--verdicts": (60, "responses of a form in a round"),
     "--tests": (3, "tests of a row"),
-    "--threads": (2, "verifiers at the same time"),
     "--rounds": (5, "rounds"),
-    "--sandbox": ("auto", "environment.code.sandbox"),
 }
+THREADS = 2
+"""Verifiers at the same time."""
 FORMS = ("stdin", "calls", "asserts", "check")
 
 
@@ -55,12 +55,12 @@ def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
     from megarl.environments.config import EnvironmentConfig
     from megarl.types import Prompt
 
-    settings = CodeConfig(sandbox=args.sandbox, time_limit_s=30.0)
+    settings = CodeConfig(time_limit_s=30.0)
     config = EnvironmentConfig(verifier="code", code=settings, time_limit_s=120.0)
-    verifiers = [code(config) for _ in range(args.threads)]  # a sandbox ends with its thread
+    verifiers = [code(config) for _ in range(THREADS)]  # a sandbox ends with its thread
 
     def work(number: int) -> None:
-        for index in range(number, args.verdicts, args.threads):
+        for index in range(number, args.verdicts, THREADS):
             right = index % 4 < 2
             row, response = problem(form, args.tests, right)
             prompt = Prompt(index=index, text="", token_ids=[1], answer="", fields=row)
@@ -68,10 +68,10 @@ def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
             if score.correct != right:
                 raise RuntimeError(f"{form}: verdict {score}, but the program is right: {right}")
 
-    with ThreadPoolExecutor(args.threads) as pool:
-        list(pool.map(work, range(args.threads)))  # the first starts import, and fill caches
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))  # the first starts import, and fill caches
         began = time.perf_counter()
-        list(pool.map(work, range(args.threads)))
+        list(pool.map(work, range(THREADS)))
         return args.verdicts / (time.perf_counter() - began)
 
 

@@ -6,7 +6,6 @@ training alone, with the same model, prompts, tokens, samples and threads, on tw
 
     synchronous  rollout.max_staleness 0; engine and trainer have two threads each and take turns.
                  Compared with the sum of the parts, each with two threads.
-    one_thread   the same with one thread each; not by default
     overlapped   rollout.max_staleness 1; engine and trainer have a thread each and run at the same
                  time. Compared with the longer of the parts, each with one thread.
 
@@ -64,12 +63,12 @@ AGREE = 1e-3
 """By how much losses and gradient norms of run and bare loop may differ, relative to the larger."""
 
 
-KINDS = {"synchronous": 2, "one_thread": 1, "overlapped": 1}
+KINDS = {"synchronous": 2, "overlapped": 1}
 """{kind of run: threads of the engine, and of the trainer}"""
 OPTIONS = {
     "--rounds": (3, "runs of each kind at each limit"),
     "--steps": (4, "timed steps of a run"),
-    "--kinds": (["synchronous", "overlapped"], "of runs", tuple(KINDS)),
+    "--kinds": (list(KINDS), "of runs", tuple(KINDS)),
     "--limits": ([64, 480], "new tokens of a sample"),
     "--groups": ([32, 8], "prompts of a step, one number for each limit"),
     "--deadline": (1200.0, "seconds a single run may take"),

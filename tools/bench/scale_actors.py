@@ -164,7 +164,7 @@ async def heartbeat(file: Path) -> None:
 
 def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
-    channel = Channel("", "127.0.0.1") if scale.port else Channel(os.environ[MARK])
+    channel = Channel(os.environ[MARK])
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
     config = RolloutConfig(
         groups_per_step=scale.samples // scale.group_size,

@@ -1,8 +1,7 @@
 """What a run of hundreds of engines costs the processes that exist once: the rollout service, the
-supervisor of the engines, and the plan of the weights. And what breaks first as it grows.
+supervisor of the engines, and the plan of the weights.
 
     python tools/bench/simulate_scale.py [--json] [--engines 512] [--ranks 256] [--samples 8192]
-    python tools/bench/simulate_scale.py --grow 3      # also twice, four and eight times as large
 
 Real: Ray and its calls, the service with dispatch and ledger, its channel, the supervisor's thread,
 the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
@@ -59,17 +58,14 @@ OPTIONS = {
     "--group-size": (16, "samples of a group"),
     "--tokens": (65536, "longest response"),
     "--seconds": (60.0, "an engine answers within"),
-    "--port": (False, "engines connect to a port, as from other machines"),
-    "--store-mib": (2048, "size of Ray's object store"),
-    "--grow": (0, "doublings that are simulated as well"),
 }
 
 
 def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
-    name, size = f"scale-{os.getpid()}", scale.store_mib * 2**20
-    with Cluster(namespace=name, token=own_cluster_token(), object_store_bytes=size) as cluster:
+    about = {"namespace": f"scale-{os.getpid()}", "object_store_bytes": 2**31}
+    with Cluster(token=own_cluster_token(), **about) as cluster:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
@@ -188,18 +184,10 @@ def plans(engines: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The scale that was asked for, and larger ones."""
+    """A step, and the plan."""
     if args.samples % args.group_size:
         raise ValueError("--group-size must divide --samples")
-    made = []
-    for doubling in range(args.grow + 1):
-        larger = {n: getattr(args, n) * 2**doubling for n in ("engines", "ranks", "samples")}
-        scale = argparse.Namespace(**vars(args) | larger)
-        folder = args.work / str(doubling)
-        folder.mkdir()
-        found = simulate(scale, folder)
-        made.append(vars(scale) | found | {"plan": plans(scale.engines)})
-    return {"scales": made}
+    return vars(args) | simulate(args, args.work) | {"plan": plans(args.engines)}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -209,11 +197,9 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"
         " calls of ranks=calls ,d; supervisor: a look s=supervisor_look_s .3f"
     )
-    yield from table(result["scales"], columns)
-    for one in result["scales"]:
-        yield f"{one['engines']} engines:"
-        plan = ({"of": name, **found} for name, found in one["plan"].items())
-        yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
+    yield from table([result], columns)
+    plan = ({"of": name, **found} for name, found in result["plan"].items())
+    yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
 
 
 if __name__ == "__main__":
