@@ -16,7 +16,6 @@ FOLDER/results.jsonl, and a run that is there is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_arithmetic
 import real_model
-from common import run_tool, spread, table, weights_of
+from common import Args, run_tool, spread, table, weights_of
 from processes import lines_of, megarl
 from studies import grouped, newest_model, run_missing
 
@@ -51,7 +50,7 @@ OPTIONS = {
 }
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cases(args: Args) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other."""
     return [
         {"precision": precision, "seed": seed, "steps": args.steps}
@@ -87,7 +86,7 @@ def run(case: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Do the runs that are missing. Makes the model and the problems where these are missing, and
     the problems as demonstrations.
     """

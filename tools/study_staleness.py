@@ -21,7 +21,6 @@ and gone on with, on a machine that is as idle as before.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import shutil
 import statistics
@@ -34,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_addition
-from common import run_tool, spread, table
+from common import Args, run_tool, spread, table
 from processes import lines_of, megarl
 from studies import RECIPES, grouped, last_quarter, newest_model, run_missing
 
@@ -66,7 +65,7 @@ def at_equal_time(one: dict[str, Any], seconds: float) -> float:
     return statistics.mean(found or [before[-1][1]])
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cases(args: Args) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other, so that they are done in turns."""
     return [
         {"bound": bound, "correction": correction, "seed": seed}
@@ -118,7 +117,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Do the runs that are missing."""
     if args.steps <= SKIPPED:
         raise ValueError(f"--steps is {args.steps}; set it to {SKIPPED + 1} or more")

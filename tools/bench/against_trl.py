@@ -8,7 +8,6 @@ default index offers none.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import progress, spread
+from common import Args, progress, spread
 from e2e_task import Setting
 from processes import child_environment, launcher, megarl, run
 
@@ -62,7 +61,7 @@ def make_trl_environment(folder: Path) -> str:
     return python
 
 
-def python_for(args: argparse.Namespace) -> str:
+def python_for(args: Args) -> str:
     """The interpreter of TRL's environment where one of `args.systems` is TRL, else ""."""
     uses_trl = any(system.startswith("TRL") for system in args.systems)
     return make_trl_environment(args.trl_env) if uses_trl else ""
@@ -130,7 +129,7 @@ def run_megarl(
 def one_run(
     system: str,
     setting: Setting,
-    args: argparse.Namespace,
+    args: Args,
     *,
     given: dict[str, Any],
     recipe: Path | str,

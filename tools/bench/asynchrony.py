@@ -21,7 +21,6 @@ time the trainer waits) and everything else. Accuracy is the mean of the last qu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -30,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import progress, ratios, run_tool, spread, table
+from common import Args, progress, ratios, run_tool, spread, table
 from make_addition import write_model, write_rows
 from processes import megarl
 from studies import last_quarter, newest_model
@@ -153,7 +152,7 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """`args.rounds` rounds; in each, every kind in turn from the same fine-tuned model."""
     if args.steps <= SKIPPED + 1:
         raise ValueError(f"--steps is {args.steps}; set it to {SKIPPED + 2} or more")

@@ -26,7 +26,6 @@ divided by the number of ranks; what counts is the slowest.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import time
@@ -35,7 +34,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import group_shape, in_turns, ratios, run_tool, spread, table
+from common import Args, group_shape, in_turns, ratios, run_tool, spread, table
 from launch_ranks import launch, ready
 
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
@@ -91,7 +90,7 @@ def trees(tokens: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, list[
     return torch.tensor(lengths).cumsum(0), parents
 
 
-def laid_out(args: argparse.Namespace) -> tuple[torch.Tensor, list[int]]:
+def laid_out(args: Args) -> tuple[torch.Tensor, list[int]]:
     """The documents, or the trees, that the command line asks for; see `trees`."""
     return (
         trees(args.tokens, args.group)
@@ -106,7 +105,7 @@ def causal_pairs(starts: torch.Tensor) -> int:
 
 
 def make_tensors(
-    args: argparse.Namespace, tokens: int, dtype: torch.dtype, device: torch.device
+    args: Args, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
     draw = torch.Generator(device).manual_seed(0)
@@ -136,7 +135,7 @@ def layer(
 
 
 def alone_runs(
-    args: argparse.Namespace, device: torch.device
+    args: Args, device: torch.device
 ) -> Iterator[tuple[str, AttentionPlan, list[torch.Tensor]]]:
     """(name, plan, tensors) of one rank that has all tokens: with all that the command line asks
     for, then without the window, and with repeated prompts.
@@ -164,7 +163,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
-    args = argparse.Namespace(**task)
+    args = Args(**task)
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(ready(args.deadline))
         layout = Layout(sequence=args.ranks)
@@ -173,9 +172,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         return measure_schedules(args, device, meshes)
 
 
-def measure_schedules(
-    args: argparse.Namespace, device: torch.device, meshes: list[Any]
-) -> dict[str, Any]:
+def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> dict[str, Any]:
     """Seconds of each schedule by rounds, on a mesh without and a mesh with a Ulysses group."""
     from megarl.parallel.collectives import barrier
     from megarl.parallel.exchange import RingExchange
@@ -234,7 +231,7 @@ def _pairs(plan: AttentionPlan) -> int:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Schedules on CPU ranks, or kernels and rings on a GPU."""
     for name, value in DEFAULTS[args.device].items():
         setattr(args, name, getattr(args, name) or value)

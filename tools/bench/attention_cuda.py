@@ -4,7 +4,6 @@ that `training.attention` names, and every rank's ring in turn on one GPU.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from attention import Alone, causal_pairs, documents, layer, make_tensors
-from common import in_turns, spread, table
+from common import Args, in_turns, spread, table
 
 from megarl.kernels import packed_varlen
 from megarl.kernels.attention_plan import BLOCKS
@@ -136,7 +135,7 @@ def varlen_runs(
     return found
 
 
-def measured(args: argparse.Namespace, ways: dict[str, Way]) -> dict[str, Any]:
+def measured(args: Args, ways: dict[str, Way]) -> dict[str, Any]:
     """Seconds and TFLOP/s of each way, forward and backward, in turns."""
     rows: dict[str, Any] = {name: {} for name in ways}
     for place, (way, flop_per_pair) in enumerate((("forward", 4), ("backward", 10))):
@@ -147,7 +146,7 @@ def measured(args: argparse.Namespace, ways: dict[str, Way]) -> dict[str, Any]:
     return rows
 
 
-def bench(args: argparse.Namespace, makers: dict[str, Callable[[], dict[str, Way]]]) -> Any:
+def bench(args: Args, makers: dict[str, Callable[[], dict[str, Way]]]) -> Any:
     """{"kernels": measurements, "missing": {kernel: why it is not on this machine}}."""
     ways: dict[str, Way] = {}
     missing: dict[str, str] = {}
@@ -159,7 +158,7 @@ def bench(args: argparse.Namespace, makers: dict[str, Callable[[], dict[str, Way
     return {"kernels": measured(args, ways), "missing": missing}
 
 
-def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
     """TFLOP/s of whole kernels over one row of `--tokens`."""
     from torch.nn.attention import SDPBackend
 
@@ -192,7 +191,7 @@ def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, A
     return bench(args, makers)
 
 
-def bench_flash_attn(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_flash_attn(args: Args, device: torch.device) -> dict[str, Any]:
     """The package flash-attn over the same rows. Comes after everything else: FlashAttention-4
     takes the place of torch's own kernel in the whole process.
     """
@@ -221,7 +220,7 @@ def best_of(rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
     """Every rank's ring in turn, with copies for receives, against the whole row divided by the
     number of ranks.
     """
@@ -256,7 +255,7 @@ def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return {"ring": rows}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All of it on one GPU. Raises `ValueError` where there is none."""
     if not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU here; leave it out for the CPU")

@@ -16,14 +16,13 @@ part of it: the figures belong to the ratio of tokens to parameters, which is pr
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import in_turns, qwen2, ratios, run_tool, spread, write_config
+from common import Args, in_turns, qwen2, ratios, run_tool, spread, write_config
 from launch_ranks import launch, make_role, ready
 from layouts import make_samples
 from make_addition import write_model
@@ -99,7 +98,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     return {"found": found, "bytes": size, "parameters": parameters}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """The measurements by number of ranks."""
     made = []
     model = args.work / "model"

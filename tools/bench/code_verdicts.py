@@ -8,7 +8,6 @@ have; the threads themselves only wait and compare.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from common import in_turns, run_tool, spread, table
+from common import Args, in_turns, run_tool, spread, table
 
 OPTIONS = {
     "--verdicts": (60, "responses of a form in a round"),
@@ -48,7 +47,7 @@ def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
     return {"prompt": starts, "entry_point": "total", "test": check}, function
 
 
-def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
+def verdicts_per_s(form: str, args: Args) -> float:
     """Verdicts a second of one round. Raises `RuntimeError` for a wrong verdict."""
     from megarl.apps.verifiers.code.code_verifier import code
     from megarl.environments.code_config import CodeConfig
@@ -79,7 +78,7 @@ async def _awaited(made: Any) -> Any:
     return await made
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """{"verdicts_per_s": {form: rates of the rounds}}"""
     ways = {form: partial(verdicts_per_s, form, args) for form in FORMS}
     found = in_turns(args.rounds, ways)

@@ -3,7 +3,7 @@ processes, tables, and statistics over rounds. Imports no megarl and, at module 
 
     OPTIONS = {"--tokens": (2048, "tokens of a step"), "--kinds": (["a"], "of them", ("a", "b"))}
 
-    def measure(args): ...                           returns what json can write
+    def measure(args: Args): ...                     returns what json can write
     def show(result): yield from table(...)          lines below the machine and the settings;
                                                      or the columns of a table of result["rows"]
 
@@ -35,6 +35,8 @@ QUIET = 0.05
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 T = TypeVar("T")
 Options = dict[str, tuple[Any, ...]]
+Args = argparse.Namespace
+"""What a command line says, with `work`; see `run_tool`."""
 
 # ------------------------------------------------------------------------------- the command line
 
@@ -101,7 +103,7 @@ def progress(*words: object) -> None:
 def run_tool(
     doc: str | None,
     options: Options,
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    measure: Callable[[Args], dict[str, Any]],
     show: Callable[[dict[str, Any]], Iterable[str]] | str,
     work: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:

@@ -35,7 +35,6 @@ processes outside of the run took meanwhile: above a few percent the numbers are
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from functools import partial
@@ -43,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import against_trl as trl
-from common import in_turns, progress, ratios, run_tool, table, weights_of
+from common import Args, in_turns, progress, ratios, run_tool, table, weights_of
 from e2e_task import (
     BATCH,
     LEARNING_RATE,
@@ -110,7 +109,7 @@ def weight_change(before: Path, after: Path) -> float:
     return max(float((new[name] - old[name]).abs().max()) for name in old)
 
 
-def one_run(system: str, limit: int, args: argparse.Namespace) -> dict[str, Any]:
+def one_run(system: str, limit: int, args: Args) -> dict[str, Any]:
     """The timed steps of one run, checked."""
     setting, model = SETTINGS[system], args.work / "task" / "model"
     staleness = int(system == OVERLAPPED)
@@ -152,7 +151,7 @@ def one_run(system: str, limit: int, args: argparse.Namespace) -> dict[str, Any]
     return found | {"steps": kept, "weight_change": change}
 
 
-def compare(limit: int, args: argparse.Namespace) -> dict[str, Any]:
+def compare(limit: int, args: Args) -> dict[str, Any]:
     """All systems at one limit: {system: its row}."""
     ways = {system: partial(one_run, system, limit, args) for system in args.systems}
     rows = {}
@@ -173,7 +172,7 @@ def compare(limit: int, args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All systems at all limits."""
     args.python = trl.python_for(args)
     parameters = write_task(args.work / "task")

@@ -35,7 +35,6 @@ percent the times are worth little.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ from typing import Any
 import against_trl as trl
 import make_arithmetic
 import real_model
-from common import progress, run_tool, table
+from common import Args, progress, run_tool, table
 from e2e_task import Setting
 from studies import RECIPES, last_quarter
 
@@ -80,7 +79,7 @@ OPTIONS = {
 }
 
 
-def settings_of(work: Path, args: argparse.Namespace, seed: int, system: str) -> dict[str, object]:
+def settings_of(work: Path, args: Args, seed: int, system: str) -> dict[str, object]:
     """{setting: value} of a run of megarl, on top of the recipe."""
     staleness, threads = int(system == OVERLAPPED), SETTINGS[system].threads
     return {
@@ -110,7 +109,7 @@ def settings_of(work: Path, args: argparse.Namespace, seed: int, system: str) ->
     }
 
 
-def one_run(system: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def one_run(system: str, seed: int, args: Args) -> dict[str, Any]:
     """One run, checked: {steps: a record of each, others}."""
     setting = SETTINGS[system]
     arguments = trl.grpo_arguments(
@@ -160,7 +159,7 @@ def within(steps: list[dict[str, float]], limit_s: float) -> list[dict[str, floa
     return steps[: max(1, sum(end <= limit_s for end in ends))]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All systems with all seeds, in turns."""
     if args.steps < 4:
         raise ValueError(f"--steps is {args.steps}; set it to 4 or more")

@@ -19,14 +19,13 @@ On the CPU megarl's engines have blocks of 32 tokens; vLLM's default is 128.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from common import run_tool, table
+from common import Args, run_tool
 
 PROMPT_TOKENS = 100
 GROUP = 4
@@ -57,6 +56,12 @@ class Running(NamedTuple):
     """Tokens so far that have keys and values, those of the prompt included."""
     max_tokens: int
     """Tokens that the response will have in the end."""
+
+
+COLUMNS = (
+    "length d; cap d; block=block_size d; samples d; paged .2%; largest .2%; empty .3f;"
+    " 16=computed .2%; contiguous .2%; oracle .2%"
+)
 
 
 def response_lengths(mean: int, cap: int, count: int, seed: int) -> list[int]:
@@ -127,7 +132,7 @@ def steps(lengths: list[int], at_once: int) -> Iterator[list[Running]]:
         left = {number: rest - 1 for number, rest in left.items() if rest > 1}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A row for each block size and length."""
     rows = []
     for size in args.block_sizes:
@@ -141,14 +146,5 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of a table."""
-    columns = (
-        "length d; cap d; block=block_size d; samples d; paged .2%; largest .2%; empty .3f;"
-        " 16=computed .2%; contiguous .2%; oracle .2%"
-    )
-    yield from table(result["rows"], columns)
-
-
 if __name__ == "__main__":
-    run_tool(__doc__, OPTIONS, measure, show)
+    run_tool(__doc__, OPTIONS, measure, COLUMNS)

@@ -29,7 +29,6 @@ Where there are more ranks than cores, only memory, bytes and losses mean someth
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -40,7 +39,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from common import qwen2, run_tool, spread, table, write_config
+from common import Args, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch, make_role, ready
 
 SEED = 1
@@ -203,7 +202,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A table row for each layout and ZeRO stage.
 
     Raises `RuntimeError` if the losses of two layouts differ by more than `AGREE`, and `ValueError`

@@ -19,7 +19,6 @@ there is one. The exit status is 1 where a rank is over the bar or the export di
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import qwen2, run_tool, table, write_config
+from common import Args, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 from layouts import layout
 
@@ -54,7 +53,7 @@ def anonymous_bytes() -> int:
     return found.rss - found.shared
 
 
-def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def make_model(folder: Path, args: Args) -> dict[str, Any]:
     """Write a random model into `folder`, one tensor in memory at a time; returns what it is."""
     import torch
 
@@ -137,7 +136,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All of it, in a temporary folder."""
     from megarl.checkpoints.store import open_whole
 

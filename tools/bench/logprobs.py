@@ -30,7 +30,6 @@ refused where results differ.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import statistics
@@ -41,7 +40,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import in_turns, progress, ratios, run_tool, spread, table
+from common import Args, in_turns, progress, ratios, run_tool, spread, table
 from launch_ranks import launch
 
 DEFAULTS = {
@@ -142,7 +141,7 @@ def work(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """{"systems": {system: row of the table}}. Measures the peak memory of every system, then the
     times of those that fit into memory, in turns. Raises `RuntimeError` if their results differ.
     """

@@ -31,7 +31,6 @@ differs from that of the first size.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
@@ -40,7 +39,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from common import progress, qwen2, run_tool, table, write_config
+from common import Args, progress, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 
 SCHEDULES = {
@@ -198,7 +197,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A row of the table for every subject, schedule, length and size."""
     args.sizes, args.tokens = sorted(set(args.sizes)), sorted(set(args.tokens))
     if args.heads % args.kv_heads:

@@ -23,7 +23,6 @@ the versions. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import progress, run_tool, table, weights_of
+from common import Args, progress, run_tool, table, weights_of
 from make_addition import write_task
 from processes import megarl
 from studies import last_quarter, newest_model
@@ -128,7 +127,7 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """`args.rounds` rounds; in each, a run of either kind from the same fine-tuned model. Raises
     `RuntimeError` if weights have changed that should not, or have not that should.
     """

@@ -30,7 +30,6 @@ rounds alternate in the order of kinds and of parts. Ratios are of means over a 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -44,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from against_trl import run_megarl
-from common import run_tool, spread, table
+from common import Args, run_tool, spread, table
 from e2e import RECIPE, settings_of
 from e2e_task import EOS, MAX_PROMPT_TOKENS, MODEL, PAD, SAMPLES, VOCABULARY, Setting, write_task
 from processes import child_environment, run
@@ -160,7 +159,7 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
 # -------------------------------------------------------------------------------------- measurement
 
 
-def run_loop(args: argparse.Namespace, kind: str, limit: int, groups: int) -> dict[str, Any]:
+def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     """A run of megarl in `args.work`/run: {"step_s": seconds of each counted step, "phases",
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
@@ -193,7 +192,7 @@ def run_loop(args: argparse.Namespace, kind: str, limit: int, groups: int) -> di
 
 
 def run_part(
-    args: argparse.Namespace, kind: str, records: Any, name: str, meeting: str = ""
+    args: Args, kind: str, records: Any, name: str, meeting: str = ""
 ) -> list[list[float]]:
     """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
     `RuntimeError` where it did not train as the run did.
@@ -218,7 +217,7 @@ def run_part(
 
 
 def one_round(
-    args: argparse.Namespace, kind: str, limit: int, groups: int, *, is_reversed: bool
+    args: Args, kind: str, limit: int, groups: int, *, is_reversed: bool
 ) -> dict[str, Any]:
     """A run and its parts: what `compared` returns, with the run's `phases` and, of a synchronous
     run, the `causes` of its overhead.
@@ -237,7 +236,7 @@ def one_round(
     return found | {"phases": made["phases"]}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All kinds at all limits, in turns."""
     if len(args.groups) != len(args.limits):
         raise ValueError("--groups needs one number for each of --limits")

@@ -25,7 +25,6 @@ steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -34,7 +33,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
-from common import group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
+from common import Args, group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
 from e2e_task import VOCABULARY
 from launch_ranks import make_role, ready, share_of
 
@@ -91,7 +90,7 @@ def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: in
 class Trainer:
     """The policy with one way to pack, which trains a step at a time."""
 
-    def __init__(self, way: str, args: argparse.Namespace, mesh: Any, device: Any, model: str):
+    def __init__(self, way: str, args: Args, mesh: Any, device: Any, model: str):
         from megarl.objectives.config import AlgorithmConfig
         from megarl.trainer.config import OptimizerConfig
         from megarl.trainer.policy import PolicyGradient
@@ -148,7 +147,7 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
     return repeated / shared
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Every case in turn, with both ways in turns."""
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
@@ -168,7 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare(
-    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], device: Any
+    shape: tuple[int, int, int], args: Args, trainers: dict[str, Trainer], device: Any
 ) -> dict[str, Any]:
     """The results of a case."""
     import peak_memory
@@ -205,7 +204,7 @@ def _compare(
 
 
 def _profile(
-    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], _: Any
+    shape: tuple[int, int, int], args: Args, trainers: dict[str, Trainer], _: Any
 ) -> dict[str, Any]:
     """The parts of a step; see `step_profile`."""
     import step_profile

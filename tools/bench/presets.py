@@ -13,7 +13,6 @@ What is shown: greedy accuracy on the 500 held-out problems before and after.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import run_tool, spread, table
+from common import Args, run_tool, spread, table
 from processes import lines_of, megarl
 from studies import RECIPES, grouped, run_missing
 
@@ -66,7 +65,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"curve": curve, "seconds": time.monotonic() - started_at}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Run what is missing; the curves of all presets and seeds."""
     cases = [
         {"preset": preset, "seed": seed, "steps": args.steps, "every": args.every}

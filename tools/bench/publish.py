@@ -38,7 +38,6 @@ shared memory, which count in every process that sees them.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import statistics
@@ -46,7 +45,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import cell, qwen2, run_tool, spread, table, write_config
+from common import Args, cell, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch
 from publish_ranks import THROUGH, work
 
@@ -88,7 +87,7 @@ OPTIONS = {
 }
 
 
-def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> list[dict[str, Any]]:
+def turns_of(args: Args, trainers: int, *, with_engine: bool) -> list[dict[str, Any]]:
     """What is done in each round of a case, in this order."""
     on_gpu = args.device == "cuda"
     transports = ["shared_memory", *["cuda_ipc"] * on_gpu]
@@ -108,7 +107,7 @@ def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> l
     return made + [{"way": "per parameter", "through": name} for name in THROUGH]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Every case, a launch each."""
     if args.device == "cuda":
         args.layout = args.layout or CASES[0][0]

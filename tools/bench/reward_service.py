@@ -10,7 +10,6 @@ record has it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import command_line, run_tool
+from common import Args, command_line, run_tool
 
 OPTIONS = {
     "--rate": (200, "responses a second"),
@@ -47,7 +46,7 @@ READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
 # ------------------------------------------------------------------------------------- the server
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(args: Args) -> None:
     """Serve until SIGTERM or SIGKILL. The record is the file `args.record`: a line for each sample
     that was scored, written before the answer is sent.
     """
@@ -79,7 +78,7 @@ async def serve(args: argparse.Namespace) -> None:
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
-def start_server(args: argparse.Namespace, port: int, record: Path) -> subprocess.Popen[bytes]:
+def start_server(args: Args, port: int, record: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, __file__, "--port", str(port), "--record", str(record)]
     words += ["--fail", str(args.fail)]
     return subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -88,7 +87,7 @@ def start_server(args: argparse.Namespace, port: int, record: Path) -> subproces
 # ------------------------------------------------------------------------------------- the client
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Load, restart, and the comparison of the two records."""
     os.environ[TOKEN] = "bench-" + os.urandom(16).hex()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -109,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def load(
-    args: argparse.Namespace, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
+    args: Args, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
 ) -> dict[str, Any]:
     """Send the responses at their times, restart the server half-way; the outcomes by number."""
     from megarl.environments.addresses import read_token

@@ -19,7 +19,6 @@ plan             CPU seconds, and memory, of a trainer rank's and of an engine r
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -33,7 +32,7 @@ from typing import Any
 
 import psutil
 import ray
-from common import qwen2, run_tool, table
+from common import Args, qwen2, run_tool, table
 from peak_memory import Sampled
 from scale_actors import STEPS, Fleet, Member, Ranks, build
 
@@ -61,7 +60,7 @@ OPTIONS = {
 }
 
 
-def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def simulate(scale: Args, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
     about = {"namespace": f"scale-{os.getpid()}", "object_store_bytes": 2**31}
@@ -183,7 +182,7 @@ def plans(engines: int) -> dict[str, Any]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A step, and the plan."""
     if args.samples % args.group_size:
         raise ValueError("--group-size must divide --samples")

@@ -9,13 +9,12 @@ on disk. A first round that is not counted warms the file cache up.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import run_tool, spread, table
+from common import Args, run_tool, spread, table
 from make_addition import main as make_addition
 from processes import megarl
 from studies import RECIPES
@@ -43,7 +42,7 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
     return metrics.stat().st_mtime - started_at
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Time `args.rounds` runs after one that is not counted."""
     data, runs = args.work / "data", range(args.rounds + 1)
     make_addition([str(data)])

@@ -19,7 +19,6 @@ Two of megarl's losses are not TRL's, and are compared only in part:
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from against_trl import TRL_ENV, make_trl_environment
-from common import run_tool, table
+from common import Args, run_tool, table
 from processes import child_environment, run
 
 from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
@@ -102,7 +101,7 @@ def own_losses(batch: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Compute both sides of every batch; the largest difference of each loss."""
     draw = random.Random(args.seed)
     batches = [make_batch(draw) for _ in range(args.batches)]

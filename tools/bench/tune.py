@@ -18,7 +18,6 @@ of two threads; the faster is compared. They take turns, each run in processes o
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from against_trl import TRL_ENV, make_trl_environment, run_megarl, run_trl
-from common import in_turns, progress, ratios, run_tool, spread, table
+from common import Args, in_turns, progress, ratios, run_tool, spread, table
 from e2e import weight_change
 from e2e_task import (
     LEARNING_RATE,
@@ -85,9 +84,7 @@ def write_data(folder: Path, steps: int) -> dict[str, float]:
     return tokens
 
 
-def settings_of(
-    kind: str, work: Path, setting: Setting, args: argparse.Namespace
-) -> dict[str, object]:
+def settings_of(kind: str, work: Path, setting: Setting, args: Args) -> dict[str, object]:
     """{setting: value} of a run of megarl, on top of `RECIPE`."""
     section = "preferences" if kind == "preference" else "demonstrations"
     own = {"reference.cache": work / "reference"}
@@ -105,9 +102,7 @@ def settings_of(
     }
 
 
-def trl_given(
-    kind: str, work: Path, setting: Setting, args: argparse.Namespace, tokens: float
-) -> dict[str, Any]:
+def trl_given(kind: str, work: Path, setting: Setting, args: Args, tokens: float) -> dict[str, Any]:
     """The run as trl_side.py takes it. `tokens`: of a step."""
     rows = KINDS[kind] // setting.processes
     arguments: dict[str, Any] = {
@@ -139,7 +134,7 @@ def trl_given(
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Both systems in turns, each with both ways to use the cores."""
     python, made = make_trl_environment(args.trl_env), []
     work = args.work

@@ -16,7 +16,6 @@ rollout service holds. With `--minutes` the sessions are opened again and again 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from common import engine_arguments, run_tool, table
+from common import Args, engine_arguments, run_tool, table
 from launch_ranks import share_of
 
 from megarl.apps.runs.command_checks import check_rollout
@@ -199,7 +198,7 @@ def differences(model: str, rows: Samples) -> list[float]:
 # -------------------------------------------------------------------------------------------- load
 
 
-async def under_load(args: argparse.Namespace) -> dict[str, Any]:
+async def under_load(args: Args) -> dict[str, Any]:
     """Many sessions at once."""
     session = args.work / "own.py"
     session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
@@ -248,7 +247,7 @@ async def under_load(args: argparse.Namespace) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """What is asked for."""
     prepare_environment(1)
     if args.kind == "exact":
