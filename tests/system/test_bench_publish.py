@@ -75,7 +75,7 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ("--layout data,2,pipeline,2", "--layout is 'data 2 pipeline 2'; set one such as"),
+    ("--layout data,2,pipeline,2", "the layout is 'data 2 pipeline 2'; set one such as"),
     ("--engines 2", "need --layout"),
     ("--rounds 0", "1 or more"),
     ("--device cuda --engines 2", "one trainer rank and one reader"),
