@@ -85,26 +85,6 @@ def run_trl(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def grpo_arguments(
-    *, batch: int, samples: int, rows: int, processes: int, limit: int, **more: Any
-) -> dict[str, Any]:
-    """GRPOConfig: megarl's recipe in TRL's words. `rows`: padded rows of a micro-batch."""
-    times = batch // processes // rows
-    return {
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": times,
-        "steps_per_generation": times,
-        "num_generations": samples,
-        "max_completion_length": limit,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "epsilon": 0.2,
-        "loss_type": "dapo",
-        "shuffle_dataset": False,
-        **more,
-    }
-
-
 def run_megarl(
     command: str,
     recipe: Path | str,
@@ -131,16 +111,32 @@ def one_run(
     setting: Setting,
     args: Args,
     *,
-    given: dict[str, Any],
     recipe: Path | str,
     settings: Mapping[str, object],
+    given: dict[str, Any],
+    batch: int,
     samples: int,
-    wanted: list[int],
+    rows: int,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """{"steps": what is compared of each step, "others", "weight_change" of TRL} of a run of TRL,
-    which is `given` to it, or of megarl. `samples`: of a group. Raises `RuntimeError` unless the
-    steps have as many samples as `wanted`.
+    """{"steps": what is compared of each step, "others", "weight_change" of TRL} of a run of GRPO
+    by TRL, which is `given` to trl_side.py, or by megarl. `batch`: samples of a step; `samples`: of
+    a group; `rows`: padded rows of TRL's micro-batches; `arguments`: more of TRL's GRPOConfig, with
+    `max_steps`. Raises `RuntimeError` unless all steps are whole.
     """
+    times = batch // setting.processes // rows
+    given["arguments"] = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": times,
+        "steps_per_generation": times,
+        "num_generations": samples,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "shuffle_dataset": False,
+        **arguments,
+    }
     change = None
     if system.startswith("TRL"):
         found = run_trl(args.python, args.work, setting, given, args.deadline)
@@ -165,8 +161,8 @@ def one_run(
             }
             for row in rows
         ]
-    if [row["samples"] for row in steps] != wanted:
-        raise RuntimeError(f"{system} did not train {len(wanted)} whole steps: {steps}")
+    if [row["samples"] for row in steps] != [batch] * arguments["max_steps"]:
+        raise RuntimeError(f"{system} did not train {arguments['max_steps']} whole steps: {steps}")
     return {"steps": steps, "others": others, "weight_change": change}
 
 

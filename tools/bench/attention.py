@@ -57,7 +57,6 @@ OPTIONS = {
     "--heads": (0, "query heads; default: 8, on a GPU 32"),
     "--kv-heads": (0, "KV heads; default: 2, on a GPU 8"),
     "--width": (0, "width of a head; default: 64, on a GPU 128"),
-    "--deadline": (1800.0, "CPU: seconds that the ranks may take"),
 }
 AGREES = 1e-5
 SCHEDULES: dict[str, tuple[str, str, bool]] = {

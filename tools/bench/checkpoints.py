@@ -27,7 +27,7 @@ from launch_ranks import launch, make_role, ready
 from layouts import make_samples
 from make_addition import write_model
 
-VOCAB, DEADLINE_S = 2048, 600.0
+VOCAB = 2048
 OPTIONS = {
     "--ranks": ([1, 2], "data-parallel ranks"),
     "--hidden": (512, "width of the model"),
@@ -57,8 +57,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     samples, done, path = make_samples(task["tokens"], 8, VOCAB), 0, Path()
     threads, layout = max(1, len(os.sched_getaffinity(0)) // task["size"]), Layout(task["size"])
     with (
-        ready(DEADLINE_S, threads=threads) as device,
-        ProcessMesh(layout, timeout_s=DEADLINE_S) as mesh,
+        ready(task["deadline"], threads=threads) as device,
+        ProcessMesh(layout, timeout_s=task["deadline"]) as mesh,
     ):
         settings = {"zero_stage": 1, "micro_batch_tokens": task["tokens"]}
         role = make_role(task["model"], mesh, device, **settings)
@@ -107,7 +107,7 @@ def measure(args: Args) -> dict[str, Any]:
     sizes = VOCAB, args.hidden, 4 * args.hidden, args.layers, heads, heads
     write_config(model, qwen2(*sizes))
     for size in args.ranks:
-        task = vars(args) | {"size": size, "model": str(model), "deadline": DEADLINE_S}
+        task = vars(args) | {"size": size, "model": str(model)}
         rank = launch(__file__, task, size)[0]
         for kind in KINDS:
             row = rank | {"ranks": size, "kind": kind}

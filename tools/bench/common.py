@@ -5,7 +5,8 @@ processes, tables, and statistics over rounds. Imports no megarl and, at module 
 
     def measure(args: Args): ...                     returns what json can write
     def show(result): yield from table(...)          lines below the machine and the settings;
-                                                     or the columns of a table of result["rows"]
+                                                     or the columns of a table of result["rows"];
+                                                     or "" for a line for each name and value
 
     if __name__ == "__main__":
         run_tool(__doc__, OPTIONS, measure, show)
@@ -33,6 +34,7 @@ sys.path.append(str(ROOT / "tools"))
 QUIET = 0.05
 """Share of the CPU that other processes may use before a tool warns about its times."""
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
+NO_SETTINGS = ("json", "work", "deadline")
 T = TypeVar("T")
 Options = dict[str, tuple[Any, ...]]
 Args = argparse.Namespace
@@ -120,8 +122,11 @@ def run_tool(
     if work is not None and (task := launch_ranks.rank_task()) is not None:
         launch_ranks.answer(work(task))
         return
-    json_option = {"--json": (False, "print one JSON object instead of the table")}
-    args = command_line(doc, options | json_option).parse_args()
+    of_all = {
+        "--deadline": (3600.0, "seconds that ranks, or a run of another program, may take"),
+        "--json": (False, "print one JSON object instead of the table"),
+    }
+    args = command_line(doc, options | of_all).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks
     if sys.platform == "linux":  # orphans of what is started become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -132,7 +137,7 @@ def run_tool(
             found = measure(args)
     except (RuntimeError, ValueError) as error:
         sys.exit(f"{tool}: {error}")
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "work")}
+    settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
     result = {"machine": machine(), "task": settings, "others": others.share, **found}
     if args.json:
         print(json.dumps(result, default=str))
@@ -140,7 +145,10 @@ def run_tool(
         here = result["machine"]
         print(f"{here.get('gpu', here['cpu'])}, {here['cores']} cores; torch {here['torch']}")
         print("; ".join(f"{name} {value}" for name, value in settings.items() if value))
-        lines = table(result["rows"], show) if isinstance(show, str) else show(result)
+        if isinstance(show, str):
+            lines = table(found["rows"], show) if show else listed(result)
+        else:
+            lines = show(result)
         print(*lines, *warn_if_not_quiet(result["others"]), sep="\n")
     if found.get("problem"):
         sys.exit(found["problem"])
@@ -287,6 +295,12 @@ def table(rows: Iterable[dict[str, Any]], columns: str, middle: str = "median") 
     for line in lines:
         padded = (word.ljust(width) for word, width in zip(line, widths, strict=True))
         yield f"| {' | '.join(padded)} |"
+
+
+def listed(result: dict[str, Any]) -> Iterator[str]:
+    """A line for each name and value that a tool has measured."""
+    names = (name for name in result if name not in ("machine", "task", "others"))
+    yield from (f"{name:36}{result[name]}" for name in names)
 
 
 def weights_of(folder: Path) -> dict[str, Any]:

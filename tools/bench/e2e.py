@@ -79,7 +79,6 @@ OPTIONS = {
     "--steps": (4, "steady steps measured in a run"),
     "--limits": ([64, 480], "most new tokens"),
     "--systems": (["megarl", "TRL", OVERLAPPED], "what is compared", tuple(SETTINGS)),
-    "--deadline": (3600.0, "seconds a single run may take"),
     "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
@@ -115,29 +114,23 @@ def one_run(system: str, limit: int, args: Args) -> dict[str, Any]:
     staleness = int(system == OVERLAPPED)
     total = 1 + staleness + args.steps + staleness
     share, fits = BATCH // setting.processes, MICRO_BATCH_TOKENS // (MAX_PROMPT_TOKENS + limit)
-    arguments = trl.grpo_arguments(
-        batch=BATCH,
-        samples=SAMPLES,
-        rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
-        processes=setting.processes,
-        limit=limit,
-        epsilon_high=0.28,
-        max_steps=total,
-        learning_rate=LEARNING_RATE,
-        seed=SEED,
-    )
-    rows = str(args.work / "task" / "prompts.jsonl")
-    given = {"trainer": "GRPO", "reward": "checksum", "model": str(model), "rows": rows}
+    given = {"trainer": "GRPO", "reward": "checksum", "model": str(model)}
     sizes = {"steps": total, "limit": limit, "staleness": staleness}
     found = trl.one_run(
         system,
         setting,
         args,
-        given=given | {"arguments": arguments},
         recipe=RECIPE,
         settings=settings_of(args.work / "task", setting, **sizes),
+        given=given | {"rows": str(args.work / "task" / "prompts.jsonl")},
+        batch=BATCH,
         samples=SAMPLES,
-        wanted=[BATCH] * total,
+        rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
+        max_completion_length=limit,
+        epsilon_high=0.28,
+        max_steps=total,
+        learning_rate=LEARNING_RATE,
+        seed=SEED,
     )
     change = found["weight_change"]
     if change is None:

@@ -74,7 +74,6 @@ OPTIONS = {
     "--precision": ("float32", "of all", ("float32", "bfloat16")),
     "--systems": (list(SETTINGS), "what is compared", tuple(SETTINGS)),
     "--model": (real_model.default_folder("smollm2"), "its folder, made where it is missing"),
-    "--deadline": (7200.0, "seconds a single run may take"),
     "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
@@ -111,29 +110,23 @@ def settings_of(work: Path, args: Args, seed: int, system: str) -> dict[str, obj
 
 def one_run(system: str, seed: int, args: Args) -> dict[str, Any]:
     """One run, checked: {steps: a record of each, others}."""
-    setting = SETTINGS[system]
-    arguments = trl.grpo_arguments(
-        batch=GROUPS * SAMPLES,
-        samples=SAMPLES,
-        rows=ROWS,
-        processes=setting.processes,
-        limit=LIMIT,
-        max_steps=args.steps,
-        learning_rate=LEARNING_RATE,
-        seed=seed,
-        bf16=args.precision == "bfloat16",
-    )
     given = {"trainer": "GRPO", "reward": "right", "is_chat": True}
     given |= {"model": str(args.model.absolute()), "rows": str(args.work / "task/train.jsonl")}
     found = trl.one_run(
         system,
-        setting,
+        SETTINGS[system],
         args,
-        given=given | {"arguments": arguments},
         recipe=RECIPE,
         settings=settings_of(args.work, args, seed, system),
+        given=given,
+        batch=GROUPS * SAMPLES,
         samples=SAMPLES,
-        wanted=[GROUPS * SAMPLES] * args.steps,
+        rows=ROWS,
+        max_completion_length=LIMIT,
+        max_steps=args.steps,
+        learning_rate=LEARNING_RATE,
+        seed=seed,
+        bf16=args.precision == "bfloat16",
     )
     step_s = statistics.median(row["step_s"] for row in steady(found["steps"], system))
     progress(

@@ -78,7 +78,6 @@ OPTIONS = {
         "of keys and values over the sequence axis",
         ("auto", "ring", "ring_lean", "all_gather"),
     ),
-    "--deadline": (1800.0, "seconds that all may take"),
 }
 
 # ---------------------------------------------------------------------------------------- on a rank

@@ -43,7 +43,6 @@ OPTIONS = {
     "--layers": (16, "layers of the model"),
     "--hidden": (2048, "hidden size"),
     "--vocab": (64000, "vocab size"),
-    "--deadline": (900.0, "seconds that the ranks may take"),
 }
 
 

@@ -67,7 +67,6 @@ OPTIONS = {
     "--rounds": (3, "turns that each system gets"),
     "--repeats": (0, "steps of a process that measures time; default: 1, on a GPU 10"),
     "--threads": (1, "torch's, in every process"),
-    "--deadline": (1800.0, "seconds a single process may take"),
 }
 
 

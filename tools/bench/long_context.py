@@ -65,7 +65,6 @@ OPTIONS = {
     "--kv-heads": (1, "KV heads; they divide the query heads"),
     "--width": (32, "of a head; the model's hidden size is heads x width"),
     "--vocabulary": (4096, "vocab size of the model"),
-    "--deadline": (1800.0, "seconds that the ranks of one size may take"),
 }
 
 # ---------------------------------------------------------------------------------------- on a rank

@@ -70,7 +70,6 @@ OPTIONS = {
     "--kinds": (list(KINDS), "of runs", tuple(KINDS)),
     "--limits": ([64, 480], "new tokens of a sample"),
     "--groups": ([32, 8], "prompts of a step, one number for each limit"),
-    "--deadline": (1200.0, "seconds a single run may take"),
 }
 
 

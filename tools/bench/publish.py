@@ -72,7 +72,6 @@ OPTIONS = {
     "--engine-tensor": (1, "tensor ranks of an engine, with --layout"),
     "--bucket-mib": ([0], "weight_sync.bucket_mib; default: 8, with --device cuda 64"),
     "--with-engine": (False, "vLLM engines as well, for the time of their repacking"),
-    "--deadline": (1800.0, "seconds that one case may take"),
 }
 
 

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,14 +197,8 @@ def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    for name, value in result.items():
-        if name not in ("machine", "task", "others"):
-            yield f"{name:36}{value}"
-
-
 if __name__ == "__main__":
     if "--port" in sys.argv:
         asyncio.run(serve(command_line(__doc__, OPTIONS).parse_args()))
     else:
-        run_tool(__doc__, OPTIONS, measure, show)
+        run_tool(__doc__, OPTIONS, measure, "")

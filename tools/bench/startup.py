@@ -19,7 +19,6 @@ from make_addition import main as make_addition
 from processes import megarl
 from studies import RECIPES
 
-DEADLINE_S = 300.0
 OPTIONS = {"--rounds": (3, "counted runs")}
 
 
@@ -35,7 +34,7 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
     }
     metrics, started_at = folder / "metrics.jsonl", time.time()
     try:
-        megarl("train", RECIPES / "quickstart.yaml", folder, settings, DEADLINE_S)
+        megarl("train", RECIPES / "quickstart.yaml", folder, settings, 300.0)
     except RuntimeError:  # such as that a step in which all rewards are equal trains nothing
         if not metrics.exists():
             raise

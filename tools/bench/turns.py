@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from common import Args, engine_arguments, run_tool, table
+from common import Args, engine_arguments, listed, run_tool, table
 from launch_ranks import share_of
 
 from megarl.apps.runs.command_checks import check_rollout
@@ -263,8 +263,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         columns += "; engine computes=engine_busy .2f; memory MiB=memory_mib .1f"
         yield from table(result["rounds"], columns)
     else:
-        names = (name for name in result if name not in ("machine", "task", "others"))
-        yield from (f"{name:30} {result[name]}" for name in names)
+        yield from listed(result)
 
 
 if __name__ == "__main__":
