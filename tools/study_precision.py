@@ -20,7 +20,6 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_arithmetic
 import real_model
-from common import Args, run_tool, spread, table, weights_of
+from common import Args, Lines, run_tool, spread, table, weights_of
 from processes import lines_of, megarl
 from studies import grouped, newest_model, run_missing
 
@@ -101,7 +100,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"results": run_missing(folder, cases(args), partial(run, folder=folder, model=model))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found, rows = result["results"], []
     alone = {

@@ -25,7 +25,6 @@ import itertools
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_addition
-from common import Args, run_tool, spread, table
+from common import Args, Lines, run_tool, spread, table
 from processes import lines_of, megarl
 from studies import RECIPES, grouped, last_quarter, newest_model, run_missing
 
@@ -126,7 +125,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"results": run_missing(folder, wanted, partial(run, folder=folder, steps=args.steps))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found = result["results"]
     fastest = {

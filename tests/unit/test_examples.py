@@ -19,7 +19,6 @@ from megarl.apps.tune.supervised_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score
-from megarl.schema import replace
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,14 +131,15 @@ def test_recipes_of_programs_pass_the_checks(
     assert second.evaluation.prompts.source == f"{folder}/held_out.jsonl"
     longest = max(len(row["response"]) for row in rows(task / "sft.jsonl"))
     assert longest < second.rollout.max_new_tokens
-    shown = replace(first.demonstrations, source=str(task / "sft.jsonl"))
-    model = replace(first.model, path=str(task / "model"))
-    changes = {"folder": str(tmp_path / "sft"), "model": model, "demonstrations": shown}
-    found = check_sft(replace(first, **changes)).rows
+
+    def changed(**changes: Path) -> list[str]:
+        changes |= {"folder": tmp_path / "run", "model.path": task / "model"}
+        return [f"--{name}={value}" for name, value in changes.items()]
+
+    words = changed(**{"demonstrations.source": task / "sft.jsonl"})
+    found = check_sft(config.read(SftConfig, RECIPES / "programs_sft.yaml", words)).rows
     assert found is not None and len(found) == 400
-    held_out = replace(second.evaluation.prompts, source=str(task / "held_out.jsonl"))
-    changes = {"folder": str(tmp_path / "rl"), "model": model}
-    changes["prompts"] = replace(second.prompts, source=str(task / "train.jsonl"))
-    changes["evaluation"] = replace(second.evaluation, prompts=held_out)
-    small = replace(second, **changes)
+    sources = {"prompts.source": task / "train.jsonl"}
+    sources["evaluation.prompts.source"] = task / "held_out.jsonl"
+    small = config.read(RunConfig, RECIPES / "programs.yaml", changed(**sources))
     assert check_run(small, num_ranks=1).prompts is not None

@@ -25,11 +25,10 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Args, progress, ratios, run_tool, spread, table
+from common import Args, Lines, progress, ratios, run_tool, spread, table
 from make_addition import write_model, write_rows
 from processes import megarl
 from studies import last_quarter, newest_model
@@ -168,7 +167,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     rounds, rows = result["rounds"], []
     for kind in sorted(rounds[0], key=list(KINDS).index):

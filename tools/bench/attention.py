@@ -31,6 +31,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,11 +92,9 @@ def trees(tokens: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, list[
 
 def laid_out(args: Args) -> tuple[torch.Tensor, list[int]]:
     """The documents, or the trees, that the command line asks for; see `trees`."""
-    return (
-        trees(args.tokens, args.group)
-        if args.group
-        else (documents(args.tokens, args.documents), [])
-    )
+    if args.group:
+        return trees(args.tokens, args.group)
+    return documents(args.tokens, args.documents), []
 
 
 def causal_pairs(starts: torch.Tensor) -> int:
@@ -109,16 +108,12 @@ def make_tensors(
     """q, k, v and the gradient of the output."""
     draw = torch.Generator(device).manual_seed(0)
     counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
-    return [
-        torch.randn(tokens, count, args.width, generator=draw, device=device, dtype=dtype)
-        for count in counts
-    ]
+    make = partial(torch.randn, generator=draw, device=device, dtype=dtype)
+    return [make(tokens, count, args.width) for count in counts]
 
 
-class Alone:
-    """An exchange of one."""
-
-    rank, size = 0, 1
+ALONE = SimpleNamespace(rank=0, size=1)
+"""An exchange of one."""
 
 
 def layer(
@@ -179,17 +174,14 @@ def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> di
     everybody = meshes[0].sequence
     alone = {name: found for name, *found in alone_runs(args, device)}
     runs: dict[str, Callable[[], Any]] = {
-        name: partial(layer, tensors, plan, Alone(), Alone(), "ring")
+        name: partial(layer, tensors, plan, ALONE, ALONE, "ring")
         for name, (plan, tensors) in alone.items()
     }
     expected, *_ = [run() for run in runs.values()]  # all, so that none is timed cold
     starts, parents = laid_out(args)
-    shares_heads = args.heads % args.ranks == 0 and 0 in (
-        args.kv_heads % args.ranks,
-        args.ranks % args.kv_heads,
-    )
+    shares_keys = 0 in (args.kv_heads % args.ranks, args.ranks % args.kv_heads)
     for name, (how, transport, is_ulysses) in SCHEDULES.items():
-        if is_ulysses and not shares_heads:
+        if is_ulysses and (args.heads % args.ranks or not shares_keys):
             continue
         mesh, indices = meshes[is_ulysses], cut(starts, args.ranks, how)
         size = mesh.ulysses.size
@@ -197,9 +189,8 @@ def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> di
         mine = indices[mesh.sequence.rank]
         exchanges = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         tensors = [x[mine] for x in alone["one rank"][1]]
-        runs[name] = partial(
-            layer, tensors, plan.within(args.window or None), *exchanges, transport
-        )
+        seen = plan.within(args.window or None)
+        runs[name] = partial(layer, tensors, seen, *exchanges, transport)
         for found, whole in zip(runs[name](), expected, strict=True):
             error = float((found - whole[mine]).norm() / whole[mine].norm())
             if error > AGREES:

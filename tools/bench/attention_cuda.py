@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attention import Alone, causal_pairs, documents, layer, make_tensors
+from attention import ALONE, causal_pairs, documents, layer, make_tensors
 from common import Args, in_turns, spread, table
 
 from megarl.kernels import packed_varlen
@@ -166,29 +166,28 @@ def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
     one, packed = documents(tokens, 1), documents(tokens, args.packed)
     whole, two = torch.arange(tokens), torch.tensor([0, 2 * tokens])
     pair, pairs = cut(two, 2, "zigzag")[0], causal_pairs(one)
+    later = [Positions.of(whole + tokens, two), Positions.of(whole, two)]
     places = {
-        "triton, causal": ([Positions.of(whole, one)] * 2, pairs),
-        "triton, all visible": (
-            [Positions.of(whole + tokens, two), Positions.of(whole, two)],
-            tokens * tokens,
-        ),
-        "triton, zigzag piece": ([Positions.of(pair, two)] * 2, pairs),
-        f"triton, {args.packed} documents": (
-            [Positions.of(whole, packed)] * 2,
-            causal_pairs(packed),
-        ),
+        "causal": ([Positions.of(whole, one)] * 2, pairs),
+        "all visible": (later, tokens * tokens),
+        "zigzag piece": ([Positions.of(pair, two)] * 2, pairs),
+        f"{args.packed} documents": ([Positions.of(whole, packed)] * 2, causal_pairs(packed)),
     }
-    stock = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    makers: dict[str, Callable[[], dict[str, Way]]] = {
-        "triton": lambda: {name: block_runs(p, tensors, n) for name, (p, n) in places.items()}
-    }
-    for name, backend in stock.items():
-        title = f"torch {name}"
-        makers[title] = lambda title=title, backend=backend: {
-            f"{title}, causal": stock_runs(backend, tensors, pairs)
-        }
-    makers["torch varlen"] = lambda: varlen_runs("torch varlen", torch_varlen, tensors, packed)
-    return bench(args, makers)
+
+    def stock(name: str, backend: Any) -> dict[str, Way]:
+        return {f"torch {name}, causal": stock_runs(backend, tensors, pairs)}
+
+    return bench(
+        args,
+        {
+            "triton": lambda: {
+                f"triton, {name}": block_runs(p, tensors, n) for name, (p, n) in places.items()
+            },
+            "torch flash": partial(stock, "flash", SDPBackend.FLASH_ATTENTION),
+            "torch cuDNN": partial(stock, "cuDNN", SDPBackend.CUDNN_ATTENTION),
+            "torch varlen": partial(varlen_runs, "torch varlen", torch_varlen, tensors, packed),
+        },
+    )
 
 
 def bench_flash_attn(args: Args, device: torch.device) -> dict[str, Any]:
@@ -232,7 +231,7 @@ def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
         starts = documents(tokens, count)
         alone = AttentionPlan.of([torch.arange(tokens)], starts, device)
         runs: dict[str, Callable[[], Any]] = {
-            "whole": partial(layer, whole, alone, Alone(), Alone(), "ring")
+            "whole": partial(layer, whole, alone, ALONE, ALONE, "ring")
         }
         if count == 1:
             forward, backward, _ = stock_runs(SDPBackend.FLASH_ATTENTION, whole, 0)
@@ -242,7 +241,7 @@ def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
             plan = AttentionPlan.of(indices, starts, device)
             for rank, index in enumerate(indices):
                 mine, outer = [x[index.to(device)] for x in whole], LocalCopies(rank, args.ranks)
-                runs[f"{how} {rank}"] = partial(layer, mine, plan, Alone(), outer, "ring")
+                runs[f"{how} {rank}"] = partial(layer, mine, plan, ALONE, outer, "ring")
         seconds = {name: statistics.median(each) for name, each in timed(runs, args.rounds).items()}
         for how in ("zigzag", "zigzag_document"):
             slowest = max(seconds[f"{how} {rank}"] for rank in range(args.ranks))

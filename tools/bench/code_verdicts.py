@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from common import Args, in_turns, run_tool, spread, table
+from common import Args, Lines, in_turns, run_tool, spread, table
 
 OPTIONS = {
     "--verdicts": (60, "responses of a form in a round"),
@@ -82,7 +81,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"verdicts_per_s": {form: spread(values) for form, values in found.items()}}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     rows = ({"form": form, "rate": rate} for form, rate in result["verdicts_per_s"].items())
     yield from table(rows, "form; verdicts/s=rate .1f; mean=rate.mean .1f")

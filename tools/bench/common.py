@@ -4,7 +4,7 @@ processes, tables, and statistics over rounds. Imports no megarl and, at module 
     OPTIONS = {"--tokens": (2048, "tokens of a step"), "--kinds": (["a"], "of them", ("a", "b"))}
 
     def measure(args: Args): ...                     returns what json can write
-    def show(result): yield from table(...)          lines below the machine and the settings;
+    def show(result) -> Lines: ...                   lines below the machine and the settings;
                                                      or the columns of a table of result["rows"];
                                                      or "" for a line for each name and value
 
@@ -37,6 +37,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 NO_SETTINGS = ("json", "work", "deadline")
 T = TypeVar("T")
 Options = dict[str, tuple[Any, ...]]
+Lines = Iterator[str]
 Args = argparse.Namespace
 """What a command line says, with `work`; see `run_tool`."""
 

@@ -36,13 +36,12 @@ processes outside of the run took meanwhile: above a few percent the numbers are
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import against_trl as trl
-from common import Args, in_turns, progress, ratios, run_tool, table, weights_of
+from common import Args, Lines, in_turns, progress, ratios, run_tool, table, weights_of
 from e2e_task import (
     BATCH,
     LEARNING_RATE,
@@ -173,7 +172,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"parameters": parameters, "limits": limits}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     yield f"{result['parameters']:,} parameters; {PROMPTS} x {SAMPLES} samples a step"
     columns = (

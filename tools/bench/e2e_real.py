@@ -37,14 +37,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import against_trl as trl
 import make_arithmetic
 import real_model
-from common import Args, progress, run_tool, table
+from common import Args, Lines, progress, run_tool, table
 from e2e_task import Setting
 from studies import RECIPES, last_quarter
 
@@ -187,7 +186,7 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return rows
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     yield f"SmolLM2-135M, {GROUPS} x {SAMPLES} samples a step"
     rows = ({"system": system, **row} for system, row in result["systems"].items())

@@ -36,10 +36,9 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from common import Args, qwen2, run_tool, spread, table, write_config
+from common import Args, Lines, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch, make_role, ready
 
 SEED = 1
@@ -48,19 +47,23 @@ AGREE = {"float32": 1e-4, "bfloat16": 5e-2}
 """By how much losses of two layouts may differ, relative to their size."""
 
 
+TRANSPORTS = ("auto", "ring", "ring_lean", "all_gather")
+
+
 def layout(text: str) -> list[int]:
     """2x1x2 -> [2, 1, 2], the degrees of data, sequence and tensor. Raises `ValueError`."""
     data, sequence, tensor = map(int, text.split("x"))
     return [data, sequence, tensor]
 
 
+def layouts(text: str) -> list[list[int]]:
+    """Several of them, with commas between."""
+    return [layout(one) for one in text.split(",")]
+
+
 OPTIONS = {
     "--ranks": (2, "processes, one GPU each where there are GPUs"),
-    "--layouts": (
-        None,
-        "data x sequence x tensor, as 2x1x2,1x4x1; default: all of --ranks",
-        lambda text: [layout(one) for one in text.split(",")],
-    ),
+    "--layouts": (None, "data x sequence x tensor, as 2x1x2,1x4x1; default: all", layouts),
     "--zero": ([0], "DeepSpeed ZeRO stages", (0, 1, 2, 3)),
     "--steps": (5, "timed optimizer steps of each layout"),
     "--tokens": (2048, "tokens of a step, over all ranks"),
@@ -73,11 +76,7 @@ OPTIONS = {
     "--vocabulary": (4096, "vocab size"),
     "--dtype": ("float32", "bfloat16 needs ZeRO 1, 2 or 3", tuple(AGREE)),
     "--gradient-checkpointing": (False, "recompute activations in backward"),
-    "--transport": (
-        "auto",
-        "of keys and values over the sequence axis",
-        ("auto", "ring", "ring_lean", "all_gather"),
-    ),
+    "--transport": ("auto", "of keys and values over the sequence axis", TRANSPORTS),
 }
 
 # ---------------------------------------------------------------------------------------- on a rank
@@ -254,7 +253,7 @@ def one_row(ranks: tuple[dict[str, Any], ...], tokens: int) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The result as lines of a table."""
     rows = result["rows"]
     columns = (

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import Args, qwen2, run_tool, table, write_config
+from common import Args, Lines, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 from layouts import layout
 
@@ -154,7 +153,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"model": about, "ranks": ranks, "problem": problem}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """As a table, in MB."""
     about = result["model"]
     yield (

@@ -26,14 +26,14 @@ steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
-from common import Args, group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
+from common import Args, Lines, group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
 from e2e_task import VOCABULARY
 from launch_ranks import make_role, ready, share_of
 
@@ -80,10 +80,8 @@ def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: in
         return Rollout(sample, sample, [segment], Verdict(float(sample % 2), correct=False), step)
 
     return [
-        Group(
-            ordinal, Prompt(ordinal, "", tokens(prompt), ""), [rollout(n) for n in range(samples)]
-        )
-        for ordinal in range(count)
+        Group(n, Prompt(n, "", tokens(prompt), ""), [rollout(sample) for sample in range(samples)])
+        for n in range(count)
     ]
 
 
@@ -123,14 +121,9 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
     """Multiplications of repeated prompts over those of shared ones, for one group."""
     prompt, samples, response = shape
     text = model.config.get_text_config()
-    layers = text.num_hidden_layers
-    body = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and "embed" not in name and "lm_head" not in name
-    )
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair = 2 * layers * text.num_attention_heads * head_width
+    named = ((name, p) for name, p in model.named_parameters() if p.dim() == 2)
+    body = sum(p.numel() for name, p in named if not re.search("embed|lm_head", name))
+    pair = 2 * text.num_hidden_layers * text.hidden_size
     output = text.vocab_size * text.hidden_size * samples * response
 
     def work(tokens: int, pairs: int) -> int:
@@ -140,11 +133,9 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
         return sum(range(first + 1, last + 1))
 
     whole, common = prompt + response, prompt - 1
-    repeated = work(samples * whole, samples * seen(0, whole))
-    shared = work(
-        common + samples * (whole - common), seen(0, common) + samples * seen(common, whole)
-    )
-    return repeated / shared
+    tokens = common + samples * (whole - common)
+    shared = work(tokens, seen(0, common) + samples * seen(common, whole))
+    return work(samples * whole, samples * seen(0, whole)) / shared
 
 
 def measure(args: Args) -> dict[str, Any]:
@@ -225,7 +216,7 @@ def _profile(
     return step_profile.profile_of(partial(trainer.step, groups), model, functions)
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     import step_profile
 

@@ -14,13 +14,12 @@ What is shown: greedy accuracy on the 500 held-out problems before and after.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from common import Args, run_tool, spread, table
+from common import Args, Lines, run_tool, spread, table
 from processes import lines_of, megarl
 from studies import RECIPES, grouped, run_missing
 
@@ -75,7 +74,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"runs": run_missing(args.into, cases, partial(run, folder=args.into))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """One row a preset, over its seeds."""
     rows = []
     for row, same in grouped(result["runs"], ("preset", "steps")):

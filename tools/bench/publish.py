@@ -40,11 +40,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import Args, cell, qwen2, run_tool, spread, table, write_config
+from common import Args, Lines, cell, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch
 from publish_ranks import THROUGH, work
 from reshard_plan import parse_degrees
@@ -155,7 +154,7 @@ def rows_of(turns: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[di
     return made
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The result as lines of tables."""
     columns = (
         "way=what; seconds .4f; GB/s=gb_per_s .2f; of memcpy=of_memcpy .0%;"

@@ -10,11 +10,10 @@ on disk. A first round that is not counted warms the file cache up.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Args, run_tool, spread, table
+from common import Args, Lines, run_tool, spread, table
 from make_addition import main as make_addition
 from processes import megarl
 from studies import RECIPES
@@ -49,7 +48,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"seconds": spread(found), "rounds": found}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     yield from table([result], "first step after, s=seconds .1f")
     yield ", ".join(f"{seconds:.1f} s" for seconds in result["rounds"])

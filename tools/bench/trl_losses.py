@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from against_trl import TRL_ENV, make_trl_environment
-from common import Args, run_tool, table
+from common import Args, Lines, run_tool, table
 from processes import child_environment, run
 
 from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
@@ -120,7 +119,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"trl": theirs["trl"], "losses": rows}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The table: largest difference of a batch's loss, relative above 1 and absolute below."""
     yield f"TRL {result['trl']}"
     columns = "loss; largest difference=largest .1e; mean loss=mean_loss .4g"

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from against_trl import TRL_ENV, make_trl_environment, run_megarl, run_trl
-from common import Args, in_turns, progress, ratios, run_tool, spread, table
+from common import Args, Lines, in_turns, progress, ratios, run_tool, spread, table
 from e2e import weight_change
 from e2e_task import (
     LEARNING_RATE,
@@ -174,7 +173,7 @@ def measure(args: Args) -> dict[str, Any]:
     return {"parameters": parameters, "tokens_a_step": tokens, "rows": made}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The table, and for each kind the ratio of the faster settings."""
     columns = "what=kind; system; cores as=cores; tokens/s=rate ,.0f"
     rows = result["rows"]
