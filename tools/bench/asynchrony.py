@@ -93,11 +93,9 @@ def write_task(folder: Path, seed: int) -> None:
     folder.mkdir()
     draw = random.Random(f"asynchrony/{seed}")
     write_model(folder / "model", "0123456789=." + LETTERS)
-    for name, key in (
-        ("config.json", "max_position_embeddings"),
-        ("tokenizer_config.json", "model_max_length"),
-    ):
-        path = folder / "model" / name
+    longest = {"config": "max_position_embeddings", "tokenizer_config": "model_max_length"}
+    for name, key in longest.items():
+        path = folder / "model" / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {key: 2 * MAX_TOKENS}))
     pairs = [(letter, digit) for letter in LETTERS for digit in range(10)]
     drawn = [draw.choice(pairs) for _ in range(12000)]

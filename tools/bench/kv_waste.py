@@ -88,14 +88,12 @@ def blocks_needed(running: Iterable[Running], block_size: int) -> tuple[int, int
     once for all of its sequences. vLLM shares at most all tokens of a prompt but the last, which
     each sequence computes.
     """
-    blocks, filled, shared = 0, 0, {}
-    for one in running:
-        common = (one.prompt_tokens - 1) // block_size
-        shared[one.prompt] = common
-        blocks += math.ceil(one.tokens / block_size) - common
-        filled += one.tokens - common * block_size
-    in_common = sum(shared.values())
-    return blocks + in_common, filled + in_common * block_size
+    ones = list(running)
+    shared = [(one.prompt_tokens - 1) // block_size for one in ones]
+    prompts = dict(zip((one.prompt for one in ones), shared, strict=True))
+    repeated = sum(shared) - sum(prompts.values())
+    blocks = sum(math.ceil(one.tokens / block_size) for one in ones)
+    return blocks - repeated, sum(one.tokens for one in ones) - repeated * block_size
 
 
 def waste(running: list[Running], block_size: int, cap: int) -> dict[str, float]:

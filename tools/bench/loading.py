@@ -24,7 +24,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import psutil
 from common import Args, Lines, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 from layouts import layout
@@ -43,12 +42,6 @@ OPTIONS = {
     "--hidden": (2048, "hidden size"),
     "--vocab": (64000, "vocab size"),
 }
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process that is resident."""
-    found = psutil.Process().memory_info()
-    return found.rss - found.shared
 
 
 def make_model(folder: Path, args: Args) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def make_model(folder: Path, args: Args) -> dict[str, Any]:
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: load, set up the optimizer if asked, export."""
-    from peak_memory import Sampled
+    from peak_memory import Sampled, own_bytes
 
     from megarl.checkpoints.export import WeightExport
     from megarl.checkpoints.rank_files import RankFiles
@@ -106,18 +99,17 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     layout = Layout(*task["layout"])
     with ready(600) as device, ProcessMesh(layout, timeout_s=600) as mesh:
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as loading:
+        with Sampled(own_bytes) as loading:
             network = build_network(ModelConfig(path=task["model"]), training, mesh, device, seed=0)
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as optimizer:
-            engine = TrainEngine(
-                network, training, mesh, device, total_steps=1, trains=task["optimizer"]
-            )
+        settings = {"total_steps": 1, "trains": task["optimizer"]}
+        with Sampled(own_bytes) as optimizer:
+            engine = TrainEngine(network, training, mesh, device, **settings)
         own, dtype = engine.owned(), DTYPES[training.precision]
         shapes = whole_shapes(network.model, network.shards)
         owned = training_owned(shapes, network.shards, mesh.layout, training.zero_stage)
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as export:
+        with Sampled(own_bytes) as export:
             weights = WeightExport(owned, shapes, dtype, file_bytes=task["file_bytes"])
             files = RankFiles(Path(task["out"]))
             weights.write(files.folder, own, mesh.world, files)

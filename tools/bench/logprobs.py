@@ -173,19 +173,16 @@ def measure(args: Args) -> dict[str, Any]:
             if not abs(mine - first) <= AGREE[args.dtype] * abs(first):
                 raise RuntimeError(f"{name} differ: norm {mine} of {system}, {first} of eager")
     runs = in_turns(args.rounds, {system: partial(one, system, "time") for system in fitting})
-    times = {
-        system: {name: [run[name] for run in each] for name in TIMES}
-        for system, each in runs.items()
-    }
     products = args.tokens * args.vocabulary * args.hidden / 1e12
-    for system in fitting:
+    for system, each in runs.items():
         row = rows[system]
-        row |= {name: spread(values) for name, values in times[system].items()}
+        row |= {name: spread([run[name] for run in each]) for name in TIMES}
         row["forward_tflops"] = 2 * products / row["forward_s"]["median"]
         row["step_tflops"] = 6 * products / row["step_s"]["median"]
         if EAGER in fitting:
             row["memory_of_eager"] = row["peak_bytes"] / rows[EAGER]["peak_bytes"]
-            row["times_as_fast"] = ratios(times[EAGER]["step_s"], times[system]["step_s"])
+            eager, mine = ([run["step_s"] for run in runs[name]] for name in (EAGER, system))
+            row["times_as_fast"] = ratios(eager, mine)
     return {"systems": rows}
 
 

@@ -149,10 +149,8 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
     for record, found in zip(records, made, strict=False):
         for name, own in zip(("loss", "grad_norm"), found, strict=True):
             if abs(record[name] - own) > AGREE * max(abs(record[name]), abs(own), 1e-3):
-                raise RuntimeError(
-                    f"the bare loop trains otherwise: {name} of step {record['step']} is {own}, and"
-                    f" {record[name]} in the run"
-                )
+                where = f"{name} of step {record['step']} is {own}, and {record[name]} in the run"
+                raise RuntimeError(f"the bare loop trains otherwise: {where}")
 
 
 # -------------------------------------------------------------------------------------- measurement
@@ -175,17 +173,15 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
             raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
     lives = read_lives(work / "run" / FOLDER)
-    begins = next(one.steps for one in lives if one.process == "rank0")
-    begins = [step["ts"] / 1e6 for step in begins]
+    (rank,) = (one for one in lives if one.process == "rank0")
+    begins = [step["ts"] / 1e6 for step in rank.steps]
     if len(begins) != sizes["steps"]:
         raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
     counted = records[SKIPPED : SKIPPED + args.steps]
     names = sorted({name for one in counted for name in one if name.startswith("publish/")})
     return {
         "step_s": [end - begin for begin, end in itertools.pairwise(begins[SKIPPED:])],
-        "phases": {
-            name: statistics.fmean(one[name] for one in counted) for name in (*PHASES, *names)
-        },
+        "phases": {n: statistics.fmean(one[n] for one in counted) for n in (*PHASES, *names)},
         "records": records,
     }
 
@@ -273,10 +269,8 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         lines = {title: [one.get(key) for one in rounds] for key, title in titles.items()}
         for group in ("causes", "phases"):
             lines |= {name: [one[group][name] for one in rounds] for name in rounds[0][group]}
-        found = [
-            {"what": k, "s": spread(values)} for k, values in lines.items() if None not in values
-        ]
-        yield from table(found, "what; s ,.3f")
+        known = ((what, values) for what, values in lines.items() if None not in values)
+        yield from table(({"what": k, "s": spread(values)} for k, values in known), "what; s ,.3f")
 
 
 if __name__ == "__main__":

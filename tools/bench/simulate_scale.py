@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 import ray
 from common import Args, qwen2, run_tool, table
-from peak_memory import Sampled
+from peak_memory import Sampled, own_bytes
 from scale_actors import STEPS, Fleet, Member, Ranks, build
 
 from megarl.cluster.process_env import own_cluster_token
@@ -96,12 +96,6 @@ def simulate(scale: Args, folder: Path) -> dict[str, Any]:
         members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
         found["supervisor_look_s"] = supervise(members)
     return found
-
-
-def own_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process that no other shares, such as the object store."""
-    found = process.memory_info()
-    return found.rss - found.shared
 
 
 def cpu_s(process: psutil.Process) -> float:

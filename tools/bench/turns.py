@@ -136,8 +136,8 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         await environment.close()
         await engine.stop()
     groups = [
-        Group(n, prompt, [Rollout(0, 0, segments, verdict, 0)])
-        for n, (prompt, (segments, verdict)) in enumerate(zip(prompts, found, strict=True))
+        Group(n, prompt, [Rollout(0, 0, *one, 0)])
+        for n, (prompt, one) in enumerate(zip(prompts, found, strict=True))
     ]
     (rows,) = share_of(groups, 2**20).samples  # that one rank would train on
     worst = max(differences(config.model.path, rows))
@@ -222,7 +222,7 @@ async def under_load(args: Args) -> dict[str, Any]:
     try:
         while not rounds or time.monotonic() < until:
             begun, before = time.monotonic(), [sum(one.cpu_times()[:2]) for one in of_engine]
-            prompts = [Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions)]
+            prompts = (Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions))
             jobs = (
                 attempts.attempt(one, len(rounds), n, temperature=1.0)
                 for n, one in enumerate(prompts)
@@ -232,14 +232,9 @@ async def under_load(args: Args) -> dict[str, Any]:
             after = [sum(one.cpu_times()[:2]) for one in of_engine]
             computed = max(late - early for early, late in zip(before, after, strict=True))
             assert all(not verdict.failure and verdict.reward == 1.0 for _, verdict in done)
-            rounds.append(
-                {
-                    "seconds": seconds,
-                    "engine_busy": computed / seconds,
-                    "turns_per_s": args.sessions * args.turns / seconds,
-                    "memory_mib": psutil.Process().memory_info().rss / 2**20,
-                }
-            )
+            row = {"seconds": seconds, "engine_busy": computed / seconds}
+            row["turns_per_s"] = args.sessions * args.turns / seconds
+            rounds.append(row | {"memory_mib": psutil.Process().memory_info().rss / 2**20})
             del done
     finally:
         await environment.close()
