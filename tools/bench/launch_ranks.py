@@ -144,10 +144,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline_s:
     end = time.monotonic() + deadline_s
     while None in (codes := [process.poll() for process in ranks]) and not any(codes):
         if time.monotonic() > end:
-            raise RuntimeError(
-                f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline\n"
-                + "\n".join(f"rank {n}: {_error_of(path, 1)}" for n, path in enumerate(outputs))
-            )
+            said = [f"rank {n}: {_error_of(path, 1)}" for n, path in enumerate(outputs)]
+            late = f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline"
+            raise RuntimeError("\n".join([late, *said]))
         time.sleep(POLL_S)
     failed = [(rank, _error_of(outputs[rank])) for rank, code in enumerate(codes) if code]
     # The rank that failed first gives the cause; the others report a closed connection.

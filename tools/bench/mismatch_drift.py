@@ -96,9 +96,8 @@ def receipts_of(run: Path) -> dict[int, list[str]]:
 def changed_weights(first: Path, last: Path) -> int:
     """Number of tensors whose bits differ between two folders of the same model."""
     before, after = weights_of(first), weights_of(last)
-    return sum(
-        one.numpy().tobytes() != after[name].numpy().tobytes() for name, one in before.items()
-    )
+    pairs = ((one.numpy(), after[name].numpy()) for name, one in before.items())
+    return sum(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
 def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[str, Any]:

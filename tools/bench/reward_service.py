@@ -116,9 +116,8 @@ async def load(
     from megarl.types import Prompt
 
     url = f"http://127.0.0.1:{port}/v1/score"
-    remote = RemoteConfig(
-        token_variable=TOKEN, batch_size=1, connections=64, attempt_limit_s=ATTEMPT_S
-    )
+    limits: Any = {"batch_size": 1, "connections": 64, "attempt_limit_s": ATTEMPT_S}
+    remote = RemoteConfig(token_variable=TOKEN, **limits)
     config = EnvironmentConfig(verifier=url, time_limit_s=LIMIT_S, remote=remote)
     client = RewardClient(url, config, read_token(TOKEN, "token"))
     statuses = await wrong_tokens(url)
@@ -145,13 +144,8 @@ async def load(
     await asyncio.wait_for(asyncio.gather(*tasks, restarting), 10 * LIMIT_S)
     took = time.monotonic() - began
     await client.close()
-    return {
-        "outcomes": outcomes,
-        "asked": total,
-        "took_s": took,
-        "seconds": sorted(seconds),
-        "statuses": statuses,
-    }
+    found = {"outcomes": outcomes, "asked": total, "took_s": took, "statuses": statuses}
+    return found | {"seconds": sorted(seconds)}
 
 
 async def wrong_tokens(url: str) -> list[int]:

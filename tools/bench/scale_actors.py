@@ -10,7 +10,9 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,17 +105,7 @@ class Member:
 
     def __init__(self, fleet: Any, number: int) -> None:
         for name in ("attach", "pulse"):
-            setattr(self, name, Method(fleet.call, number, name))
-
-
-class Method:
-    """A method of a fleet for one member."""
-
-    def __init__(self, call: Any, number: int, name: str) -> None:
-        self._call, self._member = call, (number, name)
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._call.remote(*self._member, *arguments)
+            setattr(self, name, SimpleNamespace(remote=partial(fleet.call.remote, number, name)))
 
 
 class Ranks:
