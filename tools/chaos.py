@@ -42,7 +42,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from chaos_faults import KINDS, Fault, every, wait, write_verifier
@@ -65,7 +65,6 @@ OPTIONS = {
     "--then": (0, "steps to finish in after all faults"),
     "--reference": (False, "compare with a run without faults"),
 }
-T = TypeVar("T")
 PHASE_S = 8.0
 """Seconds to wait for the phase in which a fault is to fall."""
 COUNTED = ("verifier", "judgement")
@@ -112,7 +111,7 @@ class Struck:
         return None
 
 
-def again_and_again(draw: random.Random, items: Iterable[T]) -> Iterator[T]:
+def again_and_again(draw: random.Random, items: Iterable[Any]) -> Iterator[Any]:
     """Every item once in random order, and again."""
     found = list(items)
     while True:
@@ -194,12 +193,9 @@ class Torment:
         one.took_s = time.monotonic() - began
         one.phase = one.phase or run.phase_at(at)
         told = one.told(run)
-        print(
-            f"{len(self.struck):3} {fault.name} {what} in {one.phase}: {one.outcome} after"
-            f" {one.took_s:.0f} s",
-            f"({told[0]:.1f} s: {told[1][:200]})" if told else "",
-            flush=True,
-        )
+        where = f"{len(self.struck):3} {fault.name} {what} in {one.phase}"
+        said = f"({told[0]:.1f} s: {told[1][:200]})" if told else ""
+        print(f"{where}: {one.outcome} after {one.took_s:.0f} s", said, flush=True)
         if one.outcome == "HANGS":
             subprocess.run(megarl("status", run.folder), cwd=ROOT)
             run.end()
@@ -231,11 +227,9 @@ def command(recipe: Path, ranks: int, *further: str) -> list[str]:
 
 def table(struck: list[Struck], run: Run) -> list[str]:
     """Prints the outcomes by fault; returns the faults of which the run did not tell."""
-    groups: dict[str, list[Struck]] = collections.defaultdict(list)
-    for one in struck:
-        groups[one.fault.name].append(one)
     untold = []
-    for name, ones in sorted(groups.items()):
+    for name in sorted({one.fault.name for one in struck}):
+        ones = [one for one in struck if one.fault.name == name]
         found = [one.told(run) for one in ones]
         noticed = [at for at, _ in filter(None, found) if at == at]
         within = f"told after {min(noticed):.1f} to {max(noticed):.1f} s" if noticed else ""
@@ -290,9 +284,10 @@ def main() -> int:
         shutil.copytree(folder, kept, symlinks=True)
         subprocess.run(["umount", str(folder)], check=True)
         print(f"the run folder was on a disk of its own; a copy is {kept}")
-    result: dict[str, Any] = {
+    hangs = sum(one.outcome == "HANGS" for one in torment.struck)
+    result = {
         "faults": len(torment.struck),
-        "hangs": sum(one.outcome == "HANGS" for one in torment.struck),
+        "hangs": hangs,
         "starts": run.starts,
         "finished": not problem,
         "ledger is exact": audit.returncode == 0,
@@ -302,8 +297,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    bad = result["hangs"] or audit.returncode or differing or torment.left or untold
-    return int(bool(bad or problem))
+    return int(any((hangs, audit.returncode, differing, torment.left, untold, problem)))
 
 
 if __name__ == "__main__":

@@ -63,23 +63,23 @@ class Run:
     starts: int = 0
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
+    def __post_init__(self) -> None:
+        self.environment = {**os.environ, MARK: self.mark}
+        """The environment variables of the run's processes."""
+
     def start(self) -> None:
         """Start the run, or start it again."""
         self.starts += 1
         self.process = subprocess.Popen(
             self.command,
             cwd=ROOT,
-            env=self.environment(),
+            env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-
-    def environment(self) -> dict[str, str]:
-        """The environment variables of the run's processes."""
-        return {**os.environ, MARK: self.mark}
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -106,13 +106,10 @@ class Run:
         start.
         """
         below = {one.pid for one in self.below()}
-        for life in self._newest_lives():
+        for life in read_lives(self.folder / FOLDER, only_last=True):
             if life.process == "rank0" and life.steps and life.pid in below:
                 return life.pid, life.steps[-1]["args"]["step"]
         return 0, 0
-
-    def _newest_lives(self) -> list[Life]:
-        return read_lives(self.folder / FOLDER, only_last=True)
 
     def below(self) -> list[psutil.Process]:
         """The living processes of the run, itself included."""
@@ -144,27 +141,20 @@ class Run:
         """
         assert self.process is not None
 
-        def mine(found: Iterable[psutil.Process]) -> list[psutil.Process]:
-            slow = [
-                one for one in found if is_over and title(one).split(" ", 1)[1].startswith(SLOW)
-            ]
-            return [one for one in found if one not in slow]
+        def is_mine(one: psutil.Process) -> bool:
+            return not (is_over and title(one).split(" ", 1)[1].startswith(SLOW))
 
         is_over = self.code is not None
         if is_over:
-            psutil.wait_procs(mine(self.below()), timeout=20)
+            psutil.wait_procs(filter(is_mine, self.below()), timeout=20)
         time.sleep(1.0)  # some are just ending
-        titles = _kill(mine([*self.below(), *marked(self.mark)]))
+        titles = _kill([*filter(is_mine, [*self.below(), *marked(self.mark)])])
         self.process.wait(10)
         return titles if is_over else []
 
     def lingered(self) -> list[str]:
         """The command lines of Ray's agents that are still there `SLOW_S` seconds after the run."""
         return _kill(psutil.wait_procs(self.below(), timeout=SLOW_S)[1])
-
-    def marked(self) -> list[str]:
-        """The command lines of the run's processes, whoever is above them."""
-        return sorted(map(title, marked(self.mark)))
 
     # --------------------------------------------------------------------------------------- phases
 
@@ -174,7 +164,7 @@ class Run:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.code is None:
-            if phase in phases_of(self._newest_lives(), time.time()):
+            if phase in phases_of(read_lives(self.folder / FOLDER, only_last=True), time.time()):
                 return True
             time.sleep(0.002)
         return False

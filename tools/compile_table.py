@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -137,10 +138,8 @@ def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool 
     positions = Positions.of(row, starts)
     work = block.prepare(positions, positions, torch.device("cpu"))
     assert work is not None
-    q, k, v = (
-        torch.zeros(TOKENS, heads, width, dtype=dtype)
-        for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
-    )
+    shapes = ((TOKENS, heads, width) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.zeros(shape, dtype=dtype) for shape in shapes)
     out, lse = torch.zeros(q.shape), torch.zeros(QUERY_HEADS, TOKENS)
     block.forward(q, k, v, work, 0.1, out, lse)
     block.backward(q, q, k, v, out, lse, work, 0.1, out, k.float(), v.float())
@@ -179,18 +178,16 @@ def loop_spills(sass: str) -> int:
 
     A loop is what lies between a branch backwards and its target; an innermost one has no other.
     """
-    code = [
-        (int(address, 16), text)
-        for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)
-    ]
+    found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)
+    code = [(int(address, 16), text) for address, text in found]
     branches = ((re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text), at) for at, text in code)
     loops = [(int(found[1], 16), at) for found, at in branches if found]
     loops = [(first, last) for first, last in loops if first < last]
-    inner = [
-        one
-        for one in loops
-        if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in loops)
-    ]
+
+    def has_other(first: int, last: int) -> bool:
+        return any((first, last) != one and first <= one[0] and one[1] <= last for one in loops)
+
+    inner = [one for one in loops if not has_other(*one)]
     moves = [address for address, text in code if re.search(r"\b(LDL|STL)\b", text)]
     return sum(any(first <= address <= last for first, last in inner) for address in moves)
 
@@ -229,20 +226,17 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Every kernel at every width and type for every target, one after another."""
     widths, dtypes = list(widths), list(dtypes)
-    for target in targets:
-        for name in dtypes:
-            dtype = getattr(torch, name)
-            launches: list[tuple[int | None, Callable[[], None]]] = [
-                (width, partial(launch_attention, target, dtype, width, descriptors))
-                for width in widths
-            ]
-            without_width = (launch_logprobs, launch_elementwise)
-            launches += [(None, partial(one, dtype)) for one in without_width]
-            for width, launch in launches:
-                with compiling(target) as found:
-                    launch()
-                for kernel, (made, log) in found.items():
-                    yield facts(kernel, made, log, width=width, dtype=name, target=target)
+    without_width = (launch_logprobs, launch_elementwise)
+    for target, name in itertools.product(targets, dtypes):
+        dtype, launches = getattr(torch, name), list[tuple[int | None, Callable[[], None]]]()
+        for width in widths:
+            launches.append((width, partial(launch_attention, target, dtype, width, descriptors)))
+        launches += [(None, partial(one, dtype)) for one in without_width]
+        for width, launch in launches:
+            with compiling(target) as found:
+                launch()
+            for kernel, (made, log) in found.items():
+                yield facts(kernel, made, log, width=width, dtype=name, target=target)
 
 
 def table(rows: Iterable[Compiled]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import math
 import os
@@ -23,12 +24,12 @@ import stat
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -78,15 +79,14 @@ def attempts(
         return any(one.encode() in line for one in tokens)
 
     def try_port(port: int) -> None:
-        for url in (f"http://127.0.0.1:{port}/", f"http://127.0.0.1:{port}/metrics"):
-            attempt(f"reads a page of {url}", _page, url)
+        for page in ("", "metrics"):
+            attempt(f"reads page {port}/{page}", _page, f"http://127.0.0.1:{port}/{page}")
         for call in RAY_CALLS:
             attempt(f"asks Ray at {port} for {call}", _ask_ray, port, call)
         attempt(f"meets ZeroMQ at {port}", _greet, port)
 
-    for path in paths:
-        for what, act in ON_PATHS.items():
-            attempt(what.format(path), act, path)
+    for path, (what, act) in itertools.product(paths, ON_PATHS.items()):
+        attempt(what.format(path), act, path)
     for pid in pids:
         for name in SECRET_FILES:
             attempt(f"reads /proc/{pid}/{name}", _look, f"/proc/{pid}/{name}")
@@ -101,16 +101,14 @@ def attempts(
     return done
 
 
-def _make(path: str) -> None:
-    place = Path(path) / "doors"
-    place.mkdir()
-    place.rmdir()
+def _in_turn(act: Callable[[str], object], undo: Callable[[str], object]) -> Callable[[str], None]:
+    """Do something with "doors" in a folder, and undo it."""
 
+    def both(path: str) -> None:
+        act(f"{path}/doors")
+        undo(f"{path}/doors")
 
-def _link(path: str) -> None:
-    place = Path(path) / "doors"
-    place.symlink_to("/etc/passwd")
-    place.unlink()
+    return both
 
 
 def _move(path: str) -> None:
@@ -129,8 +127,8 @@ def _connect(path: str) -> bool:
 ON_PATHS: dict[str, Callable[[str], object]] = {
     "reads {}": lambda path: os.close(os.open(path, os.O_RDONLY)),
     "writes {}": lambda path: os.close(os.open(path, os.O_WRONLY)),
-    "makes and removes in {}": _make,
-    "links in {}": _link,
+    "makes and removes in {}": _in_turn(os.mkdir, os.rmdir),
+    "links in {}": _in_turn(partial(os.symlink, "/etc/passwd"), os.unlink),
     "moves {}": _move,
     "connects to {!r}": _connect,
 }
@@ -138,9 +136,9 @@ ON_PATHS: dict[str, Callable[[str], object]] = {
 
 def _look(path: str) -> None:
     """Read a file, folder or link of /proc."""
-    if os.path.basename(path) in ("cwd", "root"):
+    if path.endswith(("/cwd", "/root")):
         os.readlink(path)
-    elif os.path.isdir(path):
+    elif path.endswith("/fd"):
         os.listdir(path)
     else:
         with Path(path).open("rb") as file:
@@ -191,19 +189,6 @@ def become_nobody() -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def as_nobody(*found: Any) -> list[str]:
-    """What `attempts` returns in a process of the user nobody."""
-    with ProcessPoolExecutor(1, get_context("fork"), become_nobody) as pool:
-        return pool.submit(attempts, *found).result()
-
-
-def below(folder: Path) -> Iterator[str]:
-    """A folder and all in it."""
-    yield str(folder)
-    for place, folders, files in os.walk(folder):
-        yield from (os.path.join(place, name) for name in (*folders, *files))
-
-
 def look(
     processes: list[psutil.Process], folder: Path, before: set[str], tried: set[object]
 ) -> list[str]:
@@ -223,12 +208,15 @@ def look(
                     paths |= {"\0" + name[1:] if name[:1] == "@" else name} - {""}
                 elif socket_.status == "LISTEN":
                     addresses |= {tuple(socket_.laddr)}
-    paths |= {path for place in places for path in below(place)}
+    paths |= set(map(str, places))
+    for place, folders, files in itertools.chain(*map(os.walk, places)):
+        paths |= {os.path.join(place, name) for name in (*folders, *files)}
     paths |= set(map(str, Path("/dev/shm").iterdir())) - before
     new = [sorted(some - tried) for some in (paths, {one.pid for one in processes}, addresses)]
     for some in new:
         tried |= set(some)
-    done = as_nobody(*new, tokens)
+    with ProcessPoolExecutor(1, get_context("fork"), become_nobody) as pool:
+        done = pool.submit(attempts, *new, tokens).result()
     own = f"reads {folder}"
     done = [one.replace(own, "reads RUN", 1) if one.startswith(own) else one for one in done]
     wrong = [one for one in done if not one.startswith(LISTED)]

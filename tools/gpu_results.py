@@ -53,8 +53,7 @@ class Report:
         replace what has.
         """
         known = {one.step: one for one in self.results}
-        old = known.get(result.step, result)
-        if result.status in BEGUN or old.status not in BEGUN:
+        if result.status in BEGUN or known.get(result.step, result).status not in BEGUN:
             known[result.step] = result
         self.results = list(known.values())
 
@@ -66,13 +65,13 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """results.json, results.md and results.tar.gz; each replaces the one before whole."""
-        for name, made in (
-            ("results.json", json.dumps(asdict(self), indent=1).encode()),
-            ("results.md", ("\n".join(self.table()) + "\n").encode()),
-            ("results.tar.gz", None),
+        for name, make in (
+            ("results.json", lambda: json.dumps(asdict(self), indent=1).encode()),
+            ("results.md", lambda: ("\n".join(self.table()) + "\n").encode()),
+            ("results.tar.gz", lambda: archive(folder)),
         ):
             aside = folder / f".{name}"
-            aside.write_bytes(archive(folder) if made is None else made)
+            aside.write_bytes(make())
             aside.replace(folder / name)
 
     def table(self) -> Iterator[str]:
@@ -84,9 +83,7 @@ class Report:
         others = {one.made_with for one in self.results if one.status in BEGUN} - {""}
         if others - {self.made_with()}:
             yield f"Made with: {'; '.join(sorted(others))}."
-        yield ""
-        yield "| step | tells | result | seconds | |"
-        yield "|---|---|---|---|---|"
+        yield from ("", "| step | tells | result | seconds | |", "|---|---|---|---|---|")
         for one in self.results:
             yield f"| {one.step} | {one.tells} | {one.status} | {one.seconds:.0f} | {one.note} |"
 
@@ -120,5 +117,4 @@ def earlier(folder: Path, rehearsal: bool, order: Sequence[str]) -> list[Result]
     if was_rehearsal != rehearsal:
         kind = "a rehearsal on the CPU" if was_rehearsal else "a GPU"
         raise ValueError(f"{path} has the results of {kind}; set --out to another folder")
-    places = {name: place for place, name in enumerate(order)}
-    return sorted(results, key=lambda one: places.get(one.step, len(places)))
+    return sorted(results, key=lambda one: [*order, one.step].index(one.step))

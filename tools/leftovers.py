@@ -33,8 +33,9 @@ from pathlib import Path
 import psutil
 import yaml
 from chaos_faults import PROCESSES
-from chaos_run import Run, megarl, outside
+from chaos_run import Run, megarl, outside, title
 from common import command_line
+from processes import marked
 
 KILLED = ("engine", "core", "service", "environment", "verifier", "raylet", "gcs", "rank")
 """Kinds of processes, as tools/chaos.py names them, that a run with one engine has."""
@@ -114,6 +115,11 @@ def one(run: Run, ending: str, draw: random.Random) -> str:
     return f"{said or ending}: exit code {run.code}"
 
 
+def left(run: Run) -> list[str]:
+    """The command lines of a run's processes, whoever is above them."""
+    return sorted(map(title, marked(run.mark)))
+
+
 def main() -> int:
     args = command_line(__doc__, OPTIONS).parse_args()
     draw = random.Random(args.seed)
@@ -127,12 +133,12 @@ def main() -> int:
             run.command = command(recipe, place, number, ending)
             run.folder = place / f"run{number}"
             said = one(run, ending, draw)
-            files, processes = sorted(outside() - before), run.marked()
+            files, processes = sorted(outside() - before), left(run)
             ended[ending] += 1
             print(f"{number + 1:3} {said}; until the next start: {processes} {files}", flush=True)
         check = command(recipe, place, args.runs, "finishes")
-        subprocess.run([*check, "--check"], check=True, capture_output=True, env=run.environment())
-        processes, files = run.marked(), sorted(outside() - before)
+        subprocess.run([*check, "--check"], check=True, capture_output=True, env=run.environment)
+        processes, files = left(run), sorted(outside() - before)
     print(*processes, *files, sep="\n")
     result = {"runs": args.runs, "processes": len(processes), "files": len(files), **ended}
     print(json.dumps(result))

@@ -19,6 +19,7 @@ rest for training. The folder appears whole or not at all; the same command agai
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -29,8 +30,9 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LOW, HIGH = 100, 999  # operands, both included
 CHARACTERS = "0123456789+=,#"
 PAD, EOS = "<pad>", "<eos>"
@@ -46,16 +48,9 @@ CONFIG = {
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
-    "hidden_act": "silu",
     "max_position_embeddings": 256,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "use_cache": True,
     "bos_token_id": None,
     "eos_token_id": 1,
     "pad_token_id": 0,
@@ -66,6 +61,22 @@ CONFIG = {
 def part_of(a: int, b: int) -> int:
     """0 held out, 1 validation, 2 to 9 training."""
     return zlib.crc32(f"{a}+{b}".encode()) % 10
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether a problem of another task is kept for evaluation."""
+    return zlib.crc32(problem.encode()) % 10 == 0
+
+
+def distinct(count: int, drawn: Iterable[T]) -> Iterable[T]:
+    """The first `count` of `drawn` that differ."""
+    seen: set[T] = set()
+    for one in drawn:
+        if one not in seen:
+            seen.add(one)
+            yield one
+        if len(seen) == count:
+            return
 
 
 def columns(a: int, b: int, forgets: Callable[[], bool]) -> str:
@@ -108,12 +119,9 @@ def demonstrations(count: int, seed: int) -> Iterable[dict[str, str]]:
 def problems(count: int, parts: range, seed: int, name: str) -> Iterable[dict[str, str]]:
     """`count` distinct problems of `parts`."""
     draw = random.Random(f"{name}/{seed}")
-    seen: set[tuple[int, int]] = set()
-    while len(seen) < count:
-        a, b = draw.randint(LOW, HIGH), draw.randint(LOW, HIGH)
-        if part_of(a, b) in parts and (a, b) not in seen:
-            seen.add((a, b))
-            yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+    pairs = ((draw.randint(LOW, HIGH), draw.randint(LOW, HIGH)) for _ in itertools.count())
+    for a, b in distinct(count, (pair for pair in pairs if part_of(*pair) in parts)):
+        yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 def write_tokenizer(
@@ -169,13 +177,10 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     seed = args["seed"]
     write_model(folder / "model")
     write_rows(folder / "sft.jsonl", demonstrations(args["demonstrations"], seed))
-    for name, parts in (
-        ("train", range(2, 10)),
-        ("held_out", range(1)),
-        ("validation", range(1, 2)),
-    ):
+    parts = {"train": range(2, 10), "held_out": range(1), "validation": range(1, 2)}
+    for name, own in parts.items():
         count = args["prompts" if name == "train" else name]
-        write_rows(folder / f"{name}.jsonl", problems(count, parts, seed, name))
+        write_rows(folder / f"{name}.jsonl", problems(count, own, seed, name))
 
 
 def write_folder(

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import random
 import sys
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from make_addition import task_main, write_rows
+from make_addition import is_held_out, task_main, write_rows
 
 FORMS = {
     1: ("What is {} plus {}?", "Add {} and {}.", "What is the sum of {} and {}?"),
@@ -27,12 +26,12 @@ FORMS = {
 """{sign of the second number: ways to ask}"""
 
 
-def problems(count: int, is_held_out: bool) -> Iterator[dict[str, str]]:
+def problems(count: int, held_out: bool) -> Iterator[dict[str, str]]:
     """`count` rows; the larger number comes first, so no answer is negative."""
-    draw = random.Random(f"arithmetic {is_held_out}")
+    draw = random.Random(f"arithmetic {held_out}")
     while count > 0:
         large, small = sorted((draw.randint(2, 30), draw.randint(2, 30)), reverse=True)
-        if (zlib.crc32(f"{large},{small}".encode()) % 10 == 0) != is_held_out:
+        if is_held_out(f"{large},{small}") != held_out:
             continue
         sign = draw.choice((1, -1))
         prompt = draw.choice(FORMS[sign]).format(large, small)

@@ -18,15 +18,15 @@ folder appears whole or not at all; the same command again does nothing.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import make_addition
-from make_addition import task_main, write_rows
+from make_addition import distinct, is_held_out, task_main, write_rows
 
 LOW, HIGH = 11, 99  # every operand, both included
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
@@ -47,11 +47,6 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {%- endfor %}<|im_end|>
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
-
-
-def is_held_out(problem: str) -> bool:
-    """Whether a problem is kept for evaluation."""
-    return zlib.crc32(problem.encode()) % 10 == 0
 
 
 def operands(draw: random.Random, *, held_out: bool) -> tuple[int, int, int]:
@@ -79,10 +74,8 @@ def conversation(a: int, b: int, c: int, draw: random.Random) -> list[dict[str, 
     """One way to answer: 0 without any call (55 %), calls with a digit copied wrong (15 %), without
     the second call (15 %), or as it should be (15 %).
     """
-    turns = [
-        {"role": "system", "content": "multiply add"},
-        {"role": "user", "content": f"{a}*{b}+{c}"},
-    ]
+    said = {"system": "multiply add", "user": f"{a}*{b}+{c}"}
+    turns = [{"role": role, "content": content} for role, content in said.items()]
     style = draw.choices(("none", "sloppy", "short", "careful"), (0.55, 0.15, 0.15, 0.15))[0]
     if style == "none":
         return [*turns, {"role": "assistant", "content": "0"}]
@@ -105,19 +98,16 @@ def demonstrations(count: int, seed: int) -> Iterable[dict[str, Any]]:
 
 def problems(count: int, seed: int, *, held_out: bool) -> Iterable[dict[str, str]]:
     """`count` distinct problems."""
-    draw, seen = random.Random(f"problems/{held_out}/{seed}"), set()
-    while len(seen) < count:
-        a, b, c = operands(draw, held_out=held_out)
-        if (a, b, c) not in seen:
-            seen.add((a, b, c))
-            yield {"prompt": f"{a}*{b}+{c}", "answer": str(a * b + c)}
+    draw = random.Random(f"problems/{held_out}/{seed}")
+    drawn = (operands(draw, held_out=held_out) for _ in itertools.count())
+    for a, b, c in distinct(count, drawn):
+        yield {"prompt": f"{a}*{b}+{c}", "answer": str(a * b + c)}
 
 
 def write_model(folder: Path) -> None:
     """The model's configuration, its tokenizer and its chat template."""
-    make_addition.write_model(
-        folder, CHARACTERS, special=SPECIAL, words=WORDS, chat_template=TEMPLATE
-    )
+    settings: Any = {"special": SPECIAL, "words": WORDS, "chat_template": TEMPLATE}
+    make_addition.write_model(folder, CHARACTERS, **settings)
 
 
 def write_task(folder: Path, args: dict[str, int]) -> None:

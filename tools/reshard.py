@@ -49,6 +49,7 @@ from reshard_plan import (
     as_model,
     gb,
     load_model,
+    parse_degrees,
     plan_of,
     show_plan,
 )
@@ -92,15 +93,11 @@ def open_hugging_face(folder: Path) -> Source:
     return Source(model, folder, whole_owned(wanted), [found], left_out)
 
 
-def refuse_damaged(folder: Path) -> None:
-    if wrong := damage(folder):
-        raise ValueError(f"{folder}: {wrong}; fetch or write the checkpoint again")
-
-
 def open_sharded(folder: Path) -> Source:
     """A sharded checkpoint, all of it read once to check its digests."""
     described = reshard_files.read_description(folder)
-    refuse_damaged(folder)
+    if wrong := damage(folder):
+        raise ValueError(f"{folder}: {wrong}; fetch or write the checkpoint again")
     model = as_model(described.config, folder / reshard_files.LAYOUT)
     if shapes_fingerprint(model.shapes) != described.fingerprint:
         raise ValueError(
@@ -118,9 +115,8 @@ def write_sharded(source: Source, degrees: Degrees, folder: Path) -> int:
     outputs = [Output(folder / name, one, {}) for one, name in zip(owned, names, strict=True)]
     shape = {name: getattr(degrees.layout, name) for name in Layout.AXES}
     about = (source.model.config, shapes_fingerprint(source.model.shapes))
-    reshard_files.Description(
-        reshard_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
-    ).write(folder)
+    settings = reshard_files.FORMAT, shape, degrees.zero_stage, *about, rank_names
+    reshard_files.Description(*settings).write(folder)
     return reshard_files.write_outputs(source.owned, source.stores, outputs, source.dtypes)
 
 
@@ -137,10 +133,8 @@ def write_whole(source: Source, folder: Path, limit_bytes: float) -> int:
 def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, Any]:
     """Make a folder, `fill` it, and copy along what is no weights; returns what was done."""
     with reshard_files.written_aside(out, finish=seal) as aside:
-        written, copied = (
-            fill(aside),
-            reshard_files.copy_along(source.folder, aside, leave=(DIGESTS,)),
-        )
+        written = fill(aside)
+        copied = reshard_files.copy_along(source.folder, aside, leave=(DIGESTS,))
     return {
         "out": str(out),
         "parameters": source.model.parameters,
@@ -175,18 +169,6 @@ def show_moved(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif not isinstance(value, str):
             value = {"bytes": gb, "seconds": "{:,.1f}".format}.get(name, "{:,}".format)(value)
         yield name.replace("_", " "), value
-
-
-def parse_degrees(text: str) -> Degrees:
-    """data 8 tensor 8 zero 3 -> Layout(data=8, tensor=8) under ZeRO 3."""
-    words = text.split()
-    found = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    if not found or len(found) * 2 != len(words) or not set(found) <= {*Layout.AXES, "zero"}:
-        raise ValueError(text)
-    stage = found.pop("zero", 0)
-    if stage not in range(4) or min(found.values(), default=1) < 1:
-        raise ValueError(text)
-    return Degrees(Layout(**found), stage)
 
 
 FOLDERS = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,19 @@ class Degrees(NamedTuple):
 
     layout: Layout
     zero_stage: int
+
+
+def parse_degrees(text: str) -> Degrees:
+    """data 8 tensor 8 zero 3 -> Layout(data=8, tensor=8) under ZeRO 3. What is not named is 1, and
+    the stage 0. Raises `ValueError`.
+    """
+    words = text.split()
+    found = {name: int(word) for name, word in zip(words[::2], words[1::2], strict=False)}
+    one = r"(zero [0-3]|(data|sequence|tensor) [1-9]\d*)"
+    if not re.fullmatch(rf"{one}( {one})*", " ".join(words)) or len(found) * 2 != len(words):
+        raise ValueError(f'the layout is {text!r}; set one such as "data 2 tensor 1 zero 3"')
+    stage = found.pop("zero", 0)
+    return Degrees(Layout(**found), stage)
 
 
 @dataclass(frozen=True)

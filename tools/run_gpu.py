@@ -54,9 +54,8 @@ def machine() -> dict[str, Any]:
         "import json, sys; sys.path.insert(0, 'tools/bench'); import common, torch;"
         "print(json.dumps(common.machine() | {'cuda': torch.version.cuda or 'none'}))"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     return json.loads(told.stdout) if told.returncode == 0 else {"problem": told.stderr[-300:]}
 
 
@@ -123,9 +122,8 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     result = Result(step.name, step.tells, shown, "ok")
     began = time.monotonic()
     with (folder / "output.txt").open("w") as said, (folder / "result.txt").open("w+") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=settings, stdout=out, stderr=said, start_new_session=True
-        )
+        streams: Any = {"stdout": out, "stderr": said, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=settings, **streams)
         try:
             code = process.wait(limit_s)
             if code:
@@ -146,11 +144,7 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
 
 
 def go(
-    steps: Sequence[Step],
-    folder: Path,
-    minutes: float,
-    rehearsal: bool,
-    results: Sequence[Result] = (),
+    steps: Sequence[Step], folder: Path, minutes: float, rehearsal: bool, results: Any = ()
 ) -> Report:
     """Run what fits, in order, and say one line for each step; `results` are earlier ones."""
     report = Report(rehearsal, minutes, commit(), machine(), list(results))
@@ -195,9 +189,8 @@ def chosen(text: str) -> list[Step]:
     wanted = [word.strip() for word in text.split(",") if word.strip()]
     found = [step for step in STEPS if not wanted or any(word in step.name for word in wanted)]
     if not found:
-        raise ValueError(
-            f"--only {text!r} names no step; the steps are: {', '.join(s.name for s in STEPS)}"
-        )
+        names = ", ".join(step.name for step in STEPS)
+        raise ValueError(f"--only {text!r} names no step; the steps are: {names}")
     return found
 
 
@@ -232,8 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     left = [step for step in steps if step.name not in ran]
     report = go(left, folder.resolve(), args.minutes, args.rehearse, results)
     print(f"results: {folder}/results.json, results.md and results.tar.gz")
-    bad = [one for one in report.results if one.status in ("failed", "timed out")]
-    return 1 if bad else 0
+    return int(any(one.status in ("failed", "timed out") for one in report.results))
 
 
 def fitting(steps: Sequence[Step], minutes: float) -> None:

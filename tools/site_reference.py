@@ -64,8 +64,7 @@ def _values(one: Setting) -> str:
     """The cell of a table with the values that a setting may have. A word that is written into a
     recipe is set as code; a description such as "number from 0 to 1" is plain text.
     """
-    words = {*one.choices, FILE, "null"}
-    values = one.values.split(" | ")
+    words, values = {*one.choices, FILE, "null"}, one.values.split(" | ")
     return ", ".join(f"`{value}`" if value in words else _cell(value) for value in values)
 
 

@@ -16,12 +16,10 @@ FOLDER/results.jsonl, and a run that is there is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_arithmetic
 import real_model
-from common import run_tool, spread, table, weights_of
-from studies import grouped, lines_of, newest_model, run_missing, train
+from common import Args, Lines, run_tool, spread, table, weights_of
+from processes import lines_of, megarl
+from studies import grouped, newest_model, run_missing
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
 RECIPE = """\
@@ -45,12 +44,12 @@ OPTIONS = {
     "--precisions": (list(PRECISIONS), "training.precision", PRECISIONS),
     "--seeds": ([1, 2, 3], "seeds"),
     "--steps": (9, "steps of a run"),
-    "--model": (Path.home() / ".cache" / "megarl" / "smollm2", "made where it is missing"),
+    "--model": (real_model.default_folder("smollm2"), "its folder, made where it is missing"),
     "--show": (False, "run nothing, print the table"),
 }
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cases(args: Args) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other."""
     return [
         {"precision": precision, "seed": seed, "steps": args.steps}
@@ -75,7 +74,7 @@ def run(case: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     """Do one run of the study."""
     place = folder / "sft-{precision}-seed{seed}-{steps}steps".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
-    rows = train("sft", RECIPE, place, settings_of(case, folder, model))
+    rows, _ = megarl("sft", RECIPE, place, settings_of(case, folder, model))
     old, new = weights_of(model), weights_of(newest_model(place))
     shutil.rmtree(place / "checkpoints")
     differ = sum(int((new[name].float() != old[name].float()).sum()) for name in new)
@@ -86,7 +85,7 @@ def run(case: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Do the runs that are missing. Makes the model and the problems where these are missing, and
     the problems as demonstrations.
     """
@@ -101,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": run_missing(folder, cases(args), partial(run, folder=folder, model=model))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found, rows = result["results"], []
     alone = {

@@ -21,12 +21,10 @@ and gone on with, on a machine that is as idle as before.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import make_addition
-from common import run_tool, spread, table
-from studies import RECIPES, grouped, last_quarter, lines_of, newest_model, run_missing, train
+from common import Args, Lines, run_tool, spread, table
+from processes import lines_of, megarl
+from studies import RECIPES, grouped, last_quarter, newest_model, run_missing
 
 CORRECTIONS = ("none", "tis", "icepop", "decoupled", "sequence_mask", "geometric_mask")
 SKIPPED = 3
@@ -44,7 +43,6 @@ OPTIONS = {
     "folder": (Path, "folder of the study"),
     "--bounds": ([0, 1, 2, 4, 8], "rollout.max_staleness"),
     "--corrections": (["none", "tis", "decoupled"], "of bounds above 0", CORRECTIONS),
-    "--dispatch": ("ordered", "rollout.dispatch", ("ordered", "windowed")),
     "--seeds": ([1, 2, 3], "seeds"),
     "--steps": (40, "steps of a run"),
     "--show": (False, "run nothing, print the table"),
@@ -66,10 +64,10 @@ def at_equal_time(one: dict[str, Any], seconds: float) -> float:
     return statistics.mean(found or [before[-1][1]])
 
 
-def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cases(args: Args) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other, so that they are done in turns."""
     return [
-        {"bound": bound, "correction": correction, "dispatch": args.dispatch, "seed": seed}
+        {"bound": bound, "correction": correction, "seed": seed}
         for seed in args.seeds
         for bound in args.bounds
         for correction in (args.corrections if bound else ["none"])
@@ -80,7 +78,6 @@ def settings_of(case: dict[str, Any]) -> dict[str, object]:
     """{setting: value} by which the runs of a study differ."""
     return {
         "rollout.max_staleness": case["bound"],
-        "rollout.dispatch": case["dispatch"],
         "algorithm.correction.kind": case["correction"],
         # Refused where rollouts are never old, or are corrected.
         "algorithm.correction.allow_uncorrected": case["bound"] > 0
@@ -97,8 +94,8 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     if not list((tuned / "checkpoints").glob("step_*")):
         options = {"seed": case["seed"], "model.path": data / "model", "resume": "auto"}
         options["demonstrations.source"] = data / "sft.jsonl"
-        train("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
-    place = folder / "{dispatch}-{bound}-{correction}-seed{seed}".format(**case)
+        megarl("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
+    place = folder / "{bound}-{correction}-seed{seed}".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
     options = {
         "seed": case["seed"],
@@ -108,7 +105,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
         "evaluation.prompts.source": data / "held_out.jsonl",
         **settings_of(case),
     }
-    rows = train("train", RECIPES / "quickstart.yaml", place, options)
+    rows, _ = megarl("train", RECIPES / "quickstart.yaml", place, options)
     evaluated = lines_of(place / "evaluations.jsonl")
     return {
         "step_s": [row["time/step_s"] for row in rows],
@@ -119,7 +116,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Do the runs that are missing."""
     if args.steps <= SKIPPED:
         raise ValueError(f"--steps is {args.steps}; set it to {SKIPPED + 1} or more")
@@ -128,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": run_missing(folder, wanted, partial(run, folder=folder, steps=args.steps))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format the result as the lines of a table: mean and standard deviation over seeds."""
     found = result["results"]
     fastest = {
@@ -137,7 +134,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     }
     base = {one["seed"]: tokens_per_s(one) for one in found if one["bound"] == 0}
     rows = []
-    for row, same in grouped(found, ("dispatch", "bound", "correction")):
+    for row, same in grouped(found, ("bound", "correction")):
         columns = {
             "throughput": [tokens_per_s(o) / base[o["seed"]] for o in same if o["seed"] in base],
             "age": [one["age"] for one in same],
@@ -147,7 +144,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         }
         row |= {name: spread(values) for name, values in columns.items() if values}
         rows.append(row | {"runs": len(same)})
-    columns = "dispatch; bound d; correction; runs d; throughput .3f; age .3f; greedy .3f"
+    columns = "bound d; correction; runs d; throughput .3f; age .3f; greedy .3f"
     columns += "; equal steps=equal_steps .3f; equal time=equal_time .3f"
     yield from table(rows, columns, middle="mean")
 

@@ -30,11 +30,11 @@ SLOW_S = 10.0
 LONGEST_LINE = 2500
 
 MAKERS = {
-    "one setting": (40, lambda draw, case, good: fuzz_values.one_setting(draw, case)),
-    "several settings": (8, lambda draw, case, good: fuzz_values.several_settings(draw, case)),
-    "unknown key": (2, lambda draw, case, good: fuzz_values.unknown_key(draw, case)),
-    "YAML": (8, lambda draw, case, good: fuzz_values.yaml_text(draw, case)),
-    "command line": (6, lambda draw, case, good: fuzz_values.command_line(draw, case)),
+    "one setting": (40, fuzz_values.one_setting),
+    "several settings": (8, fuzz_values.several_settings),
+    "unknown key": (2, fuzz_values.unknown_key),
+    "YAML": (8, fuzz_values.yaml_text),
+    "command line": (6, fuzz_values.command_line),
     "config.json": (12, fuzz_files.model_config),
     "tokenizer": (7, fuzz_files.tokenizer),
     "generation_config.json": (4, fuzz_files.generation_config),
@@ -90,11 +90,8 @@ def prepare(case: Case, folder: Path, model: Path) -> list[str]:
         text = recipe_file.dump_yaml(good_tree(case, folder, model))
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     else:
-        names = {b"{folder}": str(folder).encode(), b"{model}": str(model).encode()}
-        content = case.text
-        for name, value in names.items():
-            content = content.replace(name, value)
-        path.write_bytes(content)
+        content = case.text.replace(b"{folder}", str(folder).encode())
+        path.write_bytes(content.replace(b"{model}", str(model).encode()))
     if case.spoil is not None:
         case.spoil(folder)
     words = [word.replace("{folder}", str(folder)) for word in case.arguments]
@@ -128,9 +125,8 @@ def run(case: Case, folder: Path, model: Path) -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, settings, clear=True))
         if not case.verifier:
             # A process a case is most of its time; the cases of verifiers start one.
-            stack.enter_context(
-                mock.patch("megarl.checks.preflight.check_verifier", return_value=[])
-            )
+            checks = "megarl.checks.preflight.check_verifier"
+            stack.enter_context(mock.patch(checks, return_value=[]))
         printed = stack.enter_context(captured())
         started = time.monotonic()
         kind, said = "passed", ""

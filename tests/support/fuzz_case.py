@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ class Case:
     """The recipe file itself, instead of `settings`."""
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    spoil: Callable[[Path], None] | None = None
+    spoil: Callable[[Path], Any] | None = None
     """Changes files in the case's folder: `model/`, `data.jsonl`."""
     own_model: bool = False
     """Whether `spoil` needs a copy of the model in the case's folder."""
@@ -49,6 +48,11 @@ class Case:
         self.expect = expect
         shown = repr(value)
         self.what += f"{key} = {shown if len(shown) < 60 else shown[:57] + '...'}"
+        return self
+
+    def spoiled(self, what: str, spoil: Callable[[Path], Any], expect: Expect = "either") -> Case:
+        """Change files; returns the case."""
+        self.what, self.spoil, self.expect = what, spoil, expect
         return self
 
 
@@ -82,7 +86,3 @@ def good_tree(case: Case, folder: Path, model: Path) -> dict[str, Any]:
 def write_rows(folder: Path) -> None:
     """The good data file."""
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-
-
-Maker = Callable[[random.Random, Case], Case]
-"""A function of (random numbers, good case) -> changed case."""

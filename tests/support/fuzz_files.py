@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import struct
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,6 @@ ROPES: list[Any] = [
 ]  # fmt: skip
 
 
-def replace(path: Path, way: str) -> None:
-    """Put something that is no regular file at `path`."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    if way == "folder":
-        path.mkdir()
-    elif way == "loop":
-        path.symlink_to(path)
-    elif way == "nowhere":
-        path.symlink_to(path.with_name("nowhere"))
-
-
 def raw(draw: random.Random, name: str) -> tuple[str, Callable[[Path], None]]:
     """(words, change) of a file's bytes: other content, a cut, no regular file."""
     way = draw.choice(["bytes", "bytes", "cut", "folder", "loop", "nowhere"])
@@ -55,31 +45,30 @@ def raw(draw: random.Random, name: str) -> tuple[str, Callable[[Path], None]]:
 
     def spoil(folder: Path) -> None:
         path = folder / name
-        if way == "bytes":
-            path.write_bytes(content)
-        elif way == "cut":
-            data = path.read_bytes()
-            path.write_bytes(data[: int(len(data) * share)])
+        data = path.read_bytes() if path.exists() else b"{}"
+        path.unlink(missing_ok=True)
+        if way == "folder":
+            path.mkdir()
+        elif way in ("loop", "nowhere"):
+            path.symlink_to(path if way == "loop" else path.with_name("nowhere"))
         else:
-            replace(path, way)
+            path.write_bytes(content if way == "bytes" else data[: int(len(data) * share)])
 
     shown = repr(content[:12]) if way == "bytes" else f"{share:.2f}" if way == "cut" else ""
     return f"{name}: {way} {shown}", spoil
 
 
-def change_json(name: str, keys: list[str], value: Any, *, drop: bool) -> Callable[[Path], None]:
+def change_json(name: str, keys: list[str], value: Any, *, drop: bool = False) -> Any:
     """Set or drop a nested key of a JSON file."""
 
     def spoil(folder: Path) -> None:
         path = folder / name
         tree = json.loads(path.read_text()) if path.exists() else {}
-        place = tree
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
+        *above, last = keys
+        place = reduce(lambda inner, key: inner.setdefault(key, {}), above, tree)
+        place[last] = value
         if drop:
-            place.pop(keys[-1], None)
-        else:
-            place[keys[-1]] = value
+            del place[last]
         path.write_text(json.dumps(tree))
 
     return spoil
@@ -89,26 +78,22 @@ def model_config(draw: random.Random, case: Case, good: Path) -> Case:
     """The model's config.json."""
     case.own_model = True
     if draw.random() < 0.15:
-        case.what, case.spoil = raw(draw, "model/config.json")
-        case.expect = "refuse"
-        return case
+        return case.spoiled(*raw(draw, "model/config.json"), "refuse")
     if draw.random() < 0.15:
         rope = draw.choice(ROPES)
         key = draw.choice(["rope_parameters", "rope_scaling"])
-        case.what = f"config.json {key} = {rope}"
-        case.spoil = change_json("model/config.json", [key], rope, drop=False)
-        return case
+        change = change_json("model/config.json", [key], rope)
+        return case.spoiled(f"config.json {key} = {rope}", change)
     tree = json.loads((good / "config.json").read_text())
     more = ["sliding_window", "rope_theta", "auto_map", "torch_dtype", "head_dim", "num_experts"]
     key = draw.choice([*tree, *NUMBERS, *more])
     found, drop = draw.choice(VALUES), draw.random() < 0.1
-    bad = found is None or isinstance(found, list | dict | bool | str) or not 0 < found < 1e9
-    if key in NUMBERS and key != "head_dim" and not drop and bad and found is not None:
-        case.expect = "refuse"
-    case.what = f"config.json {'without ' if drop else ''}{key}" + ("" if drop else f" = {found!r}")
-    case.spoil = change_json("model/config.json", [key], found, drop=drop)
+    bad = isinstance(found, list | dict | bool | str) or (found is not None and not 0 < found < 1e9)
+    must = key in NUMBERS and key != "head_dim" and not drop and bad
     case.settings["model.from_scratch"] = draw.random() < 0.5
-    return case
+    what = f"config.json without {key}" if drop else f"config.json {key} = {found!r}"
+    change = change_json("model/config.json", [key], found, drop=drop)
+    return case.spoiled(what, change, "refuse" if must else "either")
 
 
 def tokenizer(draw: random.Random, case: Case, good: Path) -> Case:
@@ -116,17 +101,15 @@ def tokenizer(draw: random.Random, case: Case, good: Path) -> Case:
     case.own_model = True
     name = draw.choice(["tokenizer.json", "tokenizer_config.json"])
     if draw.random() < 0.4:
-        case.what, case.spoil = raw(draw, f"model/{name}")
-        return case
+        return case.spoiled(*raw(draw, f"model/{name}"))
     tree = json.loads((good / name).read_text())
     keys = [draw.choice(list(tree))]
     inner = tree[keys[0]]
     if isinstance(inner, dict) and inner and draw.random() < 0.7:
         keys.append(draw.choice(list(inner)))
     found, drop = draw.choice(VALUES), draw.random() < 0.2
-    case.what = f"{name} {'.'.join(keys)} " + ("dropped" if drop else f"= {found!r}")
-    case.spoil = change_json(f"model/{name}", keys, found, drop=drop)
-    return case
+    what = f"{name} {'.'.join(keys)} " + ("dropped" if drop else f"= {found!r}")
+    return case.spoiled(what, change_json(f"model/{name}", keys, found, drop=drop))
 
 
 def generation_config(draw: random.Random, case: Case, good: Path) -> Case:
@@ -134,43 +117,23 @@ def generation_config(draw: random.Random, case: Case, good: Path) -> Case:
     case.own_model = True
     name = "model/generation_config.json"
     if draw.random() < 0.5:
-        case.what, case.spoil = raw(draw, name)
-        good_file = good / "generation_config.json"
-        first = case.spoil
-
-        def spoil(folder: Path) -> None:
-            if not (folder / name).exists():
-                (folder / name).write_bytes(good_file.read_bytes() if good_file.exists() else b"{}")
-            first(folder)
-
-        case.spoil = spoil
-        return case
+        return case.spoiled(*raw(draw, name))
     key = draw.choice(["eos_token_id", "eos_token_id", "temperature", "max_length", "do_sample"])
     found = draw.choice([*VALUES, [1, -1], [1, 10**9], [[1]], ["x"], [1, None], 39, 40])
     ids = found if isinstance(found, list) else [found]
     out = any(not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 40 for one in ids)
-    if key == "eos_token_id" and found is not None and out:
-        case.expect = "refuse"
-    case.what = f"generation_config.json {key} = {found!r}"
-    case.spoil = change_json(name, [key], found, drop=False)
-    return case
+    must = key == "eos_token_id" and found is not None and out
+    what, change = f"generation_config.json {key} = {found!r}", change_json(name, [key], found)
+    return case.spoiled(what, change, "refuse" if must else "either")
 
 
 def weights(draw: random.Random, case: Case, good: Path) -> Case:
     """The safetensors file: bytes, header, tensors, shards and their index."""
     case.own_model = True
-    name = "model/model.safetensors"
-    way = draw.choice(["raw", "header", "header", "tensors", "tensors", "shards"])
-    if way == "raw":
-        case.what, case.spoil = raw(draw, name)
-        case.expect = "refuse"
-    elif way == "header":
-        case.what, case.spoil, case.expect = header(draw)
-    elif way == "tensors":
-        case.what, case.spoil, case.expect = tensors(draw)
-    else:
-        case.what, case.spoil, case.expect = shards(draw)
-    return case
+    way = draw.choice([header, header, tensors, tensors, shards, None])
+    if way is None:
+        return case.spoiled(*raw(draw, "model/model.safetensors"), "refuse")
+    return case.spoiled(*way(draw))
 
 
 Change = tuple[str, Callable[[Path], None], Expect]
@@ -186,21 +149,18 @@ def header(draw: random.Random) -> Change:
         path = folder / "model/model.safetensors"
         data = path.read_bytes()
         size = struct.unpack("<Q", data[:8])[0]
+        if way.endswith("length"):
+            told = size + 7 if way == "length" else 2**62
+            path.write_bytes(struct.pack("<Q", told) + data[8:])
+            return
         tree = json.loads(data[8 : 8 + size])
         name = next(key for key in tree if key != "__metadata__")
-        one = tree[name]
-        if way == "length":
-            path.write_bytes(struct.pack("<Q", size + 7) + data[8:])
-            return
-        if way == "huge length":
-            path.write_bytes(struct.pack("<Q", 2**62) + data[8:])
-            return
         change = {
             "dtype": {"dtype": "F16"}, "unknown dtype": {"dtype": "Q7"}, "shape": {"shape": [3, 5]},
             "offsets": {"data_offsets": [0, 10**12]}, "negative": {"shape": [-1, 4]},
             "text": {"shape": "x"},
         }[way]  # fmt: skip
-        tree[name] = one | change
+        tree[name] |= change
         made = json.dumps(tree).encode()
         path.write_bytes(struct.pack("<Q", len(made)) + made + data[8 + size :])
 
@@ -218,21 +178,15 @@ def tensors(draw: random.Random) -> Change:
         path = str(folder / "model/model.safetensors")
         found = load_file(path)
         name = sorted(found)[draw_index % len(found)]
-        if way == "one missing":
-            del found[name]
-        elif way == "renamed":
-            found[f"x.{name}"] = found.pop(name)
-        elif way == "extra":
-            found["extra"] = torch.zeros(2)
-        elif way == "none":
-            found = {}
-        elif way == "transposed":
-            found[name] = found[name].new_zeros(*found[name].shape, 1)
-        elif way == "integers":
-            found[name] = found[name].to(torch.int32)
-        elif way == "half":
-            found = {key: tensor.half() for key, tensor in found.items()}
-        save_file(found, path, metadata={"format": "pt"})
+        one = found.pop(name)
+        made = {
+            "one missing": found, "renamed": found | {f"x.{name}": one}, "none": {},
+            "extra": found | {name: one, "extra": torch.zeros(2)},
+            "transposed": found | {name: one.new_zeros(*one.shape, 1)},
+            "integers": found | {name: one.to(torch.int32)},
+            "half": {key: tensor.half() for key, tensor in (found | {name: one}).items()},
+        }  # fmt: skip
+        save_file(made[way], path, metadata={"format": "pt"})
 
     draw_index = draw.randrange(100)
     return f"tensors: {way}", spoil, "either" if way == "half" else "refuse"
@@ -257,17 +211,11 @@ def shards(draw: random.Random) -> Change:
         where: Any = {name: files[number >= cut] for number, name in enumerate(names)}
         if way == "missing":
             (model / files[1]).unlink()
-        if way == "elsewhere":
-            where[names[0]] = "../../x.safetensors"
-        if way == "number":
-            where[names[0]] = 3
-        if way == "wrong file":
-            where[names[0]] = files[1]
-        listed = list(where) if way == "map is a list" else where
-        index: Any = {"metadata": {}, "weight_map": listed}
-        (model / "model.safetensors.index.json").write_text(
-            json.dumps([] if way == "list" else index)
-        )
+        wrong = {"elsewhere": "../../x.safetensors", "number": 3, "wrong file": files[1]}
+        where[names[0]] = wrong.get(way, where[names[0]])
+        index: Any = {"weight_map": list(where) if way == "map is a list" else where}
+        content = json.dumps([] if way == "list" else index)
+        (model / "model.safetensors.index.json").write_text(content)
         if way != "both":
             (model / "model.safetensors").unlink()
 
@@ -288,72 +236,55 @@ def data(draw: random.Random, case: Case, good: Path) -> Case:
     way = draw.choice(["raw", "line", "cell", "cell", "cell", "csv", "json", "parquet"])
     setting = SECTIONS.get(case.command, "prompts")
     found, row = draw.choice(CELLS), draw.randrange(len(ROWS))
-    case.what = f"data {way}"
     if way == "raw":
-        case.what, case.spoil = raw(draw, "data.jsonl")
-    elif way == "line":
-        line = draw.choice([
-            "[1]", "3", "{", '{"prompt": 1e400, "answer": 1}', '{"prompt": NaN}', "\\", "null", "{}",
-            '{"a": ' * 3000, "9" * 5000, f'{{"prompt": {"9" * 5000}}}', '"x"', "\ufeff{}",
-        ])  # fmt: skip
-        case.what, case.expect = f"data line {line[:30]!r}", "refuse"
-        case.spoil = lambda folder: _append(folder / "data.jsonl", line)
-    elif way == "cell":
-        case.what = f"data {column} of row {row} = {str(found)[:40]!r}"
+        return case.spoiled(*raw(draw, "data.jsonl"))
+    if way == "line":
+        line = draw.choice(LINES)
+        what = f"data line {line[:30]!r}"
+        return case.spoiled(what, lambda folder: _append(folder / "data.jsonl", line), "refuse")
+    if way == "cell":
+        what = f"data {column} of row {row} = {str(found)[:40]!r}"
         bad = found is None or isinstance(found, bool | dict) or found == []
-        number = isinstance(found, float) and (found != found or abs(found) == float("inf"))
-        case.expect = "refuse" if bad or number else "either"
+        number = isinstance(found, float) and not math.isfinite(found)
         rows = [dict(one) for one in ROWS]
         rows[row][column] = found
-        case.spoil = lambda folder: _write(folder / "data.jsonl", map(json.dumps, rows))
-    else:
-        case.settings[f"{setting}.source"] = f"{{folder}}/data.{way}"
-        case.what, case.spoil = f"data as {way}", FORMATS[way](draw)
-    return case
+        text = "".join(json.dumps(one) + "\n" for one in rows)
+        expect: Expect = "refuse" if bad or number else "either"
+        return case.spoiled(what, lambda folder: (folder / "data.jsonl").write_text(text), expect)
+    case.settings[f"{setting}.source"] = f"{{folder}}/data.{way}"
+    if way == "parquet":
+        return case.spoiled("data as parquet", parquet_file(draw))
+    text = draw.choice(FORMATS[way])
+    return case.spoiled(f"data as {way}", lambda folder: (folder / f"data.{way}").write_text(text))
 
 
 def _append(path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n", encoding="utf-8")
 
 
-def _write(path: Path, lines: Any) -> None:
-    path.write_text("\n".join(lines) + "\n")
-
-
-def csv_file(draw: random.Random) -> Callable[[Path], None]:
-    text = draw.choice(
-        [
-            "prompt,answer,response\n1+1=,2,2\n",
-            "prompt,answer\n1+1=\n",
-            'prompt,answer,response\n"1+1=,2,2\n',
-            "prompt,prompt,answer,response\n1+1=,1+1=,2,2\n",
-            "",
-            "prompt,answer,response\n",
-            "prompt,answer,response\n\0,2,2\n",
-            "prompt;answer;response\n1+1=;2;2\n",
-            "prompt,answer,response\n1+1=," + "9" * 200000 + ",2\n",
-            ",,\n1+1=,2,2\n",
-        ]
-    )
-    return lambda folder: (folder / "data.csv").write_text(text) and None
-
-
-def json_file(draw: random.Random) -> Callable[[Path], None]:
-    text = draw.choice(
-        [
-            json.dumps(ROWS),
-            *("{}", "[]", "[1]", "[{}]", '{"prompt": 1}\n{}', "[" * 5000, "NaN"),
-            '[{"prompt": "1+1=", "answer": NaN, "response": "2"}]',
-            f"[{'9' * 5000}]",
-            '[{"prompt": "1+1=", "answer": 1e400, "response": 1e400}]',
-        ]
-    )
-    return lambda folder: (folder / "data.json").write_text(text) and None
+LINES = [
+    "[1]", "3", "{", '{"prompt": 1e400, "answer": 1}', '{"prompt": NaN}', "\\", "null", "{}",
+    '{"a": ' * 3000, "9" * 5000, f'{{"prompt": {"9" * 5000}}}', '"x"', "\ufeff{}",
+]  # fmt: skip
+FORMATS = {
+    "csv": [
+        "prompt,answer,response\n1+1=,2,2\n", "prompt,answer\n1+1=\n",
+        'prompt,answer,response\n"1+1=,2,2\n', "prompt,prompt,answer,response\n1+1=,1+1=,2,2\n",
+        "", "prompt,answer,response\n", "prompt,answer,response\n\0,2,2\n", ",,\n1+1=,2,2\n",
+        "prompt;answer;response\n1+1=;2;2\n",
+        "prompt,answer,response\n1+1=," + "9" * 200000 + ",2\n",
+    ],
+    "json": [
+        json.dumps(ROWS), "{}", "[]", "[1]", "[{}]", '{"prompt": 1}\n{}', "[" * 5000, "NaN",
+        '[{"prompt": "1+1=", "answer": NaN, "response": "2"}]', f"[{'9' * 5000}]",
+        '[{"prompt": "1+1=", "answer": 1e400, "response": 1e400}]',
+    ],
+}  # fmt: skip
 
 
 def parquet_file(draw: random.Random) -> Callable[[Path], None]:
-    ways = ["right", "cut", "bytes", "binary", "dates", "nan", "none"]
-    way, share = draw.choice(ways), draw.random()
+    way = draw.choice(["right", "cut", "bytes", "binary", "dates", "nan", "none"])
+    share = draw.random()
 
     def spoil(folder: Path) -> None:
         import datetime
@@ -362,10 +293,11 @@ def parquet_file(draw: random.Random) -> Callable[[Path], None]:
         import pyarrow.parquet
 
         columns: dict[str, Any] = {name: [row[name] for row in ROWS] for name in ROWS[0]}
-        kinds = {"binary": b"\xff", "dates": datetime.date(2024, 1, 1), "nan": float("nan")}
-        one: Any = (kinds | {"none": None}).get(way, "")
-        if way in ("binary", "dates", "nan", "none"):
-            columns["answer"] = columns["response"] = columns["rejected"] = [one] * len(ROWS)
+        wrong: dict[str, Any] = {"binary": b"\xff", "dates": datetime.date(2024, 1, 1)}
+        wrong |= {"nan": float("nan"), "none": None}
+        if way in wrong:
+            others = ("answer", "response", "rejected")
+            columns |= dict.fromkeys(others, [wrong[way]] * len(ROWS))
         path = folder / "data.parquet"
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
         if way == "cut":
@@ -374,9 +306,6 @@ def parquet_file(draw: random.Random) -> Callable[[Path], None]:
             path.write_bytes(b"PAR1" + bytes(range(256)) + b"PAR1")
 
     return spoil
-
-
-FORMATS = {"csv": csv_file, "json": json_file, "parquet": parquet_file}
 
 
 def environment(draw: random.Random, case: Case, good: Path) -> Case:
@@ -389,10 +318,7 @@ def environment(draw: random.Random, case: Case, good: Path) -> Case:
     found = draw.choice(
         ["", "x", "-1", "0", "1", "2", "3", "1e3", " 1", "1.5", "9" * 30, "70000", "0x1", "١"]
     )
-    if draw.random() < 0.8:
-        case.environment = good_ranks | {name: found}
-    else:
-        case.environment = {name: found}
+    case.environment = (good_ranks if draw.random() < 0.8 else {}) | {name: found}
     case.command = draw.choice(["train", "sft"])
     case.what = f"environment {case.environment}"
     digits = found.isascii() and found.isdecimal()
@@ -429,38 +355,28 @@ PROGRAMS: list[tuple[str, Expect]] = [
 
 def verifier(draw: random.Random, case: Case, good: Path) -> Case:
     """A user's verifier file."""
-    text, case.expect = draw.choice(PROGRAMS)
+    text, expect = draw.choice(PROGRAMS)
     setting = "verifier"
     if draw.random() < 0.2:
-        setting, case.expect = "session", "refuse"
+        setting, expect = "session", "refuse"
     case.settings[f"environment.{setting}"] = "{folder}/mine.py:score"
-    case.what, case.verifier = f"{setting} {text[:40]!r}", True
-    case.spoil = lambda folder: (folder / "mine.py").write_text(text) and None
-    return case
+    case.verifier, what = True, f"{setting} {text[:40]!r}"
+    return case.spoiled(what, lambda folder: (folder / "mine.py").write_text(text), expect)
 
 
 def run_folder(draw: random.Random, case: Case, good: Path) -> Case:
     """The run folder: files, loops, names that no system takes, folders that cannot be written."""
     case.command = draw.choice(["train", "sft"])
-    name, case.expect = draw.choice(
-        [
-            ("{folder}/loop", "refuse"),
-            ("{folder}/loop/run", "refuse"),
-            ("{folder}/data.jsonl", "refuse"),
-            ("{folder}/data.jsonl/run", "refuse"),
-            ("{folder}/" + "x" * 300, "refuse"),
-            ("{folder}/" + "x/" * 3000, "refuse"),
-            ("/proc/run", "refuse"),
-            ("/dev/null/run", "refuse"),
-            ("{folder}/a/b/c/d", "pass"),
-            ("{folder}/é \U0001f600", "pass"),
-            ("", "refuse"),
-        ]
-    )
+    right = ["{folder}/a/b/c/d", "{folder}/é \U0001f600"]
+    name = draw.choice([
+        *right, "", "/proc/run", "/dev/null/run", "{folder}/loop", "{folder}/loop/run",
+        "{folder}/data.jsonl", "{folder}/data.jsonl/run", "{folder}/" + "x" * 300,
+        "{folder}/" + "x/" * 3000,
+    ])  # fmt: skip
+    key = "folder"
     if draw.random() < 0.3 and name and case.command == "train":
-        case.settings["weight_sync.transport"] = "disk"
-        return case.set("weight_sync.folder", name, case.expect)
-    return case.set("folder", name, case.expect)
+        key, case.settings["weight_sync.transport"] = "weight_sync.folder", "disk"
+    return case.set(key, name, "pass" if name in right else "refuse")
 
 
 def make_loop(folder: Path) -> None:

@@ -9,19 +9,19 @@ Nothing is installed or left behind: everything is below one process, with which
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from support.commands import dies_with_us
+from support.commands import dies_with_us, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +80,10 @@ def missing() -> str:
         )
     if os.geteuid() != 0:
         return "the nodes of a Slurm cluster need namespaces, which only root may create"
-    words = ["unshare", "--uts", "--net", "--pid", "--ipc", "--mount", "--fork", "--mount-proc"]
     script = "hostname x && ip link add va type veth peer name vb"
-    tried = subprocess.run([*words, "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    tried = subprocess.run(
+        [*unshare(), "sh", "-c", script], capture_output=True, text=True, timeout=60
+    )
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -136,12 +137,12 @@ class Cluster:
         )
         cluster = Cluster(folder, num_nodes, root)
         try:
-            wait_for((folder / "up").exists, "the controller's namespace")
+            until((folder / "up").exists, READY_WITHIN_S)
             cluster.inits[CONTROLLER] = only_child(root.pid)
             cluster._daemons()
             for name in names:
                 cluster.start_node(name)
-            wait_for(lambda: cluster.states() == dict.fromkeys(names, "idle"), "idle nodes")
+            until(lambda: cluster.states() == dict.fromkeys(names, "idle"), READY_WITHIN_S)
         except BaseException:
             cluster.close()
             raise
@@ -149,12 +150,12 @@ class Cluster:
 
     def _daemons(self) -> None:
         folder = self.folder
+        files = {f"{kind}-file": f"munge.{kind}" for kind in ("key", "pid", "log", "seed")}
+        files |= {"socket": "munge.socket"}
         munge = ["munged", "--foreground", "--force", "--num-threads=2"]
-        munge += [f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"]
-        munge += [f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log"]
-        munge += [f"--seed-file={folder}/munge.seed"]
+        munge += [f"--{option}={folder}/{file}" for option, file in files.items()]
         self._daemon(CONTROLLER, munge, "munged.out")
-        wait_for((folder / "munge.socket").exists, "munged")
+        until((folder / "munge.socket").exists, READY_WITHIN_S)
         self._daemon(CONTROLLER, ["slurmctld", "-D"], "ctld.out")
 
     def _daemon(self, host: str, words: Sequence[str], log: str) -> None:
@@ -197,9 +198,8 @@ class Cluster:
         inner = int(subprocess.check_output(found, text=True, timeout=20).split()[0])
         plug = f"{link} {inner} && ip link set {name} master bridge up"
         subprocess.run([*self.enter(CONTROLLER), "sh", "-c", plug], check=True, timeout=20)
-        wait_for(up.exists, name)
-        words = ["slurmd", "-D", "-N", name]
-        self._daemon(name, words, f"{name}.out")
+        until(up.exists, READY_WITHIN_S)
+        self._daemon(name, ["slurmd", "-D", "-N", name], f"{name}.out")
 
     def kill_node(self, name: str) -> None:
         """End a node at once with all its processes, as if its power had failed."""
@@ -237,16 +237,12 @@ class Cluster:
         space = os.readlink(f"/proc/{self.inits[name]}/ns/pid")
         found = []
         for process in psutil.process_iter():
-            try:
-                if os.readlink(f"/proc/{process.pid}/ns/pid") != space:
-                    continue
-                words = process.cmdline()
-                if process.status() != psutil.STATUS_ZOMBIE and words:
-                    found.append(" ".join(words))
-            except (OSError, psutil.Error):
-                continue
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+                    words = process.cmdline()
+                    found += [" ".join(words)] if process.status() != psutil.STATUS_ZOMBIE else []
         ours = re.compile(rf"sleep 3600|sh -c hostname {name} |\S*slurmd -D ")
-        return [line for line in found if not ours.match(line)]
+        return [line for line in found if line and not ours.match(line)]
 
     def close(self) -> None:
         """End everything."""
@@ -266,19 +262,6 @@ def unshare() -> list[str]:
 
 def only_child(parent: int) -> int:
     """The process id of a process's only child, once there is one."""
-    found: list[int] = []
-
-    def look() -> bool:
-        found[:] = [child.pid for child in psutil.Process(parent).children()]
-        return len(found) == 1
-
-    wait_for(look, f"a child of process {parent}")
-    return found[0]
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = READY_WITHIN_S) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
-        time.sleep(0.05)
+    below = psutil.Process(parent)
+    until(lambda: len(below.children()) == 1, READY_WITHIN_S)
+    return below.children()[0].pid

@@ -43,43 +43,19 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "engines", "tensor"), CASES)
 def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> None:
-    degrees = [
-        "--layout",
-        layout,
-        "--engines",
-        str(engines),
-        "--engine-tensor",
-        str(tensor),
-    ]
-    done = start(
-        "--json",
-        "--shape",
-        "tiny",
-        "--rounds",
-        str(ROUNDS),
-        "--bucket-mib",
-        "1",
-        *degrees,
-    )
+    sizes = f"--shape tiny --rounds {ROUNDS} --bucket-mib 1".split()
+    degrees = ["--layout", layout, "--engines", str(engines), "--engine-tensor", str(tensor)]
+    done = start("--json", *sizes, *degrees)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert (
-        found["machine"]["cores"] > 0 and found["others"] >= 0 and found["task"]["rounds"] == ROUNDS
-    )
     (case,) = found["cases"]
     shared, whole = numel()
-    assert case["parameters"] == shared + whole and case["engine_bytes"] == 2 * (
-        shared + tensor * whole
-    )
+    held = 2 * (shared + tensor * whole)
+    assert case["parameters"] == shared + whole and case["engine_bytes"] == held
     rows: dict[str, list[Any]] = {}
     for row in case["rows"]:
         rows.setdefault(row["way"], []).append(row)
-        assert (
-            len(row["seconds"]["all"]) == ROUNDS
-            and row["seconds"]["min"] > 0
-            and row["gb_per_s"] > 0
-        )
-        assert row["of_memcpy"] > 0 and row["of_memcpy_ranks"] > 0
+        assert len(row["seconds"]["all"]) == ROUNDS and row["seconds"]["min"] > 0
     trainers = len(rows["publish"][0]["trainer_allocated_bytes"])
     assert [row["processes"] for row in rows["memcpy"]] == [*range(1, trainers + 1)]
     assert len(rows["publish"]) == len(rows["publish + copy"]) == 1
@@ -88,7 +64,7 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
     for row in (*rows["publish"], *rows["publish + copy"]):
         # An engine rank takes in its share and what is whole on every rank; engines read one image.
         assert row["received_bytes"] == [2 * (shared // tensor + whole)] * readers
-        assert row["written_bytes"] == row["planned_bytes"] == 2 * (shared + tensor * whole)
+        assert row["written_bytes"] == row["planned_bytes"] == held
         assert row["buckets"] > 1 and min(row["wait_s"], row["digest_s"], row["install_s"]) >= 0
     for row in rows["per parameter"]:
         assert row["received_bytes"] == [2 * (shared + whole)] * readers and row["times_ours"] > 0
@@ -98,31 +74,17 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
     assert all(max(row["trainer_allocated_bytes"]) < largest / 2 for row in rows["publish + copy"])
 
 
-def test_what_it_cannot_do() -> None:
-    for arguments, said in (
-        (["--layout", "data 2 pipeline 2"], "--layout is 'data 2 pipeline 2'; set one such as"),
-        (["--engines", "2"], "need --layout"),
-        (["--rounds", "0"], "1 or more"),
-    ):
-        done = start(*arguments)
-        assert (
-            done.returncode != 0
-            and said in done.stderr
-            and "Traceback" not in done.stderr
-            and not done.stdout
-        )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--device", "cuda", "--engines", "2"], "one trainer rank and one reader"),
-        (["--device", "cuda", "--layout", "data 2"], "one trainer rank and one reader"),
-    ],
-)
-def test_what_one_gpu_cannot_do_is_refused(arguments: list[str], said: str) -> None:
-    done = start("--shape", "tiny", *arguments)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("--layout data,2,pipeline,2", "the layout is 'data 2 pipeline 2'; set one such as"),
+    ("--engines 2", "need --layout"),
+    ("--rounds 0", "1 or more"),
+    ("--device cuda --engines 2", "one trainer rank and one reader"),
+    ("--device cuda --layout data,2", "one trainer rank and one reader"),
+])  # fmt: skip
+def test_what_it_cannot_do(arguments: str, said: str) -> None:
+    done = start("--shape", "tiny", *(word.replace(",", " ") for word in arguments.split()))
+    assert done.returncode != 0 and said in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
 
 
 def test_the_shape_of_7b() -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,6 +26,7 @@ from support.commands import (
     start,
     tiny_run,
     write_recipe,
+    write_rows,
 )
 from support.tiny import write_model
 
@@ -44,8 +44,6 @@ REWARDS = {
         "    return {'reward': len(response) % 3 - 1.0, 'characters': len(response)}\n"
     ),
     "async": "async def score(prompt, response):\n    return (len(response) % 3) / 2\n",
-    "raising": "def score(prompt, response):\n    raise KeyError('no such thing')\n",
-    "slow": "import time\ndef score(prompt, response):\n    time.sleep(600)\n",
     "wrong arity": "def score(prompt):\n    return 1.0\n",
     "no function": "def scores(prompt, response):\n    return 1.0\n",
     "no Python": "def score(prompt, response)\n",
@@ -57,14 +55,11 @@ def write_data(folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in ROWS]
-    (folder / "own.jsonl").write_text("\n".join(lines) + "\n")
-    cells = [f"{prompt},{answer}" for prompt, answer in ROWS]
-    (folder / "own.csv").write_text("\n".join(["question,solution", *cells]) + "\n")
-    chats = [
-        {"messages": [{"role": "user", "content": prompt}], "answer": answer}
-        for prompt, answer in ROWS
-    ]
+    write_rows(folder / "own.jsonl", ({"prompt": one, "answer": answer} for one, answer in ROWS))
+    lines = [f"{prompt},{answer}\n" for prompt, answer in ROWS]
+    (folder / "own.csv").write_text("".join(["question,solution\n", *lines]))
+    turns = [[{"role": "user", "content": prompt}] for prompt, _ in ROWS]
+    chats = [{"messages": t, "answer": a} for t, (_, a) in zip(turns, ROWS, strict=True)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), folder / "chat.parquet")
 
 
@@ -189,32 +184,21 @@ def test_every_prompt_was_rendered_and_every_reward_counted(
     assert all(one["reward"] == len(one["response"]) % 3 / 2 for one in judged)
 
 
-WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no function": ({"environment": "no_function.py:score"}, ["no_function.py", "score"]),
-    "no Python": ({"environment": "no_Python.py:score"}, ["no_Python.py"]),
-    "wrong arity": ({"environment": "wrong_arity.py:score"}, ["wrong_arity.py", "score"]),
-    "no file": ({"environment": "none.py:score"}, ["none.py"]),
-    "no checkpoint": ({"resume": True}, ["resume is true", "no checkpoint", "auto"]),
-    "no column": ({"column": "text"}, ["text", "prompt_column"]),
-    "no model": ({"model": "nothing"}, ["model.path", "nothing"]),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_answered_in_one_line(place: Path, tmp_path: Path, name: str) -> None:
-    tree = yaml.safe_load((place / "recipe.yaml").read_text()) | {"folder": str(tmp_path / "run")}
-    changes, says = WRONG[name]
-    for key, value in changes.items():
-        if key == "environment":
-            tree["environment"]["verifier"] = f"{place}/{value}"
-        elif key == "column":
-            tree["prompts"]["prompt_column"] = value
-        elif key == "model":
-            tree["model"]["path"] = str(place / value)
-        else:
-            tree[key] = value
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("environment.verifier", "{place}/no_function.py:score", ["no_function.py", "score"]),
+    ("environment.verifier", "{place}/no_Python.py:score", ["no_Python.py"]),
+    ("environment.verifier", "{place}/wrong_arity.py:score", ["wrong_arity.py", "score"]),
+    ("environment.verifier", "{place}/none.py:score", ["none.py"]),
+    ("resume", "true", ["resume is true", "no checkpoint", "auto"]),
+    ("prompts.prompt_column", "text", ["text", "prompt_column"]),
+    ("model.path", "{place}/nothing", ["model.path", "nothing"]),
+])  # fmt: skip
+def test_what_is_wrong_is_answered_in_one_line(
+    place: Path, tmp_path: Path, key: str, value: str, says: list[str]
+) -> None:
+    words = [f"--folder={tmp_path}/run", f"--{key}", value.format(place=place)]
     with pytest.raises(UserError) as error:
-        cli.dispatch("train", [write_recipe(tmp_path / "recipe.yaml", tree), "--check"])
+        cli.dispatch("train", [str(place / "recipe.yaml"), *words, "--check"])
     said = str(error.value)
     assert "\n" not in said and all(part in said for part in says), said
     assert not (tmp_path / "run").exists()

@@ -97,9 +97,10 @@ def test_void_groups_are_not_compared(tmp_path: Path) -> None:
         journal.close()
         return tmp_path / name
 
-    first = [("dispatched", {"ordinal": 0, "seed": 3}), ("accepted", {"ordinal": 0, "step": 1})]
-    second = [("dispatched", {"ordinal": 1, "seed": 4}), ("accepted", {"ordinal": 1, "step": 2})]
-    other = [("dispatched", {"ordinal": 1, "seed": 5}), ("accepted", {"ordinal": 1, "step": 2})]
+    first, second, other = (
+        [("dispatched", {"ordinal": n, "seed": seed}), ("accepted", {"ordinal": n, "step": n + 1})]
+        for n, seed in ((0, 3), (1, 4), (1, 5))
+    )
     again = [("restored", {"step": 1, "cursor": 1})]
     plain = ledger(write("plain", first + second))
     assert len(plain) == 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compile_table import SHARED_KIB, Compiled, compile_all, facts, loop_spills, table
+from compile_table import SHARED_KIB, Compiled, compile_all, facts, loop_spills
 
 from megarl.kernels.tiles import tiles_for
 
@@ -48,13 +48,6 @@ def test_what_breaks_the_bar() -> None:
     assert replace(spilled, width=None).problem
     with pytest.raises(ValueError, match="says nothing of registers"):
         facts("forward_kernel", None, "ptxas info", width=64, dtype="bfloat16", target=90)
-
-
-def test_the_table() -> None:
-    rows = [ROW, replace(ROW, target=80, spill_stores=8, loop_spills=3)]
-    head, _, line = (" ".join(line.split()) for line in table(rows))
-    assert head == "| kernel | type | width | sm_80 (163 KiB) | sm_90 (227 KiB) |"
-    assert "| 128 x 256, 8 B spilled, 3 moves in loops, 64 KiB | 128 x 256, 64 KiB |" in line
 
 
 def test_the_largest_tiles_need_the_largest_memory() -> None:

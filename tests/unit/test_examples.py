@@ -19,7 +19,6 @@ from megarl.apps.tune.supervised_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score
-from megarl.schema import replace
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,41 +43,28 @@ def terms_of(prompt: str) -> list[str]:
     return list(prompt.removesuffix("="))
 
 
-def interpreted(program: str, given: str, folder: Path) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of the interpreter."""
-    path = folder / "program"
+@pytest.mark.parametrize(("program", "given", "printed", "said"), [
+    ("72x*-3+.", "4\n5\n", "2\n0\n", ""),
+    ("72x*-3+.", "", "", ""),
+    ("x.x.", "-12\n", "-12\n-12\n", ""),
+    ("9 8\n-.", "0\n", "1\n", ""),
+    ("x", "1\n", "", ""),
+    ("x+.", "1\n", "", "command 2 ('+') finds too few numbers on the stack"),
+    ("x..", "1\n", "", "command 3 ('.') finds too few numbers on the stack"),
+    ("x2/.", "1\n", "", "character 3 ('/') is no command"),
+    ("x\N{SUPERSCRIPT TWO}.", "1\n", "", "is no command"),
+    ("x.", "one\n", "", "invalid literal"),
+    ("x" * 600 + "*" * 599 + ".", "99\n", "", "makes a number above 10**1000"),
+])  # fmt: skip
+def test_the_tiny_language(
+    program: str, given: str, printed: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "program"
     path.write_text(program)
     command = [sys.executable, "-I", "-S", str(LANGUAGE), str(path)]
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(("program", "given", "printed"), [
-    ("72x*-3+.", "4\n5\n", "2\n0\n"),
-    ("72x*-3+.", "", ""),
-    ("x.x.", "-12\n", "-12\n-12\n"),
-    ("9 8\n-.", "0\n", "1\n"),
-    ("xx*.", "99\n11\n", "9801\n121\n"),
-    ("x", "1\n", ""),
-    ("", "1\n", ""),
-])  # fmt: skip
-def test_the_tiny_language(program: str, given: str, printed: str, tmp_path: Path) -> None:
-    assert interpreted(program, given, tmp_path) == (0, printed, "")
-
-
-@pytest.mark.parametrize(("program", "given", "said"), [
-    ("x+.", "1\n", "command 2 ('+') finds too few numbers on the stack"),
-    ("x..", "1\n", "command 3 ('.') finds too few numbers on the stack"),
-    ("x2/.", "1\n", "character 3 ('/') is no command"),
-    ("x\N{SUPERSCRIPT TWO}.", "1\n", "is no command"),
-    ("x.", "one\n", "invalid literal"),
-    ("x" * 600 + "*" * 599 + ".", "99\n", "makes a number above 10**1000"),
-])  # fmt: skip
-def test_a_wrong_program_of_the_tiny_language(
-    program: str, given: str, said: str, tmp_path: Path
-) -> None:
-    exit_code, printed, error = interpreted(program, given, tmp_path)
-    assert (exit_code, printed) == (1, "") and said in error and error.count("\n") == 1
+    assert (done.returncode, done.stdout) == (int(bool(said)), printed), done.stderr
+    assert said in done.stderr and done.stderr.count("\n") == int(bool(said))
 
 
 def test_programs_pass_their_rows_in_the_sandbox(
@@ -127,36 +113,9 @@ def test_rows_of_programs_need_precedence_and_x(task: Path) -> None:
 
 def test_demonstrations_of_programs_are_mostly_wrong(task: Path) -> None:
     shown = rows(task / "sft.jsonl")
-    styles = {"right": compiled, "from left": from_left}
-    styles["short"] = lambda terms: compiled(terms[:-2])
-    share = {
-        name: sum(row["response"] == write(terms_of(row["prompt"])) for row in shown) / len(shown)
-        for name, write in styles.items()
-    }
-    assert 0.13 < share["right"] < 0.27 and 0.42 < share["from left"] < 0.58
-    assert 0.09 < share["short"] < 0.21
-
-
-def test_the_folder_of_programs_written_twice_is_the_same(task: Path, tmp_path: Path) -> None:
-    again, other = tmp_path / "again", tmp_path / "other"
-    assert make_programs.main([str(again), *SMALL]) == 0
-    assert make_programs.main([str(other), *SMALL, "--seed", "2"]) == 0
-    files = {path.relative_to(task) for path in task.rglob("*") if path.is_file()}
-    assert {str(path) for path in files} > {"sft.jsonl", "train.jsonl", "held_out.jsonl"}
-    for path in files:
-        assert (again / path).read_bytes() == (task / path).read_bytes(), path
-    assert (other / "train.jsonl").read_text() != (task / "train.jsonl").read_text()
-
-
-def test_bad_arguments_of_programs(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        make_programs.main([str(tmp_path / "none"), "--held-out", "0"])
-    assert "--held-out is 0; set it to a number from 1 to 2000" in capsys.readouterr().err
-    assert make_programs.main([str(task), *SMALL, "--seed", "3"]) == 1
-    assert "holds what was made of other arguments" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+    for share, style in ((0.2, compiled), (0.5, from_left), (0.15, lambda t: compiled(t[:-2]))):
+        found = sum(row["response"] == style(terms_of(row["prompt"])) for row in shown)
+        assert found / len(shown) == pytest.approx(share, abs=0.08)
 
 
 def test_recipes_of_programs_pass_the_checks(
@@ -172,14 +131,15 @@ def test_recipes_of_programs_pass_the_checks(
     assert second.evaluation.prompts.source == f"{folder}/held_out.jsonl"
     longest = max(len(row["response"]) for row in rows(task / "sft.jsonl"))
     assert longest < second.rollout.max_new_tokens
-    shown = replace(first.demonstrations, source=str(task / "sft.jsonl"))
-    model = replace(first.model, path=str(task / "model"))
-    changes = {"folder": str(tmp_path / "sft"), "model": model, "demonstrations": shown}
-    found = check_sft(replace(first, **changes)).rows
+
+    def changed(**changes: Path) -> list[str]:
+        changes |= {"folder": tmp_path / "run", "model.path": task / "model"}
+        return [f"--{name}={value}" for name, value in changes.items()]
+
+    words = changed(**{"demonstrations.source": task / "sft.jsonl"})
+    found = check_sft(config.read(SftConfig, RECIPES / "programs_sft.yaml", words)).rows
     assert found is not None and len(found) == 400
-    held_out = replace(second.evaluation.prompts, source=str(task / "held_out.jsonl"))
-    changes = {"folder": str(tmp_path / "rl"), "model": model}
-    changes["prompts"] = replace(second.prompts, source=str(task / "train.jsonl"))
-    changes["evaluation"] = replace(second.evaluation, prompts=held_out)
-    small = replace(second, **changes)
+    sources = {"prompts.source": task / "train.jsonl"}
+    sources["evaluation.prompts.source"] = task / "held_out.jsonl"
+    small = config.read(RunConfig, RECIPES / "programs.yaml", changed(**sources))
     assert check_run(small, num_ranks=1).prompts is not None

@@ -8,11 +8,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.environments import opened
+from support.ranks import run_ranks
 from support.rollouts import segment
+from support.simulated import simulate
+from support.tiny import write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
@@ -25,32 +29,29 @@ from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequenc
 from megarl.parallel.sequence import cut
 from megarl.types import Prompt, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-from support.ranks import run_ranks
-from support.simulated import simulate
-from support.tiny import write_tokenizer
+
+def block(page: str, name: str) -> str:
+    """The code block `name` of a page."""
+    found = re.search(rf"```python {name}\n(.*?)```", (DOCS / page).read_text(), re.S)
+    assert found, name
+    return found[1]
 
 
 def example(name: str) -> dict[str, Any]:
     """What the page's code block `name` defines."""
-    found = re.search(
-        rf"```python {name}\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S
-    )
-    assert found, name
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(found[1], f"docs/extending.md:{name}", "exec", dont_inherit=True), names)
+    text = block("extending.md", name)
+    exec(compile(text, f"docs/extending.md:{name}", "exec", dont_inherit=True), names)
     return names
 
 
 @pytest.fixture
 def registries() -> Iterator[None]:
     """As they were, after an example has added to them."""
-    kept = [(registry, dict(registry)) for registry in (TRANSPORTS, BACKENDS)]
-    yield
-    for registry, before in kept:
-        registry.clear()
-        registry.update(before)
+    with patch.dict(TRANSPORTS), patch.dict(BACKENDS):
+        yield
 
 
 @pytest.mark.usefixtures("registries")
@@ -86,10 +87,7 @@ def test_the_backend_agrees_with_ours() -> None:
     found = {}
     for name in ("chunked", "whole"):
         torch.manual_seed(1)
-        hidden, weight = (
-            torch.randn(20, 16, requires_grad=True),
-            torch.randn(50, 16, requires_grad=True),
-        )
+        hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (20, 50))
         logp, entropy = linear_logprobs(hidden, weight, targets, 0.7, backend=name)
         (weights[0] * logp + weights[1] * entropy).sum().backward()
         found[name] = [logp, entropy, hidden.grad, weight.grad]
@@ -117,13 +115,10 @@ def on_ranks() -> list[tuple[str, int, float]]:
     names = example("axis")
     mesh_module.initialise(timeout_s=30)
     with names["ExpertMesh"](names["ExpertLayout"](expert=2), timeout_s=30) as mesh:
-        mine, axes = (
-            torch.tensor([float(mesh.rank + 1)]),
-            {name: getattr(mesh, name) for name in mesh.USES},
-        )
-        found = [
-            (name, axis.size, all_reduce(mine.clone(), axis).item()) for name, axis in axes.items()
-        ]
+        mine, found = torch.tensor([float(mesh.rank + 1)]), []
+        for name in mesh.USES:
+            axis = getattr(mesh, name)
+            found.append((name, axis.size, all_reduce(mine.clone(), axis).item()))
     mesh_module.finalise()
     return found
 
@@ -137,11 +132,7 @@ def test_the_axis_communicates() -> None:
 
 async def test_the_session_plays(tmp_path: Path) -> None:
     """In its worker process, with the reward of each way a game may end."""
-    source = re.search(
-        r"```python session\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.S
-    )
-    assert source
-    (tmp_path / "game.py").write_text(source[1])
+    (tmp_path / "game.py").write_text(block("environments.md", "session"))
     write_tokenizer(tmp_path / "tokenizer")
     codec = Codec.of(load_tokenizer(str(tmp_path / "tokenizer")))
     config = EnvironmentConfig(session=f"{tmp_path}/game.py:GuessTheNumber", num_workers=2)

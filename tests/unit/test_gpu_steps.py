@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tarfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +18,8 @@ import psutil
 import pytest
 import run_gpu
 from gpu_results import KEPT_BYTES, earlier
-from gpu_steps import STEPS, Step, fits, missing, plan
-from support.commands import ROOT, python
+from gpu_steps import STEPS, Step, fits, plan
+from support.commands import ROOT, python, until
 
 
 def step(name: str, expected_s: float = 1.0, code: str = "", **settings: object) -> Step:
@@ -33,10 +31,7 @@ def step(name: str, expected_s: float = 1.0, code: str = "", **settings: object)
 
 def lives(pid: int) -> bool:
     """Where nobody reaps orphans, those that ended stay as zombies."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_what_does_not_fit_is_passed_over_and_what_is_shorter_still_runs() -> None:
@@ -62,9 +57,8 @@ def test_the_steps_are_whole() -> None:
 
 def test_every_test_of_a_gpu_belongs_to_a_step() -> None:
     named = {word.split("::")[0] for one in STEPS for word in one.command}
-    marked = re.compile(r"mark\.gpu")
     for path in (ROOT / "tests").rglob("test_*.py"):
-        if marked.search(path.read_text()) and path != Path(__file__):
+        if "mark.gpu" in path.read_text() and path != Path(__file__):
             assert str(path.relative_to(ROOT)) in named, path
 
 
@@ -91,26 +85,6 @@ def test_steps_of_kernels_need_neither_engines_nor_deepspeed() -> None:
         assert f"{path}::" in done.stdout, path
 
 
-def test_a_step_without_its_packages_is_skipped_and_says_which(tmp_path: Path) -> None:
-    steps = [
-        step("here", code="print('{}')", reads="json", needs=("json",)),
-        step("not here", code="raise SystemExit(1)", needs=("json", "no_such_a", "no_such_b")),
-    ]
-    assert missing(steps[1]) == ["no_such_a", "no_such_b"]
-    found = run_gpu.go(steps, tmp_path, minutes=1, rehearsal=True).results
-    told = {one.step: (one.status, one.note) for one in found}
-    assert told["not here"] == ("skipped", "not installed here: no_such_a, no_such_b")
-    assert told["here"][0] == "ok"
-
-
-def test_a_shell_step_runs_with_the_python_of_the_steps(tmp_path: Path) -> None:
-    """`launch/quickstart.sh` takes MEGARL_PYTHON instead of preparing an environment."""
-    code = 'echo "{\\"python\\": \\"$MEGARL_PYTHON\\"}"'
-    script = step("script", rehearsal=("bash", "-c", code), reads="json")
-    (found,) = run_gpu.go([script], tmp_path, minutes=1, rehearsal=True).results
-    assert found.found == {"python": sys.executable}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_too(tmp_path: Path, number: signal.Signals) -> None:
     told = tmp_path / "pid"
@@ -126,16 +100,11 @@ def test_a_signal_ends_the_step_too(tmp_path: Path, number: signal.Signals) -> N
     running = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
     )
-    ends_at = time.monotonic() + 60
-    while not (told.exists() and told.read_text().endswith(".")) and time.monotonic() < ends_at:
-        time.sleep(0.05)
+    until(lambda: told.exists() and told.read_text().endswith("."))
     step_pid = int(told.read_text()[:-1])
     running.send_signal(number)
     assert running.wait(30) != 0
-    still = lives(step_pid)
-    if still:
-        os.kill(step_pid, signal.SIGKILL)
-    assert not still
+    assert not lives(step_pid)
 
 
 def test_short_runs_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,12 +165,16 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
         " 'import time; time.sleep(300)'], start_new_session=True,"
         " stdout=subprocess.DEVNULL).pid)"
     )
+    shell = 'echo "{\\"python\\": \\"$MEGARL_PYTHON\\"}"'
     steps = [
         step("fails", code="raise SystemExit(3)"),
         step("hangs", code="import time; time.sleep(300)", limit_s=1.0),
         step("leaves", code=orphan, reads="json"),
         step("says", code="print('a warning'); print('{\"value\": 7}')", reads="json"),
         step("says nothing", code="print('seven')", reads="json"),
+        # `launch/quickstart.sh` takes MEGARL_PYTHON instead of preparing an environment.
+        step("script", rehearsal=("bash", "-c", shell), reads="json", needs=("json",)),
+        step("lacks", code="raise SystemExit(1)", needs=("json", "no_such_a", "no_such_b")),
         step("long", 10**6),
         step("only there", rehearsal=(), no_rehearsal="needs two GPUs"),
     ]
@@ -209,8 +182,11 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
     found = {one.step: one for one in report.results}
     statuses = {"only there": "not rehearsed", "fails": "failed", "hangs": "timed out"}
     statuses |= {"leaves": "ok", "says": "ok", "says nothing": "failed", "long": "no time"}
+    statuses |= {"script": "ok", "lacks": "skipped"}
     assert {name: one.status for name, one in found.items()} == statuses
     assert found["fails"].note == "exit code 3" and found["says"].found == {"value": 7}
+    assert found["lacks"].note == "not installed here: no_such_a, no_such_b"
+    assert found["script"].found == {"python": sys.executable}
     assert "1 processes left behind" in found["leaves"].note
     assert not lives(found["leaves"].found)
     written = json.loads((tmp_path / "results.json").read_text())
@@ -230,9 +206,9 @@ def test_tests_that_all_skip_themselves_have_shown_nothing(tmp_path: Path) -> No
         file.write_text(body + "\n")
         steps.append(step(name, reads="tests", rehearsal=(*gpu_steps.PYTEST, str(file))))
     results = run_gpu.go(steps, tmp_path / "out", minutes=2, rehearsal=True).results
-    found = [(one.status, one.note) for one in results]
-    wanted = [("failed", "1 skipped"), ("ok", "1 passed"), ("failed", "1 passed, 1 failed")]
-    assert found == wanted
+    assert [(one.status, one.note) for one in results] == [
+        *(("failed", "1 skipped"), ("ok", "1 passed"), ("failed", "1 passed, 1 failed"))
+    ]
 
 
 def test_without_a_gpu_the_script_says_so_in_one_line() -> None:

@@ -26,11 +26,7 @@ def arguments(tool: Any, *words: str) -> Any:
 def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text(study.RECIPE)
     args = arguments(study, "f", "--seeds", "3")
-    found = study.cases(args)
-    assert [(one["precision"], one["seed"]) for one in found] == [
-        (precision, 3) for precision in ("float32", "bfloat16", "float16", "bfloat16x2")
-    ]
-    for case in found:
+    for case in study.cases(args):
         options = study.settings_of(case, tmp_path, tmp_path) | {"folder": tmp_path}
         changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         config = read(SftConfig, tmp_path / "sft.yaml", changes)
@@ -39,10 +35,9 @@ def test_the_settings_of_each_precision_are_accepted(tmp_path: Path) -> None:
 
 def test_precisions_are_compared_with_float32_of_the_same_seed() -> None:
     learnt = {("float32", 1): 2.0, ("float32", 2): 4.0, ("bfloat16", 1): 1.0, ("bfloat16", 2): 1.0}
-    same = {"steps": 9, "changed": 0.5, "step_s": 1.0}
     found = [
-        {"precision": precision, "seed": seed, "learnt": loss, **same}
-        for (precision, seed), loss in learnt.items()
+        {"precision": p, "seed": seed, "learnt": loss, "steps": 9, "changed": 0.5, "step_s": 1.0}
+        for (p, seed), loss in learnt.items()
     ]
     _, _, plain, half = study.show({"results": found})
     assert "1.000 +- 0.000" in plain and "0.375 +- 0.177" in half

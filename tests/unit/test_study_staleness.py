@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 import study_staleness as study
 
 from megarl.config import RunConfig, read
@@ -26,17 +22,14 @@ def arguments(*words: str) -> argparse.Namespace:
 def result(bound: int, seed: int, step_s: float, accuracy: list[float]) -> dict[str, Any]:
     steps = len(accuracy)
     return {
-        "bound": bound, "correction": "tis" if bound else "none", "dispatch": "ordered",
+        "bound": bound, "correction": "tis" if bound else "none",
         "seed": seed, "step_s": [step_s] * steps, "tokens": [100.0] * steps, "accuracy": accuracy,
         "age": float(bound), "greedy": 0.5,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dispatch", ["ordered", "windowed"])
-def test_the_settings_of_each_case_are_accepted(dispatch: str) -> None:
-    bounds = "0,1,4" if dispatch == "ordered" else "1,4"
-    words = ["--bounds", bounds, "--dispatch", dispatch, "--corrections", "none,tis,decoupled"]
-    for case in study.cases(arguments(*words)):
+def test_the_settings_of_each_case_are_accepted() -> None:
+    for case in study.cases(arguments("--bounds", "0,1,4")):
         changes = [part for n, v in study.settings_of(case).items() for part in (f"--{n}", str(v))]
         config = read(RunConfig, study.RECIPES / "quickstart.yaml", changes)
         assert config.rollout.max_staleness == case["bound"]
@@ -75,21 +68,17 @@ def test_the_table_compares_with_bound_0_of_the_same_seed(tmp_path: Path) -> Non
     args.folder = tmp_path
     _, _, sync, stale = study.show(study.measure(args))
     assert sync.replace("|", " ").split() == [
-        *("ordered", "0", "none", "2", "1.000", "+-", "0.000", "0.000", "+-", "0.000"),
+        *("0", "none", "2", "1.000", "+-", "0.000", "0.000", "+-", "0.000"),
         *("0.500", "+-", "0.000", "0.600", "+-", "0.141", "0.000", "+-", "0.000"),
     ]
     stale = stale.replace("|", " ")
-    assert stale.split()[4:7] == ["2.000", "+-", "0.000"]
+    assert stale.split()[3:6] == ["2.000", "+-", "0.000"]
     assert stale.split()[-6:] == ["0.500", "+-", "0.141", "0.500", "+-", "0.141"]
 
 
 def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["--corrections", "tiss"], "'tiss' is not known; choose of none, tis"),
-        (["--bounds", "one"], "invalid words value: 'one'"),
-    ):
-        with pytest.raises(SystemExit):
-            arguments(*words)
-        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        arguments("--corrections", "tiss")
+    assert "'tiss' is not known; choose of none, tis" in capsys.readouterr().err
     with pytest.raises(ValueError, match="set it to 4 or more"):
         study.measure(arguments("--steps", "3"))

@@ -18,18 +18,11 @@ from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--demonstrations", "4000", "--prompts", "900"]
 WORDS = (
-    "Natalia sold clips to her friends in April and then half as many in May how altogether"
-    " 0123456789 +-=.,?"
+    "Natalia sold clips to her friends then half as many in May how altogether 0123456789 +-=.,?"
 )
-TEXTS = [
-    "How many clips did Natalia sell altogether in April and May?",
-    "48+24 = 72",
-    "one",
-    "a.b,c",
-    "Half as many, then.",
-]
+TEXTS = ["How many clips did Natalia sell altogether?", "48+24 = 72", "one", "a.b,c"]
 AWKWARD = [
     " leading", "two  blanks", "trailing ", "   ", "tab\there", "line\nbreak", "",
     "caf\u00e9 \u00bd \uff21", "\u732b\U0001f600",
@@ -185,7 +178,7 @@ def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "addition"
-    assert make_addition.main([str(folder), "--demonstrations", "4000", "--prompts", "900"]) == 0
+    assert make_addition.main([str(folder), *SMALL]) == 0
     return folder
 
 
@@ -224,7 +217,7 @@ def test_addition_demonstrations_have_the_styles_they_claim(addition: Path) -> N
     assert len(reasoned) / len(rows) == pytest.approx(0.55, abs=0.04)
     carries = [step for row in reasoned for step in carry_pairs(row["response"])]
     # careful rows carry always, sloppy ones a fifth of the time: (0.11 + 0.44 * 0.2) / 0.55
-    assert sum(right for right in carries) / len(carries) == pytest.approx(0.36, abs=0.05)
+    assert sum(carries) / len(carries) == pytest.approx(0.36, abs=0.05)
     assert make_addition.columns(478, 356, lambda: False) == "8+6+0=14,7+5+1=13,4+3+1=08#834"
     assert make_addition.columns(478, 356, lambda: True) == "8+6+0=14,7+5+0=12,4+3+0=07#724"
     assert len(make_addition.columns(999, 999, lambda: False)) + 1 == 32
@@ -240,17 +233,19 @@ def test_addition_is_made_once(
     addition: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in addition.rglob("*.json*")}
-    same = ["--demonstrations", "4000", "--prompts", "900"]
-    assert make_addition.main([str(addition), *same]) == 0
+    assert make_addition.main([str(addition), *SMALL]) == 0
     assert "there already" in capsys.readouterr().err
-    assert make_addition.main([str(addition), *same, "--seed", "2"]) == 1
+    assert make_addition.main([str(addition), *SMALL, "--seed", "2"]) == 1
     assert "what was made of other arguments; name another folder" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in addition.rglob("*.json*")} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("!")
-    assert make_addition.main([str(tmp_path / "mine"), *same]) == 1
+    assert make_addition.main([str(tmp_path / "mine"), *SMALL]) == 1
     assert "files of another origin" in capsys.readouterr().err
-    assert make_addition.main([str(tmp_path / "other"), *same]) == 0
+    assert make_addition.main([str(tmp_path / "other"), *SMALL]) == 0
     for path, content in before.items():
         assert (tmp_path / "other" / path.relative_to(addition)).read_bytes() == content
     assert not list(tmp_path.glob(".*")), "no unfinished folder stays behind"
+    with pytest.raises(SystemExit):
+        make_addition.main([str(tmp_path / "none"), "--held-out", "0"])
+    assert "--held-out is 0; set it to a number from 1 to 40000" in capsys.readouterr().err

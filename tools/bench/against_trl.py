@@ -8,7 +8,6 @@ default index offers none.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import progress
+from common import Args, progress, spread
 from e2e_task import Setting
 from processes import child_environment, launcher, megarl, run
 
@@ -62,6 +61,12 @@ def make_trl_environment(folder: Path) -> str:
     return python
 
 
+def python_for(args: Args) -> str:
+    """The interpreter of TRL's environment where one of `args.systems` is TRL, else ""."""
+    uses_trl = any(system.startswith("TRL") for system in args.systems)
+    return make_trl_environment(args.trl_env) if uses_trl else ""
+
+
 def run_trl(
     python: str, work: Path, setting: Setting, given: dict[str, Any], deadline_s: float
 ) -> dict[str, Any]:
@@ -80,26 +85,6 @@ def run_trl(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def grpo_arguments(
-    *, batch: int, samples: int, rows: int, processes: int, limit: int, **more: Any
-) -> dict[str, Any]:
-    """GRPOConfig: megarl's recipe in TRL's words. `rows`: padded rows of a micro-batch."""
-    times = batch // processes // rows
-    return {
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": times,
-        "steps_per_generation": times,
-        "num_generations": samples,
-        "max_completion_length": limit,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "epsilon": 0.2,
-        "loss_type": "dapo",
-        "shuffle_dataset": False,
-        **more,
-    }
-
-
 def run_megarl(
     command: str,
     recipe: Path | str,
@@ -108,46 +93,53 @@ def run_megarl(
     deadline_s: float,
     settings: Mapping[str, object],
 ) -> tuple[list[dict[str, Any]], float]:
-    """(metrics of each step, share of the CPU that others took) of one run of megarl, whose folder
-    is `work`/run. `recipe`: a file, or a recipe's text.
-    """
-    folder = work / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(recipe, str):
-        (work / "recipe.yaml").write_text(recipe)
-        recipe = work / "recipe.yaml"
-    others = megarl(
+    """What `processes.megarl` returns of a run on the CPU, in the new folder `work`/run."""
+    shutil.rmtree(work / "run", ignore_errors=True)
+    return megarl(
         command,
         recipe,
-        {"folder": folder, **settings},
-        work / "log",
+        work / "run",
+        settings,
         deadline_s,
         environment=child_environment(work, setting.threads),
         processes=setting.processes,
     )
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], others
 
 
 def one_run(
     system: str,
     setting: Setting,
-    args: argparse.Namespace,
-    work: Path,
+    args: Args,
     *,
-    given: dict[str, Any],
     recipe: Path | str,
     settings: Mapping[str, object],
+    given: dict[str, Any],
+    batch: int,
     samples: int,
-    wanted: list[int],
+    rows: int,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """{"steps": what is compared of each step, "others", "weight_change" of TRL} of a run of TRL,
-    which is `given` to it, or of megarl. `samples`: of a group. Raises `RuntimeError` unless the
-    steps have as many samples as `wanted`.
+    """{"steps": what is compared of each step, "others", "weight_change" of TRL} of a run of GRPO
+    by TRL, which is `given` to trl_side.py, or by megarl. `batch`: samples of a step; `samples`: of
+    a group; `rows`: padded rows of TRL's micro-batches; `arguments`: more of TRL's GRPOConfig, with
+    `max_steps`. Raises `RuntimeError` unless all steps are whole.
     """
+    times = batch // setting.processes // rows
+    given["arguments"] = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": times,
+        "steps_per_generation": times,
+        "num_generations": samples,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "shuffle_dataset": False,
+        **arguments,
+    }
     change = None
     if system.startswith("TRL"):
-        found = run_trl(args.python, work, setting, given, args.deadline)
+        found = run_trl(args.python, args.work, setting, given, args.deadline)
         others, change = found["others"], found["weight_change"]
         steps = [
             {
@@ -159,7 +151,7 @@ def one_run(
             for row in found["steps"]
         ]
     else:
-        rows, others = run_megarl("train", recipe, work, setting, args.deadline, settings)
+        rows, others = run_megarl("train", recipe, args.work, setting, args.deadline, settings)
         steps = [
             {
                 "step_s": row["time/step_s"],
@@ -169,17 +161,31 @@ def one_run(
             }
             for row in rows
         ]
-    if [row["samples"] for row in steps] != wanted:
-        raise RuntimeError(f"{system} did not train {len(wanted)} whole steps: {steps}")
+    if [row["samples"] for row in steps] != [batch] * arguments["max_steps"]:
+        raise RuntimeError(f"{system} did not train {arguments['max_steps']} whole steps: {steps}")
     return {"steps": steps, "others": others, "weight_change": change}
 
 
-def speeds(runs: Iterable[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """{column: its value of each run} over the timed steps of each run."""
-    found: dict[str, list[float]] = {"step_s": [], "samples_per_s": [], "tokens_per_s": []}
-    for steps in runs:
+def row_of(
+    runs: list[dict[str, Any]], timed: Iterable[list[dict[str, float]]], **more: list[float]
+) -> dict[str, Any]:
+    """The row of a system: spreads of its speeds over the timed steps of each run, and of `more`
+    columns with a value of each run.
+    """
+    for steps in timed:
         seconds = sum(row["step_s"] for row in steps)
-        found["step_s"].append(statistics.median(row["step_s"] for row in steps))
-        found["samples_per_s"].append(sum(row["samples"] for row in steps) / seconds)
-        found["tokens_per_s"].append(sum(row["tokens"] for row in steps) / seconds)
-    return found
+        found = {"step_s": statistics.median(row["step_s"] for row in steps)}
+        for name in ("samples", "tokens"):
+            found[f"{name}_per_s"] = sum(row[name] for row in steps) / seconds
+        for name, value in found.items():
+            more.setdefault(name, []).append(value)
+    columns = {name: spread(values) for name, values in more.items()}
+    return {**columns, "others": max(one["others"] for one in runs), "runs": runs}
+
+
+def refuse_lengths(lengths: dict[str, float], agree: float, where: str) -> None:
+    """Raise `RuntimeError` where the mean lengths of two systems differ by more than the share
+    `agree` of the smaller.
+    """
+    if max(lengths.values()) > (1 + agree) * min(lengths.values()):
+        raise RuntimeError(f"mean lengths {where} differ too much to compare: {lengths}")

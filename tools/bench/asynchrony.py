@@ -21,19 +21,17 @@ time the trainer waits) and everything else. Accuracy is the mean of the last qu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import progress, ratios, run_tool, spread, table
+from common import Args, Lines, progress, ratios, run_tool, spread, table
 from make_addition import write_model, write_rows
-from studies import last_quarter, newest_model, train
+from processes import megarl
+from studies import last_quarter, newest_model
 
 LETTERS, MEDIAN, LONGEST = "abcdefgh", 24, 16.0
 """Letters of the prompts; median of their mean lengths in tokens; longest mean over the median."""
@@ -95,11 +93,9 @@ def write_task(folder: Path, seed: int) -> None:
     folder.mkdir()
     draw = random.Random(f"asynchrony/{seed}")
     write_model(folder / "model", "0123456789=." + LETTERS)
-    for name, key in (
-        ("config.json", "max_position_embeddings"),
-        ("tokenizer_config.json", "model_max_length"),
-    ):
-        path = folder / "model" / name
+    longest = {"config": "max_position_embeddings", "tokenizer_config": "model_max_length"}
+    for name, key in longest.items():
+        path = folder / "model" / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {key: 2 * MAX_TOKENS}))
     pairs = [(letter, digit) for letter in LETTERS for digit in range(10)]
     drawn = [draw.choice(pairs) for _ in range(12000)]
@@ -123,7 +119,7 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "model.from_scratch": data == "digits",
             "demonstrations.source": folder / f"{data}.jsonl",
         }
-        train("sft", SFT, folder / data, settings)
+        megarl("sft", SFT, folder / data, settings)
         model = newest_model(folder / data)
     return model
 
@@ -138,7 +134,7 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
         "environment.verifier": f"{folder}/reward.py:score",
         **KINDS[kind],
     }
-    rows = train("train", RECIPE, folder / kind, settings)
+    rows, _ = megarl("train", RECIPE, folder / kind, settings)
     timed = rows[SKIPPED:]
 
     def mean(name: str) -> float:
@@ -153,26 +149,23 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """`args.rounds` rounds; in each, every kind in turn from the same fine-tuned model."""
     if args.steps <= SKIPPED + 1:
         raise ValueError(f"--steps is {args.steps}; set it to {SKIPPED + 2} or more")
     rounds = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(args.rounds):
-            folder = Path(scratch) / f"round-{number}"
-            write_task(folder, number)
-            model = fine_tune(folder, number + 1)
-            first = number % len(args.kinds)
-            order = args.kinds[first:] + args.kinds[:first]
-            rounds.append(
-                {kind: run(kind, folder, model, number + 1, args.steps) for kind in order}
-            )
-            progress(f"round {number + 1}: {rounds[-1]}")
+    for number in range(args.rounds):
+        folder = args.work / f"round-{number}"
+        write_task(folder, number)
+        model = fine_tune(folder, number + 1)
+        first = number % len(args.kinds)
+        order = args.kinds[first:] + args.kinds[:first]
+        rounds.append({kind: run(kind, folder, model, number + 1, args.steps) for kind in order})
+        progress(f"round {number + 1}: {rounds[-1]}")
     return {"rounds": rounds}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     rounds, rows = result["rounds"], []
     for kind in sorted(rounds[0], key=list(KINDS).index):

@@ -26,16 +26,16 @@ divided by the number of ranks; what counts is the slowest.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import group_shape, in_turns, ratios, run_tool, spread, table
+from common import Args, group_shape, in_turns, ratios, run_tool, spread, table
 from launch_ranks import launch, ready
 
 from megarl.kernels.sequence_attention import AttentionPlan, sequence_attention
@@ -58,7 +58,6 @@ OPTIONS = {
     "--heads": (0, "query heads; default: 8, on a GPU 32"),
     "--kv-heads": (0, "KV heads; default: 2, on a GPU 8"),
     "--width": (0, "width of a head; default: 64, on a GPU 128"),
-    "--deadline": (1800.0, "CPU: seconds that the ranks may take"),
 }
 AGREES = 1e-5
 SCHEDULES: dict[str, tuple[str, str, bool]] = {
@@ -91,13 +90,11 @@ def trees(tokens: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, list[
     return torch.tensor(lengths).cumsum(0), parents
 
 
-def laid_out(args: argparse.Namespace) -> tuple[torch.Tensor, list[int]]:
+def laid_out(args: Args) -> tuple[torch.Tensor, list[int]]:
     """The documents, or the trees, that the command line asks for; see `trees`."""
-    return (
-        trees(args.tokens, args.group)
-        if args.group
-        else (documents(args.tokens, args.documents), [])
-    )
+    if args.group:
+        return trees(args.tokens, args.group)
+    return documents(args.tokens, args.documents), []
 
 
 def causal_pairs(starts: torch.Tensor) -> int:
@@ -106,21 +103,17 @@ def causal_pairs(starts: torch.Tensor) -> int:
 
 
 def make_tensors(
-    args: argparse.Namespace, tokens: int, dtype: torch.dtype, device: torch.device
+    args: Args, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
     draw = torch.Generator(device).manual_seed(0)
     counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
-    return [
-        torch.randn(tokens, count, args.width, generator=draw, device=device, dtype=dtype)
-        for count in counts
-    ]
+    make = partial(torch.randn, generator=draw, device=device, dtype=dtype)
+    return [make(tokens, count, args.width) for count in counts]
 
 
-class Alone:
-    """An exchange of one."""
-
-    rank, size = 0, 1
+ALONE = SimpleNamespace(rank=0, size=1)
+"""An exchange of one."""
 
 
 def layer(
@@ -136,7 +129,7 @@ def layer(
 
 
 def alone_runs(
-    args: argparse.Namespace, device: torch.device
+    args: Args, device: torch.device
 ) -> Iterator[tuple[str, AttentionPlan, list[torch.Tensor]]]:
     """(name, plan, tensors) of one rank that has all tokens: with all that the command line asks
     for, then without the window, and with repeated prompts.
@@ -164,7 +157,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
-    args = argparse.Namespace(**task)
+    args = Args(**task)
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(ready(args.deadline))
         layout = Layout(sequence=args.ranks)
@@ -173,9 +166,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         return measure_schedules(args, device, meshes)
 
 
-def measure_schedules(
-    args: argparse.Namespace, device: torch.device, meshes: list[Any]
-) -> dict[str, Any]:
+def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> dict[str, Any]:
     """Seconds of each schedule by rounds, on a mesh without and a mesh with a Ulysses group."""
     from megarl.parallel.collectives import barrier
     from megarl.parallel.exchange import RingExchange
@@ -183,17 +174,14 @@ def measure_schedules(
     everybody = meshes[0].sequence
     alone = {name: found for name, *found in alone_runs(args, device)}
     runs: dict[str, Callable[[], Any]] = {
-        name: partial(layer, tensors, plan, Alone(), Alone(), "ring")
+        name: partial(layer, tensors, plan, ALONE, ALONE, "ring")
         for name, (plan, tensors) in alone.items()
     }
     expected, *_ = [run() for run in runs.values()]  # all, so that none is timed cold
     starts, parents = laid_out(args)
-    shares_heads = args.heads % args.ranks == 0 and 0 in (
-        args.kv_heads % args.ranks,
-        args.ranks % args.kv_heads,
-    )
+    shares_keys = 0 in (args.kv_heads % args.ranks, args.ranks % args.kv_heads)
     for name, (how, transport, is_ulysses) in SCHEDULES.items():
-        if is_ulysses and not shares_heads:
+        if is_ulysses and (args.heads % args.ranks or not shares_keys):
             continue
         mesh, indices = meshes[is_ulysses], cut(starts, args.ranks, how)
         size = mesh.ulysses.size
@@ -201,9 +189,8 @@ def measure_schedules(
         mine = indices[mesh.sequence.rank]
         exchanges = RingExchange(mesh.ulysses), RingExchange(mesh.ring, mesh.ring_back)
         tensors = [x[mine] for x in alone["one rank"][1]]
-        runs[name] = partial(
-            layer, tensors, plan.within(args.window or None), *exchanges, transport
-        )
+        seen = plan.within(args.window or None)
+        runs[name] = partial(layer, tensors, seen, *exchanges, transport)
         for found, whole in zip(runs[name](), expected, strict=True):
             error = float((found - whole[mine]).norm() / whole[mine].norm())
             if error > AGREES:
@@ -234,7 +221,7 @@ def _pairs(plan: AttentionPlan) -> int:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Schedules on CPU ranks, or kernels and rings on a GPU."""
     for name, value in DEFAULTS[args.device].items():
         setattr(args, name, getattr(args, name) or value)
@@ -246,13 +233,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         import attention_cuda
 
         return attention_cuda.measure(args)
-    found = launch(
-        __file__,
-        vars(args),
-        num_ranks=args.ranks,
-        deadline_s=args.deadline,
-        environment={"CUDA_VISIBLE_DEVICES": ""},
-    )[0]
+    found = launch(__file__, vars(args), args.ranks, CUDA_VISIBLE_DEVICES="")[0]
     seconds = found.pop("seconds")
     rows = {
         name: {

@@ -4,7 +4,6 @@ that `training.attention` names, and every rank's ring in turn on one GPU.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attention import Alone, causal_pairs, documents, layer, make_tensors
-from common import in_turns, spread, table
+from attention import ALONE, causal_pairs, documents, layer, make_tensors
+from common import Args, in_turns, spread, table
 
 from megarl.kernels import packed_varlen
 from megarl.kernels.attention_plan import BLOCKS
@@ -136,7 +135,7 @@ def varlen_runs(
     return found
 
 
-def measured(args: argparse.Namespace, ways: dict[str, Way]) -> dict[str, Any]:
+def measured(args: Args, ways: dict[str, Way]) -> dict[str, Any]:
     """Seconds and TFLOP/s of each way, forward and backward, in turns."""
     rows: dict[str, Any] = {name: {} for name in ways}
     for place, (way, flop_per_pair) in enumerate((("forward", 4), ("backward", 10))):
@@ -147,7 +146,7 @@ def measured(args: argparse.Namespace, ways: dict[str, Way]) -> dict[str, Any]:
     return rows
 
 
-def bench(args: argparse.Namespace, makers: dict[str, Callable[[], dict[str, Way]]]) -> Any:
+def bench(args: Args, makers: dict[str, Callable[[], dict[str, Way]]]) -> Any:
     """{"kernels": measurements, "missing": {kernel: why it is not on this machine}}."""
     ways: dict[str, Way] = {}
     missing: dict[str, str] = {}
@@ -159,7 +158,7 @@ def bench(args: argparse.Namespace, makers: dict[str, Callable[[], dict[str, Way
     return {"kernels": measured(args, ways), "missing": missing}
 
 
-def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
     """TFLOP/s of whole kernels over one row of `--tokens`."""
     from torch.nn.attention import SDPBackend
 
@@ -167,32 +166,31 @@ def bench_kernels(args: argparse.Namespace, device: torch.device) -> dict[str, A
     one, packed = documents(tokens, 1), documents(tokens, args.packed)
     whole, two = torch.arange(tokens), torch.tensor([0, 2 * tokens])
     pair, pairs = cut(two, 2, "zigzag")[0], causal_pairs(one)
+    later = [Positions.of(whole + tokens, two), Positions.of(whole, two)]
     places = {
-        "triton, causal": ([Positions.of(whole, one)] * 2, pairs),
-        "triton, all visible": (
-            [Positions.of(whole + tokens, two), Positions.of(whole, two)],
-            tokens * tokens,
-        ),
-        "triton, zigzag piece": ([Positions.of(pair, two)] * 2, pairs),
-        f"triton, {args.packed} documents": (
-            [Positions.of(whole, packed)] * 2,
-            causal_pairs(packed),
-        ),
+        "causal": ([Positions.of(whole, one)] * 2, pairs),
+        "all visible": (later, tokens * tokens),
+        "zigzag piece": ([Positions.of(pair, two)] * 2, pairs),
+        f"{args.packed} documents": ([Positions.of(whole, packed)] * 2, causal_pairs(packed)),
     }
-    stock = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    makers: dict[str, Callable[[], dict[str, Way]]] = {
-        "triton": lambda: {name: block_runs(p, tensors, n) for name, (p, n) in places.items()}
-    }
-    for name, backend in stock.items():
-        title = f"torch {name}"
-        makers[title] = lambda title=title, backend=backend: {
-            f"{title}, causal": stock_runs(backend, tensors, pairs)
-        }
-    makers["torch varlen"] = lambda: varlen_runs("torch varlen", torch_varlen, tensors, packed)
-    return bench(args, makers)
+
+    def stock(name: str, backend: Any) -> dict[str, Way]:
+        return {f"torch {name}, causal": stock_runs(backend, tensors, pairs)}
+
+    return bench(
+        args,
+        {
+            "triton": lambda: {
+                f"triton, {name}": block_runs(p, tensors, n) for name, (p, n) in places.items()
+            },
+            "torch flash": partial(stock, "flash", SDPBackend.FLASH_ATTENTION),
+            "torch cuDNN": partial(stock, "cuDNN", SDPBackend.CUDNN_ATTENTION),
+            "torch varlen": partial(varlen_runs, "torch varlen", torch_varlen, tensors, packed),
+        },
+    )
 
 
-def bench_flash_attn(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_flash_attn(args: Args, device: torch.device) -> dict[str, Any]:
     """The package flash-attn over the same rows. Comes after everything else: FlashAttention-4
     takes the place of torch's own kernel in the whole process.
     """
@@ -221,7 +219,7 @@ def best_of(rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
     """Every rank's ring in turn, with copies for receives, against the whole row divided by the
     number of ranks.
     """
@@ -233,7 +231,7 @@ def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
         starts = documents(tokens, count)
         alone = AttentionPlan.of([torch.arange(tokens)], starts, device)
         runs: dict[str, Callable[[], Any]] = {
-            "whole": partial(layer, whole, alone, Alone(), Alone(), "ring")
+            "whole": partial(layer, whole, alone, ALONE, ALONE, "ring")
         }
         if count == 1:
             forward, backward, _ = stock_runs(SDPBackend.FLASH_ATTENTION, whole, 0)
@@ -243,7 +241,7 @@ def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
             plan = AttentionPlan.of(indices, starts, device)
             for rank, index in enumerate(indices):
                 mine, outer = [x[index.to(device)] for x in whole], LocalCopies(rank, args.ranks)
-                runs[f"{how} {rank}"] = partial(layer, mine, plan, Alone(), outer, "ring")
+                runs[f"{how} {rank}"] = partial(layer, mine, plan, ALONE, outer, "ring")
         seconds = {name: statistics.median(each) for name, each in timed(runs, args.rounds).items()}
         for how in ("zigzag", "zigzag_document"):
             slowest = max(seconds[f"{how} {rank}"] for rank in range(args.ranks))
@@ -256,7 +254,7 @@ def bench_ring(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return {"ring": rows}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All of it on one GPU. Raises `ValueError` where there is none."""
     if not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU here; leave it out for the CPU")

@@ -16,30 +16,31 @@ part of it: the figures belong to the ratio of tokens to parameters, which is pr
 
 from __future__ import annotations
 
-import argparse
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import in_turns, qwen2, ratios, run_tool, spread, table, write_config
+from common import Args, in_turns, qwen2, ratios, run_tool, spread, write_config
 from launch_ranks import launch, make_role, ready
 from layouts import make_samples
 from make_addition import write_model
 
-VOCAB, DEADLINE_S = 2048, 600.0
+VOCAB = 2048
 OPTIONS = {
     "--ranks": ([1, 2], "data-parallel ranks"),
     "--hidden": (512, "width of the model"),
     "--layers": (8, "layers of the model"),
     "--tokens": (4096, "tokens of a step, over all ranks"),
     "--rounds": (8, "steps of each kind"),
-    "--folder": (str, "where to write; default: the temporary folder"),
 }
 KINDS = ("none", "before", "background")
+COLUMNS = (
+    "ranks d; M parameters=parameters*1e-6 .1f; checkpoint MB=bytes*1e-6 .0f; checkpoint=kind;"
+    " step s=seconds .2f; cost=seconds_cost .1%; CPU s=cpu .2f; CPU cost=cpu_cost .1%;"
+    " copy s=copy .3f"
+)
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
@@ -56,13 +57,13 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     samples, done, path = make_samples(task["tokens"], 8, VOCAB), 0, Path()
     threads, layout = max(1, len(os.sched_getaffinity(0)) // task["size"]), Layout(task["size"])
     with (
-        ready(DEADLINE_S, threads=threads) as device,
-        ProcessMesh(layout, timeout_s=DEADLINE_S) as mesh,
+        ready(task["deadline"], threads=threads) as device,
+        ProcessMesh(layout, timeout_s=task["deadline"]) as mesh,
     ):
         settings = {"zero_stage": 1, "micro_batch_tokens": task["tokens"]}
         role = make_role(task["model"], mesh, device, **settings)
         checkpoints = Checkpoints(
-            Path(task["folder"]) / f"run-{task['size']}",
+            Path(task["work"]) / f"run-{task['size']}",
             keep=1,
             engine=role.engine,
             tokenizer=PreTrainedTokenizerFast.from_pretrained(task["model"]),
@@ -97,39 +98,26 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     return {"found": found, "bytes": size, "parameters": parameters}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """The measurements by number of ranks."""
     made = []
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        model = Path(folder) / "model"
-        write_model(model, "0123456789+=")
-        heads = args.hidden // 64
-        sizes = VOCAB, args.hidden, 4 * args.hidden, args.layers, heads, heads
-        write_config(model, qwen2(*sizes))
-        for size in args.ranks:
-            task = vars(args) | {"size": size, "model": str(model), "folder": folder}
-            rank = launch(__file__, task, num_ranks=size, deadline_s=DEADLINE_S)[0]
-            for kind in KINDS:
-                row = rank | {"ranks": size, "kind": kind}
-                for name in ("seconds", "cpu", "copy"):
-                    alone, each = ([one[name] for one in rank["found"][k]] for k in ("none", kind))
-                    row[name] = spread(each)
-                    if name != "copy":
-                        costs = [one - 1.0 for one in ratios(each, alone)["all"]]
-                        row[f"{name}_cost"] = spread(costs)
-                made.append(row)
+    model = args.work / "model"
+    write_model(model, "0123456789+=")
+    heads = args.hidden // 64
+    sizes = VOCAB, args.hidden, 4 * args.hidden, args.layers, heads, heads
+    write_config(model, qwen2(*sizes))
+    for size in args.ranks:
+        task = vars(args) | {"size": size, "model": str(model)}
+        rank = launch(__file__, task, size)[0]
+        for kind in KINDS:
+            row = rank | {"ranks": size, "kind": kind}
+            for name in ("seconds", "cpu", "copy"):
+                alone, each = ([one[name] for one in rank["found"][k]] for k in ("none", kind))
+                row[name] = spread(each)
+                row[f"{name}_cost"] = spread([one - 1.0 for one in ratios(each, alone)["all"]])
+            made.append(row)
     return {"rows": made}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of a table."""
-    columns = (
-        "ranks d; M parameters=parameters*1e-6 .1f; checkpoint MB=bytes*1e-6 .0f;"
-        " checkpoint=kind; step s=seconds .2f; cost=seconds_cost .1%; CPU s=cpu .2f;"
-        " CPU cost=cpu_cost .1%; copy s=copy .3f"
-    )
-    yield from table(result["rows"], columns)
-
-
 if __name__ == "__main__":
-    run_tool(__doc__, OPTIONS, measure, show, work)
+    run_tool(__doc__, OPTIONS, measure, COLUMNS, work)

@@ -3,28 +3,26 @@
 Each thread has a verifier with a sandbox of its own, as the processes of `environment.num_workers`
 have; the threads themselves only wait and compare.
 
-    python tools/bench/code_verdicts.py --threads 2 --rounds 5 --json
+    python tools/bench/code_verdicts.py --rounds 5 --json
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from common import in_turns, run_tool, spread, table
+from common import Args, Lines, in_turns, run_tool, spread, table
 
 OPTIONS = {
     "--verdicts": (60, "responses of a form in a round"),
     "--tests": (3, "tests of a row"),
-    "--threads": (2, "verifiers at the same time"),
     "--rounds": (5, "rounds"),
-    "--sandbox": ("auto", "environment.code.sandbox"),
 }
+THREADS = 2
+"""Verifiers at the same time."""
 FORMS = ("stdin", "calls", "asserts", "check")
 
 
@@ -48,49 +46,45 @@ def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
     return {"prompt": starts, "entry_point": "total", "test": check}, function
 
 
-def verdicts_per_s(form: str, args: argparse.Namespace) -> float:
+def verdicts_per_s(form: str, args: Args) -> float:
     """Verdicts a second of one round. Raises `RuntimeError` for a wrong verdict."""
     from megarl.apps.verifiers.code.code_verifier import code
     from megarl.environments.code_config import CodeConfig
     from megarl.environments.config import EnvironmentConfig
     from megarl.types import Prompt
 
-    settings = CodeConfig(sandbox=args.sandbox, time_limit_s=30.0)
+    settings = CodeConfig(time_limit_s=30.0)
     config = EnvironmentConfig(verifier="code", code=settings, time_limit_s=120.0)
-    verifiers = [code(config) for _ in range(args.threads)]  # a sandbox ends with its thread
+    verifiers = [code(config) for _ in range(THREADS)]  # a sandbox ends with its thread
 
     def work(number: int) -> None:
-        for index in range(number, args.verdicts, args.threads):
+        for index in range(number, args.verdicts, THREADS):
             right = index % 4 < 2
             row, response = problem(form, args.tests, right)
             prompt = Prompt(index=index, text="", token_ids=[1], answer="", fields=row)
-            score = asyncio.run(_awaited(verifiers[number](prompt, response)))
+            made: Any = verifiers[number](prompt, response)
+            score = asyncio.run(made)
             if score.correct != right:
                 raise RuntimeError(f"{form}: verdict {score}, but the program is right: {right}")
 
-    with ThreadPoolExecutor(args.threads) as pool:
-        list(pool.map(work, range(args.threads)))  # the first starts import, and fill caches
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))  # the first starts import, and fill caches
         began = time.perf_counter()
-        list(pool.map(work, range(args.threads)))
+        list(pool.map(work, range(THREADS)))
         return args.verdicts / (time.perf_counter() - began)
 
 
-async def _awaited(made: Any) -> Any:
-    return await made
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """{"verdicts_per_s": {form: rates of the rounds}}"""
     ways = {form: partial(verdicts_per_s, form, args) for form in FORMS}
     found = in_turns(args.rounds, ways)
     return {"verdicts_per_s": {form: spread(values) for form, values in found.items()}}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     rows = ({"form": form, "rate": rate} for form, rate in result["verdicts_per_s"].items())
-    columns = "form; verdicts/s=rate .1f; mean=rate_mean .1f"
-    yield from table(({**row, "rate_mean": row["rate"]["mean"]} for row in rows), columns)
+    yield from table(rows, "form; verdicts/s=rate .1f; mean=rate.mean .1f")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@ processes, tables, and statistics over rounds. Imports no megarl and, at module 
 
     OPTIONS = {"--tokens": (2048, "tokens of a step"), "--kinds": (["a"], "of them", ("a", "b"))}
 
-    def measure(args): ...                           returns what json can write
-    def show(result): yield from table(...)          lines below the machine and the settings
+    def measure(args: Args): ...                     returns what json can write
+    def show(result) -> Lines: ...                   lines below the machine and the settings;
+                                                     or the columns of a table of result["rows"];
+                                                     or "" for a line for each name and value
 
     if __name__ == "__main__":
         run_tool(__doc__, OPTIONS, measure, show)
@@ -21,6 +23,7 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,8 +34,12 @@ sys.path.append(str(ROOT / "tools"))
 QUIET = 0.05
 """Share of the CPU that other processes may use before a tool warns about its times."""
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
+NO_SETTINGS = ("json", "work", "deadline")
 T = TypeVar("T")
 Options = dict[str, tuple[Any, ...]]
+Lines = Iterator[str]
+Args = argparse.Namespace
+"""What a command line says, with `work`; see `run_tool`."""
 
 # ------------------------------------------------------------------------------- the command line
 
@@ -54,11 +61,10 @@ def _argument(default: Any, about: str, of: Any = None) -> dict[str, Any]:
         return {"type": of, "default": default, "help": about}
     if isinstance(default, type):
         return {"type": default, "help": about, "choices": of}
+    least = min(default) if isinstance(default, list) else default
+    kind = _whole_number(min(1, least)) if isinstance(least, int) else type(least)
     if not isinstance(default, list):
-        is_number = isinstance(default, int)
-        kind = _whole_number(min(1, default)) if is_number else type(default)
         return {"type": kind, "default": default, "help": about, "choices": of}
-    kind = _whole_number(min(1, *default)) if isinstance(default[0], int) else type(default[0])
 
     def words(text: str) -> list[Any]:
         found = [kind(word) for word in text.split(",")]
@@ -100,33 +106,39 @@ def progress(*words: object) -> None:
 def run_tool(
     doc: str | None,
     options: Options,
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
-    show: Callable[[dict[str, Any]], Iterable[str]],
+    measure: Callable[[Args], dict[str, Any]],
+    show: Callable[[dict[str, Any]], Iterable[str]] | str,
     work: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Run a tool and end the process.
 
     In a process that `launch_ranks.launch` started, only `work(task)` runs. In any other process
-    `measure(args)` runs, and {"machine", "task", "others", **measured} is printed as one JSON
-    object with --json, or as the lines of `show`. `RuntimeError` and `ValueError` become one line
-    on stderr, and exit status 1, as {"problem": text} in what was measured does at the end.
+    `measure(args)` runs, with a temporary folder `args.work`, and {"machine", "task", "others",
+    **measured} is printed as one JSON object with --json, or as the lines of `show`.
+    `RuntimeError` and `ValueError` become one line on stderr, and exit status 1, as
+    {"problem": text} in what was measured does at the end.
     """
     import launch_ranks
 
     if work is not None and (task := launch_ranks.rank_task()) is not None:
         launch_ranks.answer(work(task))
         return
-    json_option = {"--json": (False, "print one JSON object instead of the table")}
-    args = command_line(doc, options | json_option).parse_args()
+    of_all = {
+        "--deadline": (3600.0, "seconds that ranks, or a run of another program, may take"),
+        "--json": (False, "print one JSON object instead of the table"),
+    }
+    args = command_line(doc, options | of_all).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks
     if sys.platform == "linux":  # orphans of what is started become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    tool = Path(sys.argv[0]).stem
     try:
-        with Others() as others:
+        with tempfile.TemporaryDirectory(prefix=f"{tool}-") as folder, Others() as others:
+            args.work = Path(folder)
             found = measure(args)
     except (RuntimeError, ValueError) as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
-    settings = {name: value for name, value in vars(args).items() if name != "json"}
+        sys.exit(f"{tool}: {error}")
+    settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
     result = {"machine": machine(), "task": settings, "others": others.share, **found}
     if args.json:
         print(json.dumps(result, default=str))
@@ -134,7 +146,11 @@ def run_tool(
         here = result["machine"]
         print(f"{here.get('gpu', here['cpu'])}, {here['cores']} cores; torch {here['torch']}")
         print("; ".join(f"{name} {value}" for name, value in settings.items() if value))
-        print(*show(result), *warn_if_not_quiet(result["others"]), sep="\n")
+        if isinstance(show, str):
+            lines = table(found["rows"], show) if show else listed(result)
+        else:
+            lines = show(result)
+        print(*lines, *warn_if_not_quiet(result["others"]), sep="\n")
     if found.get("problem"):
         sys.exit(found["problem"])
 
@@ -280,6 +296,12 @@ def table(rows: Iterable[dict[str, Any]], columns: str, middle: str = "median") 
     for line in lines:
         padded = (word.ljust(width) for word, width in zip(line, widths, strict=True))
         yield f"| {' | '.join(padded)} |"
+
+
+def listed(result: dict[str, Any]) -> Iterator[str]:
+    """A line for each name and value that a tool has measured."""
+    names = (name for name in result if name not in ("machine", "task", "others"))
+    yield from (f"{name:36}{result[name]}" for name in names)
 
 
 def weights_of(folder: Path) -> dict[str, Any]:

@@ -35,16 +35,13 @@ processes outside of the run took meanwhile: above a few percent the numbers are
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import against_trl as trl
-from common import in_turns, progress, ratios, run_tool, spread, table, weights_of
+from common import Args, Lines, in_turns, progress, ratios, run_tool, table, weights_of
 from e2e_task import (
     BATCH,
     LEARNING_RATE,
@@ -81,7 +78,6 @@ OPTIONS = {
     "--steps": (4, "steady steps measured in a run"),
     "--limits": ([64, 480], "most new tokens"),
     "--systems": (["megarl", "TRL", OVERLAPPED], "what is compared", tuple(SETTINGS)),
-    "--deadline": (3600.0, "seconds a single run may take"),
     "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
@@ -111,40 +107,33 @@ def weight_change(before: Path, after: Path) -> float:
     return max(float((new[name] - old[name]).abs().max()) for name in old)
 
 
-def one_run(system: str, limit: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+def one_run(system: str, limit: int, args: Args) -> dict[str, Any]:
     """The timed steps of one run, checked."""
-    setting, model = SETTINGS[system], work / "task" / "model"
+    setting, model = SETTINGS[system], args.work / "task" / "model"
     staleness = int(system == OVERLAPPED)
     total = 1 + staleness + args.steps + staleness
     share, fits = BATCH // setting.processes, MICRO_BATCH_TOKENS // (MAX_PROMPT_TOKENS + limit)
-    arguments = trl.grpo_arguments(
-        batch=BATCH,
-        samples=SAMPLES,
-        rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
-        processes=setting.processes,
-        limit=limit,
-        epsilon_high=0.28,
-        max_steps=total,
-        learning_rate=LEARNING_RATE,
-        seed=SEED,
-    )
-    rows = str(work / "task" / "prompts.jsonl")
-    given = {"trainer": "GRPO", "reward": "checksum", "model": str(model), "rows": rows}
+    given = {"trainer": "GRPO", "reward": "checksum", "model": str(model)}
     sizes = {"steps": total, "limit": limit, "staleness": staleness}
     found = trl.one_run(
         system,
         setting,
         args,
-        work,
-        given=given | {"arguments": arguments},
         recipe=RECIPE,
-        settings=settings_of(work / "task", setting, **sizes),
+        settings=settings_of(args.work / "task", setting, **sizes),
+        given=given | {"rows": str(args.work / "task" / "prompts.jsonl")},
+        batch=BATCH,
         samples=SAMPLES,
-        wanted=[BATCH] * total,
+        rows=max(1, min(share, 2 ** (fits.bit_length() - 1))),
+        max_completion_length=limit,
+        epsilon_high=0.28,
+        max_steps=total,
+        learning_rate=LEARNING_RATE,
+        seed=SEED,
     )
     change = found["weight_change"]
     if change is None:
-        saved = work / "run" / "checkpoints" / f"step_{total:06d}" / "model"
+        saved = args.work / "run" / "checkpoints" / f"step_{total:06d}" / "model"
         change = weight_change(model, saved)
     if not 0 < change < 1:
         raise RuntimeError(f"{system} did not train: its weights changed by {change}")
@@ -154,46 +143,36 @@ def one_run(system: str, limit: int, args: argparse.Namespace, work: Path) -> di
     return found | {"steps": kept, "weight_change": change}
 
 
-def compare(limit: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+def compare(limit: int, args: Args) -> dict[str, Any]:
     """All systems at one limit: {system: its row}."""
-    ways = {system: partial(one_run, system, limit, args, work) for system in args.systems}
+    ways = {system: partial(one_run, system, limit, args) for system in args.systems}
     rows = {}
     for system, runs in in_turns(args.rounds, ways).items():
-        columns = trl.speeds(one["steps"] for one in runs)
         tokens = [row["tokens"] for one in runs for row in one["steps"]]
         rows[system] = {
             "limit": limit,
             "system": system,
             "setting": str(SETTINGS[system]),
-            **{name: spread(values) for name, values in columns.items()},
             "mean_length": statistics.fmean(tokens) / BATCH,
-            "others": max(one["others"] for one in runs),
-            "runs": runs,
+            **trl.row_of(runs, [one["steps"] for one in runs]),
         }
     lengths = {system: row["mean_length"] for system, row in rows.items()}
-    if max(lengths.values()) > (1 + LENGTHS_AGREE) * min(lengths.values()):
-        raise RuntimeError(
-            f"mean lengths at limit {limit} differ too much to compare: {lengths}; raise --steps"
-            " or --rounds"
-        )
+    trl.refuse_lengths(lengths, LENGTHS_AGREE, f"at limit {limit}")
     for row in rows.values() if "TRL" in rows else ():
         pair = (one["samples_per_s"]["all"] for one in (row, rows["TRL"]))
         row["ratio_to_trl"] = ratios(*pair)
     return rows
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All systems at all limits."""
-    uses_trl = any(system.startswith("TRL") for system in args.systems)
-    args.python = trl.make_trl_environment(args.trl_env) if uses_trl else ""
-    with tempfile.TemporaryDirectory(prefix="e2e-") as name:
-        work = Path(name)
-        parameters = write_task(work / "task")
-        limits = {str(limit): compare(limit, args, work) for limit in args.limits}
+    args.python = trl.python_for(args)
+    parameters = write_task(args.work / "task")
+    limits = {str(limit): compare(limit, args) for limit in args.limits}
     return {"parameters": parameters, "limits": limits}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     yield f"{result['parameters']:,} parameters; {PROMPTS} x {SAMPLES} samples a step"
     columns = (

@@ -35,21 +35,19 @@ percent the times are worth little.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import against_trl as trl
 import make_arithmetic
 import real_model
-from common import ROOT, progress, run_tool, spread, table
+from common import Args, Lines, progress, run_tool, table
 from e2e_task import Setting
+from studies import RECIPES, last_quarter
 
-RECIPE = ROOT / "launch" / "recipes" / "smollm2_arithmetic.yaml"
+RECIPE = RECIPES / "smollm2_arithmetic.yaml"
 REWARD = Path(__file__).with_name("e2e_task.py")
 GROUPS, SAMPLES, LIMIT = 8, 8, 48
 """Prompts of a step, responses to each, and most tokens of a response."""
@@ -74,16 +72,12 @@ OPTIONS = {
     "--steps": (12, "steps of a run, 4 or more"),
     "--precision": ("float32", "of all", ("float32", "bfloat16")),
     "--systems": (list(SETTINGS), "what is compared", tuple(SETTINGS)),
-    "--model": (
-        Path.home() / ".cache" / "megarl" / "smollm2",
-        "folder of the model, made by tools/real_model.py where it is missing",
-    ),
-    "--deadline": (7200.0, "seconds a single run may take"),
+    "--model": (real_model.default_folder("smollm2"), "its folder, made where it is missing"),
     "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
 }
 
 
-def settings_of(work: Path, args: argparse.Namespace, seed: int, system: str) -> dict[str, object]:
+def settings_of(work: Path, args: Args, seed: int, system: str) -> dict[str, object]:
     """{setting: value} of a run of megarl, on top of the recipe."""
     staleness, threads = int(system == OVERLAPPED), SETTINGS[system].threads
     return {
@@ -113,37 +107,30 @@ def settings_of(work: Path, args: argparse.Namespace, seed: int, system: str) ->
     }
 
 
-def one_run(system: str, seed: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+def one_run(system: str, seed: int, args: Args) -> dict[str, Any]:
     """One run, checked: {steps: a record of each, others}."""
-    setting = SETTINGS[system]
-    arguments = trl.grpo_arguments(
+    given = {"trainer": "GRPO", "reward": "right", "is_chat": True}
+    given |= {"model": str(args.model.absolute()), "rows": str(args.work / "task/train.jsonl")}
+    found = trl.one_run(
+        system,
+        SETTINGS[system],
+        args,
+        recipe=RECIPE,
+        settings=settings_of(args.work, args, seed, system),
+        given=given,
         batch=GROUPS * SAMPLES,
         samples=SAMPLES,
         rows=ROWS,
-        processes=setting.processes,
-        limit=LIMIT,
+        max_completion_length=LIMIT,
         max_steps=args.steps,
         learning_rate=LEARNING_RATE,
         seed=seed,
         bf16=args.precision == "bfloat16",
     )
-    given = {"trainer": "GRPO", "reward": "right", "is_chat": True}
-    given |= {"model": str(args.model.absolute()), "rows": str(work / "task" / "train.jsonl")}
-    found = trl.one_run(
-        system,
-        setting,
-        args,
-        work,
-        given=given | {"arguments": arguments},
-        recipe=RECIPE,
-        settings=settings_of(work, args, seed, system),
-        samples=SAMPLES,
-        wanted=[GROUPS * SAMPLES] * args.steps,
-    )
     step_s = statistics.median(row["step_s"] for row in steady(found["steps"], system))
     progress(
         f"seed {seed}  {system:20} {step_s:7.2f} s a step  accuracy"
-        f" {last_quarter(found['steps']):.3f}  others {found['others']:.0%}"
+        f" {accuracy_of(found['steps']):.3f}  others {found['others']:.0%}"
     )
     return found
 
@@ -153,9 +140,9 @@ def steady(steps: list[dict[str, float]], system: str) -> list[dict[str, float]]
     return steps[1 : -1 if system == OVERLAPPED else None]
 
 
-def last_quarter(steps: list[dict[str, float]]) -> float:
+def accuracy_of(steps: list[dict[str, float]]) -> float:
     """Mean accuracy of the last quarter of the steps."""
-    return statistics.fmean(row["accuracy"] for row in steps[-max(1, len(steps) // 4) :])
+    return last_quarter([row["accuracy"] for row in steps])
 
 
 def within(steps: list[dict[str, float]], limit_s: float) -> list[dict[str, float]]:
@@ -164,24 +151,18 @@ def within(steps: list[dict[str, float]], limit_s: float) -> list[dict[str, floa
     return steps[: max(1, sum(end <= limit_s for end in ends))]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All systems with all seeds, in turns."""
     if args.steps < 4:
         raise ValueError(f"--steps is {args.steps}; set it to 4 or more")
-    systems = args.systems
-    uses_trl = any(system.startswith("TRL") for system in systems)
-    args.python = trl.make_trl_environment(args.trl_env) if uses_trl else ""
-    with tempfile.TemporaryDirectory(prefix="e2e-") as name:
-        work = Path(name)
-        real_model.make("smollm2", args.model.absolute())
-        make_arithmetic.main([str(work / "task")])
-        runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-        for seed in args.seeds:
-            for system in systems:
-                runs[system].append(one_run(system, seed, args, work))
-    firsts = [statistics.fmean(one["steps"][0]["tokens"] for one in each) for each in runs.values()]
-    if max(firsts) > (1 + LENGTHS_AGREE) * min(firsts):
-        raise RuntimeError(f"lengths of the first step differ too much to compare: {firsts}")
+    args.python = trl.python_for(args)
+    real_model.make("smollm2", args.model.absolute())
+    make_arithmetic.main([str(args.work / "task")])
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
+    for seed, system in itertools.product(args.seeds, args.systems):
+        runs[system].append(one_run(system, seed, args))
+    first = {s: statistics.fmean(o["steps"][0]["tokens"] for o in each) for s, each in runs.items()}
+    trl.refuse_lengths(first, LENGTHS_AGREE, "of the first step")
     return {"systems": rows_of(runs)}
 
 
@@ -193,18 +174,19 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     ]
     rows = {}
     for system, found in runs.items():
-        columns = trl.speeds(steady(one["steps"], system) for one in found)
-        columns["accuracy"] = [last_quarter(one["steps"]) for one in found]
-        columns["accuracy_at_time"] = [
-            last_quarter(within(one["steps"], limit_s))
-            for one, limit_s in zip(found, limits_s, strict=True)
-        ]
-        rows[system] = {name: spread(values) for name, values in columns.items()}
-        rows[system] |= {"others": max(one["others"] for one in found), "runs": found}
+        rows[system] = trl.row_of(
+            found,
+            [steady(one["steps"], system) for one in found],
+            accuracy=[accuracy_of(one["steps"]) for one in found],
+            accuracy_at_time=[
+                accuracy_of(within(one["steps"], limit_s))
+                for one, limit_s in zip(found, limits_s, strict=True)
+            ],
+        )
     return rows
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Format what `measure` returns as the lines of a table."""
     yield f"SmolLM2-135M, {GROUPS} x {SAMPLES} samples a step"
     rows = ({"system": system, **row} for system, row in result["systems"].items())

@@ -14,13 +14,12 @@ need one.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from common import in_turns, ratios, run_tool, spread, table
+from common import Args, in_turns, ratios, run_tool, spread
 
 OPTIONS = {
     "--device": ("cpu", "where to measure", ("cpu", "cuda")),
@@ -32,9 +31,13 @@ OPTIONS = {
 }
 HEAD = 128
 """Width of a head."""
+COLUMNS = (
+    "what; model ms=model_ms .2f; one kernel ms=kernel_ms .2f; ratio .2f;"
+    " kept MiB, model=model_kept_mib .0f; one kernel=kernel_kept_mib .0f"
+)
 
 
-def pairs(args: argparse.Namespace, draw: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+def pairs(args: Args, draw: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """{what: (a pass by the model's code, the same by one kernel)}; each returns its result."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
@@ -66,7 +69,7 @@ def pairs(args: argparse.Namespace, draw: Callable[..., Any]) -> dict[str, tuple
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Times in ms and kept memory in MiB of each way; raises `ValueError` without a GPU."""
     import torch
 
@@ -89,27 +92,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sync()
         return 1e3 * (time.perf_counter() - started_at), kept / 2**20
 
-    found = {}
+    found = []
     for name, ways in pairs(args, draw).items():
         calls = {
             key: partial(once, way) for key, way in zip(("model", "kernel"), ways, strict=True)
         }
         rounds = in_turns(args.rounds, calls, skipped=1)
         times = {key: [ms for ms, _ in each] for key, each in rounds.items()}
-        found[name] = {f"{key}_ms": spread(each) for key, each in times.items()}
-        found[name]["ratio"] = ratios(times["model"], times["kernel"])
-        found[name] |= {f"{key}_kept_mib": each[0][1] for key, each in rounds.items()}
-    return {"found": found}
-
-
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """Format what `measure` returns as the lines of a table."""
-    columns = (
-        "what; model ms=model_ms .2f; one kernel ms=kernel_ms .2f; ratio .2f;"
-        " kept MiB, model=model_kept_mib .0f; one kernel=kernel_kept_mib .0f"
-    )
-    yield from table(({"what": name, **one} for name, one in result["found"].items()), columns)
+        row = {f"{key}_ms": spread(each) for key, each in times.items()}
+        row |= {f"{key}_kept_mib": each[0][1] for key, each in rounds.items()}
+        found.append({"what": name, **row, "ratio": ratios(times["model"], times["kernel"])})
+    return {"rows": found}
 
 
 if __name__ == "__main__":
-    run_tool(__doc__, OPTIONS, measure, show)
+    run_tool(__doc__, OPTIONS, measure, COLUMNS)

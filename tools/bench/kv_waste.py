@@ -19,14 +19,13 @@ On the CPU megarl's engines have blocks of 32 tokens; vLLM's default is 128.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from common import run_tool, table
+from common import Args, run_tool
 
 PROMPT_TOKENS = 100
 GROUP = 4
@@ -59,6 +58,12 @@ class Running(NamedTuple):
     """Tokens that the response will have in the end."""
 
 
+COLUMNS = (
+    "length d; cap d; block=block_size d; samples d; paged .2%; largest .2%; empty .3f;"
+    " 16=computed .2%; contiguous .2%; oracle .2%"
+)
+
+
 def response_lengths(mean: int, cap: int, count: int, seed: int) -> list[int]:
     """`count` lengths in random order: quantiles of a log-normal distribution whose logarithm has
     the deviation `SIGMA`, cut off at `cap`, so that their mean is `mean` but for rounding. Raises
@@ -83,14 +88,12 @@ def blocks_needed(running: Iterable[Running], block_size: int) -> tuple[int, int
     once for all of its sequences. vLLM shares at most all tokens of a prompt but the last, which
     each sequence computes.
     """
-    blocks, filled, shared = 0, 0, {}
-    for one in running:
-        common = (one.prompt_tokens - 1) // block_size
-        shared[one.prompt] = common
-        blocks += math.ceil(one.tokens / block_size) - common
-        filled += one.tokens - common * block_size
-    in_common = sum(shared.values())
-    return blocks + in_common, filled + in_common * block_size
+    ones = list(running)
+    shared = [(one.prompt_tokens - 1) // block_size for one in ones]
+    prompts = dict(zip((one.prompt for one in ones), shared, strict=True))
+    repeated = sum(shared) - sum(prompts.values())
+    blocks = sum(math.ceil(one.tokens / block_size) for one in ones)
+    return blocks - repeated, sum(one.tokens for one in ones) - repeated * block_size
 
 
 def waste(running: list[Running], block_size: int, cap: int) -> dict[str, float]:
@@ -127,7 +130,7 @@ def steps(lengths: list[int], at_once: int) -> Iterator[list[Running]]:
         left = {number: rest - 1 for number, rest in left.items() if rest > 1}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A row for each block size and length."""
     rows = []
     for size in args.block_sizes:
@@ -141,14 +144,5 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of a table."""
-    columns = (
-        "length d; cap d; block=block_size d; samples d; paged .2%; largest .2%; empty .3f;"
-        " 16=computed .2%; contiguous .2%; oracle .2%"
-    )
-    yield from table(result["rows"], columns)
-
-
 if __name__ == "__main__":
-    run_tool(__doc__, OPTIONS, measure, show)
+    run_tool(__doc__, OPTIONS, measure, COLUMNS)

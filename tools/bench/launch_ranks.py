@@ -1,7 +1,7 @@
 """Starts a tool's own script again as N ranks, one process with one thread each, and ends all ranks
 when the tool ends.
 
-    answers = launch(__file__, {"tokens": 16}, num_ranks=4, deadline_s=300)   in the tool
+    answers = launch(__file__, {"tokens": 16, "deadline": 300.0}, 4)          in the tool
     if rank_task() is not None: answer(work(rank_task()))                     in a rank
 
 Task and answers are JSON, in files of a temporary folder. A rank that fails ends the others.
@@ -98,17 +98,13 @@ def answer(value: dict[str, Any]) -> None:
 
 
 def launch(
-    script: str,
-    task: dict[str, Any],
-    *,
-    num_ranks: int,
-    deadline_s: float,
-    environment: dict[str, str] | None = None,
+    script: str, task: dict[str, Any], num_ranks: int, **environment: str
 ) -> list[dict[str, Any]]:
-    """Run `script` as `num_ranks` ranks; returns each rank's answer.
+    """Run `script` as `num_ranks` ranks, with these environment variables beside ours; returns each
+    rank's answer.
 
     Raises `RuntimeError` with the error of the rank that failed first, or if the ranks have not
-    ended after `deadline_s` seconds.
+    ended after `task["deadline"]` seconds.
     """
     from megarl.cluster.process_env import prepare_environment
     from megarl.parallel.launcher import free_port
@@ -124,8 +120,8 @@ def launch(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "PYTHONPATH": os.pathsep.join(paths),
+            **environment,
         }
-        settings |= environment or {}
         outputs = [folder / f"output-{rank}" for rank in range(num_ranks)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
@@ -135,7 +131,7 @@ def launch(
                 command = [sys.executable, str(Path(script).resolve())]
                 with path.open("wb") as out:
                     ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=out))
-            _wait(ranks, outputs, deadline_s)
+            _wait(ranks, outputs, task["deadline"])
         finally:
             for process in ranks:
                 process.kill()
@@ -148,10 +144,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline_s:
     end = time.monotonic() + deadline_s
     while None in (codes := [process.poll() for process in ranks]) and not any(codes):
         if time.monotonic() > end:
-            raise RuntimeError(
-                f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline\n"
-                + "\n".join(f"rank {n}: {_error_of(path, 1)}" for n, path in enumerate(outputs))
-            )
+            said = [f"rank {n}: {_error_of(path, 1)}" for n, path in enumerate(outputs)]
+            late = f"{len(ranks)} ranks were not done after {deadline_s:g} s; raise --deadline"
+            raise RuntimeError("\n".join([late, *said]))
         time.sleep(POLL_S)
     failed = [(rank, _error_of(outputs[rank])) for rank, code in enumerate(codes) if code]
     # The rank that failed first gives the cause; the others report a closed connection.

@@ -29,19 +29,16 @@ Where there are more ranks than cores, only memory, bytes and losses mean someth
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
 import math
 import os
 import random
-import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from common import qwen2, run_tool, spread, table, write_config
+from common import Args, Lines, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch, make_role, ready
 
 SEED = 1
@@ -50,19 +47,23 @@ AGREE = {"float32": 1e-4, "bfloat16": 5e-2}
 """By how much losses of two layouts may differ, relative to their size."""
 
 
+TRANSPORTS = ("auto", "ring", "ring_lean", "all_gather")
+
+
 def layout(text: str) -> list[int]:
     """2x1x2 -> [2, 1, 2], the degrees of data, sequence and tensor. Raises `ValueError`."""
     data, sequence, tensor = map(int, text.split("x"))
     return [data, sequence, tensor]
 
 
+def layouts(text: str) -> list[list[int]]:
+    """Several of them, with commas between."""
+    return [layout(one) for one in text.split(",")]
+
+
 OPTIONS = {
     "--ranks": (2, "processes, one GPU each where there are GPUs"),
-    "--layouts": (
-        None,
-        "data x sequence x tensor, as 2x1x2,1x4x1; default: all of --ranks",
-        lambda text: [layout(one) for one in text.split(",")],
-    ),
+    "--layouts": (None, "data x sequence x tensor, as 2x1x2,1x4x1; default: all", layouts),
     "--zero": ([0], "DeepSpeed ZeRO stages", (0, 1, 2, 3)),
     "--steps": (5, "timed optimizer steps of each layout"),
     "--tokens": (2048, "tokens of a step, over all ranks"),
@@ -75,12 +76,7 @@ OPTIONS = {
     "--vocabulary": (4096, "vocab size"),
     "--dtype": ("float32", "bfloat16 needs ZeRO 1, 2 or 3", tuple(AGREE)),
     "--gradient-checkpointing": (False, "recompute activations in backward"),
-    "--transport": (
-        "auto",
-        "of keys and values over the sequence axis",
-        ("auto", "ring", "ring_lean", "all_gather"),
-    ),
-    "--deadline": (1800.0, "seconds that all may take"),
+    "--transport": ("auto", "of keys and values over the sequence axis", TRANSPORTS),
 }
 
 # ---------------------------------------------------------------------------------------- on a rank
@@ -204,7 +200,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A table row for each layout and ZeRO stage.
 
     Raises `RuntimeError` if the losses of two layouts differ by more than `AGREE`, and `ValueError`
@@ -220,14 +216,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--dtype bfloat16 needs ZeRO; set --zero to 1, 2 or 3")
     degrees = [n for n in range(args.ranks, 0, -1) if args.ranks % n == 0]
     every = [row for row in itertools.product(degrees, repeat=3) if math.prod(row) == args.ranks]
-    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
-        inner, heads = 8 * args.hidden // 3 // 16 * 16, (args.heads, args.kv_heads)
-        sizes = args.vocabulary, args.hidden, inner, args.layers, *heads
-        model = write_config(folder, qwen2(*sizes, max_position_embeddings=args.tokens))
-        task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
-        ranks = launch(
-            __file__, task | {"model": model}, num_ranks=args.ranks, deadline_s=args.deadline
-        )
+    inner, heads = 8 * args.hidden // 3 // 16 * 16, (args.heads, args.kv_heads)
+    sizes = args.vocabulary, args.hidden, inner, args.layers, *heads
+    model = write_config(args.work, qwen2(*sizes, max_position_embeddings=args.tokens))
+    task = vars(args) | {"layouts": args.layouts or every, "asked": bool(args.layouts)}
+    task["model"] = model
+    ranks = launch(__file__, task, args.ranks)
     if not ranks[0]["found"]:
         raise ValueError(f"none of the layouts can be built: {ranks[0]['skipped']}")
     rows = [one_row(same, args.tokens) for same in zip(*(r["found"] for r in ranks), strict=True)]
@@ -259,7 +253,7 @@ def one_row(ranks: tuple[dict[str, Any], ...], tokens: int) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The result as lines of a table."""
     rows = result["rows"]
     columns = (

@@ -19,16 +19,12 @@ there is one. The exit status is 1 where a rank is over the bar or the export di
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-from common import qwen2, run_tool, table, write_config
+from common import Args, Lines, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 from layouts import layout
 
@@ -45,18 +41,10 @@ OPTIONS = {
     "--layers": (16, "layers of the model"),
     "--hidden": (2048, "hidden size"),
     "--vocab": (64000, "vocab size"),
-    "--folder": (str, "where the temporary folder is made"),
-    "--deadline": (900.0, "seconds that the ranks may take"),
 }
 
 
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process that is resident."""
-    found = psutil.Process().memory_info()
-    return found.rss - found.shared
-
-
-def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def make_model(folder: Path, args: Args) -> dict[str, Any]:
     """Write a random model into `folder`, one tensor in memory at a time; returns what it is."""
     import torch
 
@@ -94,7 +82,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
     """One rank: load, set up the optimizer if asked, export."""
-    from peak_memory import Sampled
+    from peak_memory import Sampled, own_bytes
 
     from megarl.checkpoints.export import WeightExport
     from megarl.checkpoints.rank_files import RankFiles
@@ -111,18 +99,17 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     layout = Layout(*task["layout"])
     with ready(600) as device, ProcessMesh(layout, timeout_s=600) as mesh:
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as loading:
+        with Sampled(own_bytes) as loading:
             network = build_network(ModelConfig(path=task["model"]), training, mesh, device, seed=0)
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as optimizer:
-            engine = TrainEngine(
-                network, training, mesh, device, total_steps=1, trains=task["optimizer"]
-            )
+        settings = {"total_steps": 1, "trains": task["optimizer"]}
+        with Sampled(own_bytes) as optimizer:
+            engine = TrainEngine(network, training, mesh, device, **settings)
         own, dtype = engine.owned(), DTYPES[training.precision]
         shapes = whole_shapes(network.model, network.shards)
         owned = training_owned(shapes, network.shards, mesh.layout, training.zero_stage)
         barrier(mesh.world)
-        with Sampled(anonymous_bytes) as export:
+        with Sampled(own_bytes) as export:
             weights = WeightExport(owned, shapes, dtype, file_bytes=task["file_bytes"])
             files = RankFiles(Path(task["out"]))
             weights.write(files.folder, own, mesh.world, files)
@@ -139,28 +126,26 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All of it, in a temporary folder."""
     from megarl.checkpoints.store import open_whole
 
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        model, out = Path(name) / "model", Path(name) / "out"
-        model.mkdir()
-        out.mkdir()
-        about = make_model(model, args)
-        task = vars(args) | about | {"model": str(model), "out": str(out)}
-        count = math.prod(args.layout)
-        ranks = launch(__file__, task, num_ranks=count, deadline_s=args.deadline)
-        one, other = open_whole(model), open_whole(out)
-        equal = one.shapes == other.shapes and all(
-            (one.flat(name).to(other.dtypes[name]) == other.flat(name)).all() for name in one.shapes
-        )
+    model, out = args.work / "model", args.work / "out"
+    model.mkdir()
+    out.mkdir()
+    about = make_model(model, args)
+    task = vars(args) | about | {"model": str(model), "out": str(out)}
+    ranks = launch(__file__, task, math.prod(args.layout))
+    one, other = open_whole(model), open_whole(out)
+    equal = one.shapes == other.shapes and all(
+        (one.flat(name).to(other.dtypes[name]) == other.flat(name)).all() for name in one.shapes
+    )
     within = all(max(rank["loading"], rank["export"]) <= rank["bar"] for rank in ranks)
     problem = "" if within and equal else f"within the bar: {within}; export equal: {equal}"
     return {"model": about, "ranks": ranks, "problem": problem}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """As a table, in MB."""
     about = result["model"]
     yield (

@@ -30,7 +30,6 @@ refused where results differ.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import statistics
@@ -41,7 +40,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import in_turns, progress, ratios, run_tool, spread, table
+from common import Args, in_turns, progress, ratios, run_tool, spread, table
 from launch_ranks import launch
 
 DEFAULTS = {
@@ -68,7 +67,6 @@ OPTIONS = {
     "--rounds": (3, "turns that each system gets"),
     "--repeats": (0, "steps of a process that measures time; default: 1, on a GPU 10"),
     "--threads": (1, "torch's, in every process"),
-    "--deadline": (1800.0, "seconds a single process may take"),
 }
 
 
@@ -142,7 +140,7 @@ def work(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """{"systems": {system: row of the table}}. Measures the peak memory of every system, then the
     times of those that fit into memory, in turns. Raises `RuntimeError` if their results differ.
     """
@@ -163,10 +161,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     def one(system: str, what: str) -> dict[str, Any]:
         task = vars(args) | {"system": system, "measure": what}
-        threads = {"OMP_NUM_THREADS": str(args.threads)}
-        (found,) = launch(
-            __file__, task, num_ranks=1, deadline_s=args.deadline, environment=threads
-        )
+        (found,) = launch(__file__, task, 1, OMP_NUM_THREADS=str(args.threads))
         progress(f"{system:13} {what:7}", found)
         return found
 
@@ -178,19 +173,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if not abs(mine - first) <= AGREE[args.dtype] * abs(first):
                 raise RuntimeError(f"{name} differ: norm {mine} of {system}, {first} of eager")
     runs = in_turns(args.rounds, {system: partial(one, system, "time") for system in fitting})
-    times = {
-        system: {name: [run[name] for run in each] for name in TIMES}
-        for system, each in runs.items()
-    }
     products = args.tokens * args.vocabulary * args.hidden / 1e12
-    for system in fitting:
+    for system, each in runs.items():
         row = rows[system]
-        row |= {name: spread(values) for name, values in times[system].items()}
+        row |= {name: spread([run[name] for run in each]) for name in TIMES}
         row["forward_tflops"] = 2 * products / row["forward_s"]["median"]
         row["step_tflops"] = 6 * products / row["step_s"]["median"]
         if EAGER in fitting:
             row["memory_of_eager"] = row["peak_bytes"] / rows[EAGER]["peak_bytes"]
-            row["times_as_fast"] = ratios(times[EAGER]["step_s"], times[system]["step_s"])
+            eager, mine = ([run["step_s"] for run in runs[name]] for name in (EAGER, system))
+            row["times_as_fast"] = ratios(eager, mine)
     return {"systems": rows}
 
 

@@ -31,17 +31,15 @@ differs from that of the first size.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
 import torch
-from common import progress, qwen2, run_tool, table, write_config
+from common import Args, progress, qwen2, run_tool, table, write_config
 from launch_ranks import launch, ready
 
 SCHEDULES = {
@@ -67,7 +65,6 @@ OPTIONS = {
     "--kv-heads": (1, "KV heads; they divide the query heads"),
     "--width": (32, "of a head; the model's hidden size is heads x width"),
     "--vocabulary": (4096, "vocab size of the model"),
-    "--deadline": (1800.0, "seconds that the ranks of one size may take"),
 }
 
 # ---------------------------------------------------------------------------------------- on a rank
@@ -199,7 +196,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- the tool
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """A row of the table for every subject, schedule, length and size."""
     args.sizes, args.tokens = sorted(set(args.sizes)), sorted(set(args.tokens))
     if args.heads % args.kv_heads:
@@ -213,22 +210,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 " --heads to a multiple"
             )
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="long-context-") as folder:
-        hidden = args.heads * args.width
-        sizes = args.vocabulary, hidden, 3 * hidden, 2, args.heads, args.kv_heads
-        path = write_config(folder, qwen2(*sizes, max_position_embeddings=max(args.tokens)))
-        for size in args.sizes:
-            # On one rank nothing travels: the schedules are the same code.
-            schedules = args.schedules if size > 1 else args.schedules[:1]
-            ranks = launch(
-                __file__,
-                vars(args) | {"size": size, "schedules": schedules, "model": path},
-                num_ranks=size,
-                deadline_s=args.deadline,
-                environment={"CUDA_VISIBLE_DEVICES": ""},
-            )
-            rows += map(one_row, zip(*(rank["rows"] for rank in ranks), strict=True))
-            progress(f"size {size} done")
+    hidden = args.heads * args.width
+    sizes = args.vocabulary, hidden, 3 * hidden, 2, args.heads, args.kv_heads
+    path = write_config(args.work, qwen2(*sizes, max_position_embeddings=max(args.tokens)))
+    for size in args.sizes:
+        # On one rank nothing travels: the schedules are the same code.
+        schedules = args.schedules if size > 1 else args.schedules[:1]
+        task = vars(args) | {"size": size, "schedules": schedules, "model": path}
+        ranks = launch(__file__, task, size, CUDA_VISIBLE_DEVICES="")
+        rows += map(one_row, zip(*(rank["rows"] for rank in ranks), strict=True))
+        progress(f"size {size} done")
     rows.sort(key=lambda row: (row["what"], row["tokens"], row["size"]))
     for row in rows:
         compare(row, next(one for one in rows if all(one[k] == row[k] for k in ("what", "tokens"))))

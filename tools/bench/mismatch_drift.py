@@ -1,6 +1,6 @@
 """Does the difference of trainer and engine log-probs drift from version to version?
 
-    python tools/bench/mismatch_drift.py [--rounds 1] [--steps 50] [--control 1e-4] [--json]
+    python tools/bench/mismatch_drift.py [--rounds 1] [--steps 50] [--json]
 
 `megarl train` with weights that stay as they are: every step trains, makes an optimizer step and
 publishes a new version, and the engines generate with `rollout.max_staleness` 1, so that rollouts
@@ -23,19 +23,18 @@ the versions. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import progress, run_tool, table, weights_of
+from common import Args, progress, run_tool, table, weights_of
 from make_addition import write_task
-from studies import last_quarter, newest_model, train
+from processes import megarl
+from studies import last_quarter, newest_model
 
 MAX_TOKENS = 64
 REWARD = """
@@ -61,11 +60,12 @@ training: {{num_mini_batches: 1, micro_batch_tokens: 4096, num_threads: 1,
 """
 STILL = 1e-30
 """Learning rate with which no weight changes."""
+CONTROL = 1e-4
+"""That of the control."""
 METRICS = ("mismatch/mean_abs", "mismatch/k1", "mismatch/max_abs")
 OPTIONS = {
     "--rounds": (1, "runs of each kind"),
     "--steps": (50, "steps of a run"),
-    "--control": (1e-4, "learning rate of the control; 0: none"),
 }
 
 
@@ -95,11 +95,9 @@ def receipts_of(run: Path) -> dict[int, list[str]]:
 
 def changed_weights(first: Path, last: Path) -> int:
     """Number of tensors whose bits differ between two folders of the same model."""
-    before, after = (
-        {name: tensor.numpy().tobytes() for name, tensor in weights_of(folder).items()}
-        for folder in (first, last)
-    )
-    return sum(before[name] != after[name] for name in before)
+    before, after = weights_of(first), weights_of(last)
+    pairs = ((one.numpy(), after[name].numpy()) for name, one in before.items())
+    return sum(one.tobytes() != other.tobytes() for one, other in pairs)
 
 
 def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
         "environment.verifier": f"{folder}/reward.py:score",
         "training.optimizer.learning_rate": rate,
     }
-    rows = [row for row in train("train", RECIPE, place, settings) if METRICS[0] in row]
+    rows = [row for row in megarl("train", RECIPE, place, settings)[0] if METRICS[0] in row]
     receipts = receipts_of(place)
     if len(rows) != steps or sorted(receipts) != list(range(steps + 1)):
         raise RuntimeError(f"{place} has {len(rows)} steps and versions {sorted(receipts)}")
@@ -128,7 +126,7 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """`args.rounds` rounds; in each, a run of either kind from the same fine-tuned model. Raises
     `RuntimeError` if weights have changed that should not, or have not that should.
     """
@@ -136,26 +134,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--steps is {args.steps}; set it to 8 or more")
     runs = []
     sizes = {"demonstrations": 12800, "prompts": 2000, "held_out": 1, "validation": 1}
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(args.rounds):
-            folder = Path(scratch) / f"round-{number}"
-            folder.mkdir()
-            write_task(folder, {"seed": number, **sizes})
-            (folder / "reward.py").write_text(REWARD)
-            settings = {"seed": number + 1, "model.path": folder / "model"}
-            settings["demonstrations.source"] = folder / "sft.jsonl"
-            train("sft", SFT, folder / "sft", settings)
-            model = newest_model(folder / "sft")
-            for rate in filter(None, (STILL, args.control)):
-                found = run(rate, folder, model, number + 1, args.steps)
-                runs.append(found)
-                progress(json.dumps(found))
-                is_still = found["receipts"] == 1 and not found["changed"]
-                if is_still != (rate == STILL):
-                    raise RuntimeError(
-                        f"with learning rate {rate:g}, {found['versions']} versions have"
-                        f" {found['receipts']} receipts, and {found['changed']} tensors changed"
-                    )
+    for number in range(args.rounds):
+        folder = args.work / f"round-{number}"
+        folder.mkdir()
+        write_task(folder, {"seed": number, **sizes})
+        (folder / "reward.py").write_text(REWARD)
+        settings = {"seed": number + 1, "model.path": folder / "model"}
+        settings["demonstrations.source"] = folder / "sft.jsonl"
+        megarl("sft", SFT, folder / "sft", settings)
+        model = newest_model(folder / "sft")
+        for rate in (STILL, CONTROL):
+            found = run(rate, folder, model, number + 1, args.steps)
+            runs.append(found)
+            progress(json.dumps(found))
+            is_still = found["receipts"] == 1 and not found["changed"]
+            if is_still != (rate == STILL):
+                raise RuntimeError(
+                    "with learning rate {rate:g}, {versions} versions have {receipts} receipts, and"
+                    " {changed} tensors changed".format(**found)
+                )
     return {"runs": runs}
 
 

@@ -6,7 +6,6 @@ training alone, with the same model, prompts, tokens, samples and threads, on tw
 
     synchronous  rollout.max_staleness 0; engine and trainer have two threads each and take turns.
                  Compared with the sum of the parts, each with two threads.
-    one_thread   the same with one thread each; not by default
     overlapped   rollout.max_staleness 1; engine and trainer have a thread each and run at the same
                  time. Compared with the longer of the parts, each with one thread.
 
@@ -31,7 +30,6 @@ rounds alternate in the order of kinds and of parts. Ratios are of means over a 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -45,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from against_trl import run_megarl
-from common import run_tool, spread, table
+from common import Args, run_tool, spread, table
 from e2e import RECIPE, settings_of
 from e2e_task import EOS, MAX_PROMPT_TOKENS, MODEL, PAD, SAMPLES, VOCABULARY, Setting, write_task
 from processes import child_environment, run
@@ -64,15 +62,14 @@ AGREE = 1e-3
 """By how much losses and gradient norms of run and bare loop may differ, relative to the larger."""
 
 
-KINDS = {"synchronous": 2, "one_thread": 1, "overlapped": 1}
+KINDS = {"synchronous": 2, "overlapped": 1}
 """{kind of run: threads of the engine, and of the trainer}"""
 OPTIONS = {
     "--rounds": (3, "runs of each kind at each limit"),
     "--steps": (4, "timed steps of a run"),
-    "--kinds": (["synchronous", "overlapped"], "of runs", tuple(KINDS)),
+    "--kinds": (list(KINDS), "of runs", tuple(KINDS)),
     "--limits": ([64, 480], "new tokens of a sample"),
     "--groups": ([32, 8], "prompts of a step, one number for each limit"),
-    "--deadline": (1200.0, "seconds a single run may take"),
 }
 
 
@@ -152,25 +149,21 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
     for record, found in zip(records, made, strict=False):
         for name, own in zip(("loss", "grad_norm"), found, strict=True):
             if abs(record[name] - own) > AGREE * max(abs(record[name]), abs(own), 1e-3):
-                raise RuntimeError(
-                    f"the bare loop trains otherwise: {name} of step {record['step']} is {own}, and"
-                    f" {record[name]} in the run"
-                )
+                where = f"{name} of step {record['step']} is {own}, and {record[name]} in the run"
+                raise RuntimeError(f"the bare loop trains otherwise: {where}")
 
 
 # -------------------------------------------------------------------------------------- measurement
 
 
-def run_loop(
-    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int
-) -> dict[str, Any]:
-    """A run of megarl in `work`/run: {"step_s": seconds of each counted step, "phases",
+def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
+    """A run of megarl in `args.work`/run: {"step_s": seconds of each counted step, "phases",
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
     """
     from megarl.activity.files import FOLDER, read_lives
 
-    setting = Setting(1, KINDS[kind], 1, KINDS[kind])
+    work, setting = args.work, Setting(1, KINDS[kind], 1, KINDS[kind])
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
     settings = settings_of(work / "task", setting, staleness=int(kind == "overlapped"), **sizes)
     recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
@@ -180,31 +173,29 @@ def run_loop(
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
             raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
     lives = read_lives(work / "run" / FOLDER)
-    begins = next(one.steps for one in lives if one.process == "rank0")
-    begins = [step["ts"] / 1e6 for step in begins]
+    (rank,) = (one for one in lives if one.process == "rank0")
+    begins = [step["ts"] / 1e6 for step in rank.steps]
     if len(begins) != sizes["steps"]:
         raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")
     counted = records[SKIPPED : SKIPPED + args.steps]
     names = sorted({name for one in counted for name in one if name.startswith("publish/")})
     return {
         "step_s": [end - begin for begin, end in itertools.pairwise(begins[SKIPPED:])],
-        "phases": {
-            name: statistics.fmean(one[name] for one in counted) for name in (*PHASES, *names)
-        },
+        "phases": {n: statistics.fmean(one[n] for one in counted) for n in (*PHASES, *names)},
         "records": records,
     }
 
 
 def run_part(
-    args: argparse.Namespace, work: Path, kind: str, records: Any, name: str, meeting: str = ""
+    args: Args, kind: str, records: Any, name: str, meeting: str = ""
 ) -> list[list[float]]:
     """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
     `RuntimeError` where it did not train as the run did.
     """
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=work) as aside:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=args.work) as aside:
         task = {
             "part": name,
-            "run": str(work / "run"),
+            "run": str(args.work / "run"),
             "folder": f"{aside}/run",
             "stops": [EOS_ID],
             "available": SKIPPED + args.steps,
@@ -213,7 +204,7 @@ def run_part(
         path = Path(aside) / "task.json"
         path.write_text(json.dumps(task))
         script = str(Path(__file__).with_name("overhead_part.py"))
-        environment = child_environment(work, KINDS[kind])
+        environment = child_environment(args.work, KINDS[kind])
         run([sys.executable, script, str(path)], path.parent / "log", args.deadline, environment)
         found = json.loads(path.with_suffix(".answer").read_text())
     refuse_other_training(found.get("losses_and_norms", []), records)
@@ -221,18 +212,18 @@ def run_part(
 
 
 def one_round(
-    args: argparse.Namespace, work: Path, kind: str, limit: int, groups: int, *, is_reversed: bool
+    args: Args, kind: str, limit: int, groups: int, *, is_reversed: bool
 ) -> dict[str, Any]:
     """A run and its parts: what `compared` returns, with the run's `phases` and, of a synchronous
     run, the `causes` of its overhead.
     """
-    made, names = run_loop(args, work, kind, limit, groups), ("generation", "training")
+    made, names = run_loop(args, kind, limit, groups), ("generation", "training")
     parts, beside = dict[str, list[float]](), dict[str, list[float]]()
-    part = partial(run_part, args, work, kind, made["records"])
+    part = partial(run_part, args, kind, made["records"])
     for name in reversed(names) if is_reversed else names:
         parts[name] = [end - begin for begin, end in part(name)]
     if kind == "overlapped":  # the two at the same time
-        with tempfile.TemporaryDirectory(dir=work) as meeting, ThreadPoolExecutor(2) as pool:
+        with tempfile.TemporaryDirectory(dir=args.work) as meeting, ThreadPoolExecutor(2) as pool:
             each = pool.map(partial(part, meeting=meeting), names)
             beside = dict(zip(names, together(*each), strict=True))
     found: dict[str, Any] = compared(made["step_s"], parts, beside, bool(beside))
@@ -240,7 +231,7 @@ def one_round(
     return found | {"phases": made["phases"]}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """All kinds at all limits, in turns."""
     if len(args.groups) != len(args.limits):
         raise ValueError("--groups needs one number for each of --limits")
@@ -251,14 +242,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         {"kind": kind, "limit": limit, "groups": groups, "samples": groups * SAMPLES, "rounds": []}
         for (limit, groups), kind in itertools.product(sizes, args.kinds)
     ]
-    with tempfile.TemporaryDirectory(prefix="over-") as name:
-        work = Path(name)
-        parameters = write_endless_task(work / "task")
-        for number in range(args.rounds):
-            is_reversed = number % 2 == 1
-            for row in reversed(rows) if is_reversed else rows:
-                case = row["kind"], row["limit"], row["groups"]
-                row["rounds"].append(one_round(args, work, *case, is_reversed=is_reversed))
+    parameters = write_endless_task(args.work / "task")
+    for number in range(args.rounds):
+        is_reversed = number % 2 == 1
+        for row in reversed(rows) if is_reversed else rows:
+            case = row["kind"], row["limit"], row["groups"]
+            row["rounds"].append(one_round(args, *case, is_reversed=is_reversed))
     return {"parameters": parameters, "rows": rows}
 
 
@@ -280,10 +269,8 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         lines = {title: [one.get(key) for one in rounds] for key, title in titles.items()}
         for group in ("causes", "phases"):
             lines |= {name: [one[group][name] for one in rounds] for name in rounds[0][group]}
-        found = [
-            {"what": k, "s": spread(values)} for k, values in lines.items() if None not in values
-        ]
-        yield from table(found, "what; s ,.3f")
+        known = ((what, values) for what, values in lines.items() if None not in values)
+        yield from table(({"what": k, "s": spread(values)} for k, values in known), "what; s ,.3f")
 
 
 if __name__ == "__main__":

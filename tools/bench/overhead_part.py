@@ -155,11 +155,9 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
         made: list[tuple[float, float]] = []
-
-        def step(number: int) -> None:
-            made.append(train_step(role, batches[number], config))
-
-        calls = Calls("training", **task["calls"]).run(step)
+        calls = Calls("training", **task["calls"]).run(
+            lambda step: made.append(train_step(role, batches[step], config))
+        )
         return {"calls": calls, "losses_and_norms": made[: task["available"]]}
 
 

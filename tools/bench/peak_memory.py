@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 KNOWN_BYTES = 32 * 2**20
@@ -77,12 +78,8 @@ def peak_of(body: Callable[[], Any], device: torch.device | None = None) -> tupl
         return Peak(most, most), result
     ctypes.CDLL(None).malloc_trim(0)  # or small tensors would sit in what malloc kept of others
     permitted, before = reset_resident_peak(), resident()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        profile_memory=True,
-        record_shapes=False,
-        with_stack=False,
-    ) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
         result = body()
         most = resident("VmHWM") - before
     return Peak(_allocated(profiler), most if permitted else None), result
@@ -98,6 +95,12 @@ def _allocated(profiler: Any) -> int:
         owned += event.nbytes()
         most = max(most, owned)
     return most
+
+
+def own_bytes(process: psutil.Process | None = None) -> int:
+    """Resident memory of a process, this one if none is given, that no other shares."""
+    found = (process or psutil.Process()).memory_info()
+    return found.rss - found.shared
 
 
 class Sampled:

@@ -25,18 +25,15 @@ steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
 
 from __future__ import annotations
 
-import argparse
 import random
+import re
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from common import group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
+from common import Args, Lines, group_shape, in_turns, qwen2, ratios, run_tool, table, write_config
 from e2e_task import VOCABULARY
 from launch_ranks import make_role, ready, share_of
 
@@ -83,17 +80,15 @@ def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: in
         return Rollout(sample, sample, [segment], Verdict(float(sample % 2), correct=False), step)
 
     return [
-        Group(
-            ordinal, Prompt(ordinal, "", tokens(prompt), ""), [rollout(n) for n in range(samples)]
-        )
-        for ordinal in range(count)
+        Group(n, Prompt(n, "", tokens(prompt), ""), [rollout(sample) for sample in range(samples)])
+        for n in range(count)
     ]
 
 
 class Trainer:
     """The policy with one way to pack, which trains a step at a time."""
 
-    def __init__(self, way: str, args: argparse.Namespace, mesh: Any, device: Any, model: str):
+    def __init__(self, way: str, args: Args, mesh: Any, device: Any, model: str):
         from megarl.objectives.config import AlgorithmConfig
         from megarl.trainer.config import OptimizerConfig
         from megarl.trainer.policy import PolicyGradient
@@ -126,14 +121,9 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
     """Multiplications of repeated prompts over those of shared ones, for one group."""
     prompt, samples, response = shape
     text = model.config.get_text_config()
-    layers = text.num_hidden_layers
-    body = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and "embed" not in name and "lm_head" not in name
-    )
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair = 2 * layers * text.num_attention_heads * head_width
+    named = ((name, p) for name, p in model.named_parameters() if p.dim() == 2)
+    body = sum(p.numel() for name, p in named if not re.search("embed|lm_head", name))
+    pair = 2 * text.num_hidden_layers * text.hidden_size
     output = text.vocab_size * text.hidden_size * samples * response
 
     def work(tokens: int, pairs: int) -> int:
@@ -143,23 +133,20 @@ def work_ratio(model: Any, shape: tuple[int, int, int]) -> float:
         return sum(range(first + 1, last + 1))
 
     whole, common = prompt + response, prompt - 1
-    repeated = work(samples * whole, samples * seen(0, whole))
-    shared = work(
-        common + samples * (whole - common), seen(0, common) + samples * seen(common, whole)
-    )
-    return repeated / shared
+    tokens = common + samples * (whole - common)
+    shared = work(tokens, seen(0, common) + samples * seen(common, whole))
+    return work(samples * whole, samples * seen(0, whole)) / shared
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Every case in turn, with both ways in turns."""
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         device = stack.enter_context(ready(600, threads=args.threads))
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
-        model = write_config(folder, SIZES[args.size])
+        model = write_config(args.work, SIZES[args.size])
         ways = ["shared"] if args.profile else list(WAYS)
         trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
         run_case = _profile if args.profile else _compare
@@ -171,7 +158,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare(
-    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], device: Any
+    shape: tuple[int, int, int], args: Args, trainers: dict[str, Trainer], device: Any
 ) -> dict[str, Any]:
     """The results of a case."""
     import peak_memory
@@ -208,7 +195,7 @@ def _compare(
 
 
 def _profile(
-    shape: tuple[int, int, int], args: argparse.Namespace, trainers: dict[str, Trainer], _: Any
+    shape: tuple[int, int, int], args: Args, trainers: dict[str, Trainer], _: Any
 ) -> dict[str, Any]:
     """The parts of a step; see `step_profile`."""
     import step_profile
@@ -229,7 +216,7 @@ def _profile(
     return step_profile.profile_of(partial(trainer.step, groups), model, functions)
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     import step_profile
 

@@ -13,16 +13,15 @@ What is shown: greedy accuracy on the 500 held-out problems before and after.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from common import run_tool, spread, table
-from studies import RECIPES, grouped, lines_of, run_missing, train
+from common import Args, Lines, run_tool, spread, table
+from processes import lines_of, megarl
+from studies import RECIPES, grouped, run_missing
 
 PRESETS = (
     *("dapo", "grpo", "dr_grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "ppo"),
@@ -59,13 +58,13 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rollout.max_staleness": 0,
     }
     place, started_at = folder / "{preset}_{seed}".format(**case), time.monotonic()
-    train("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
+    megarl("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
     rows = lines_of(place / "evaluations.jsonl")
     curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     return {"curve": curve, "seconds": time.monotonic() - started_at}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Run what is missing; the curves of all presets and seeds."""
     cases = [
         {"preset": preset, "seed": seed, "steps": args.steps, "every": args.every}
@@ -75,21 +74,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"runs": run_missing(args.into, cases, partial(run, folder=args.into))}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """One row a preset, over its seeds."""
     rows = []
     for row, same in grouped(result["runs"], ("preset", "steps")):
         curves = [one["curve"] for one in same]
-        rows.append(
-            row
-            | {
-                "before": spread([curve[0][1] for curve in curves]),
-                "after": spread([curve[-1][1] for curve in curves]),
-                "seeds": ", ".join(str(one["seed"]) for one in same),
-            }
-        )
-    columns = "preset; steps d; before .3f; after .3f; seeds"
-    yield from table(rows, columns)
+        for name, place in (("before", 0), ("after", -1)):
+            row[name] = spread([curve[place][1] for curve in curves])
+        rows.append(row | {"seeds": ", ".join(str(one["seed"]) for one in same)})
+    yield from table(rows, "preset; steps d; before .3f; after .3f; seeds")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ started. All processes of a run have a mark in their environment, by which they 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 from common import ROOT, Others
@@ -71,9 +73,8 @@ def run(command: list[str], log: Path, deadline_s: float, environment: Mapping[s
         try:
             process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(
-                f"{shown} took longer than {deadline_s:g} s; raise --deadline"
-            ) from None
+            late = f"{shown} took longer than {deadline_s:g} s; raise --deadline"
+            raise RuntimeError(late) from None
         finally:
             end_all(mark, process.pid)
             process.wait()
@@ -85,11 +86,8 @@ def run(command: list[str], log: Path, deadline_s: float, environment: Mapping[s
 
 def child_environment(work: Path, threads: int) -> dict[str, str]:
     """Environment variables of a run on the CPU: no GPU, no hub, temporary files in `work`."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OMP_", "RAY_", "PYTHON"))
-    }
+    others = ("OMP_", "RAY_", "PYTHON")
+    environment = {name: v for name, v in os.environ.items() if not name.startswith(others)}
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -110,15 +108,29 @@ def launcher(python: str, processes: int) -> list[str]:
 
 def megarl(
     command: str,
-    recipe: Path,
+    recipe: Path | str,
+    folder: Path,
     settings: Mapping[str, object],
-    log: Path,
-    deadline_s: float,
+    deadline_s: float = 1800.0,
     *,
     environment: Mapping[str, str] | None = None,
     processes: int = 1,
-) -> float:
-    """`megarl COMMAND RECIPE` with settings {name: value}, as `run`."""
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+) -> tuple[list[dict[str, Any]], float]:
+    """(metrics of each step, share of the CPU that others took) of `megarl COMMAND RECIPE` in
+    `folder`, with its output beside it. `recipe`: a file, or a recipe's text, which is written
+    beside the folder. `settings`: {name: value}.
+    """
+    if isinstance(recipe, str):
+        folder.with_suffix(".yaml").write_text(recipe)
+        recipe = folder.with_suffix(".yaml")
+    pairs = {"folder": folder, **settings}.items()
+    words = [word for name, value in pairs for word in (f"--{name}", str(value))]
     whole = [*launcher(sys.executable, processes), "-m", "megarl", command, str(recipe), *words]
-    return run(whole, log, deadline_s, environment or {**os.environ, "HF_HUB_OFFLINE": "1"})
+    environment = environment or {**os.environ, "HF_HUB_OFFLINE": "1"}
+    others = run(whole, folder.with_suffix(".log"), deadline_s, environment)
+    return lines_of(folder / "metrics.jsonl"), others
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; empty if the file does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -38,18 +38,15 @@ shared memory, which count in every process that sees them.
 
 from __future__ import annotations
 
-import argparse
 import math
-import re
 import statistics
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import cell, qwen2, run_tool, spread, table, write_config
+from common import Args, Lines, cell, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch
 from publish_ranks import THROUGH, work
+from reshard_plan import parse_degrees
 
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
@@ -65,17 +62,6 @@ SHAPES = {
 }
 
 
-def degrees_of(text: str) -> dict[str, int]:
-    """The degrees of a training layout by name: "data 2 zero 3" is {"data": 2, "sequence": 1,
-    "tensor": 1, "zero": 3}. A degree that is not named is 1, and the ZeRO stage 0.
-    """
-    if not re.fullmatch(r"((data|sequence|tensor|zero) \d+ ?)+", text):
-        raise ValueError(f'--layout is {text!r}; set one such as "data 2 tensor 1 zero 3"')
-    words = text.split()
-    found = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-    return {"data": 1, "sequence": 1, "tensor": 1, "zero": 0} | found
-
-
 OPTIONS = {
     "--rounds": (5, "timed rounds"),
     "--shape": ("0.5b", "of a Qwen2 with random weights: 533 M, 7.6 B, few", tuple(SHAPES)),
@@ -85,22 +71,18 @@ OPTIONS = {
     "--engine-tensor": (1, "tensor ranks of an engine, with --layout"),
     "--bucket-mib": ([0], "weight_sync.bucket_mib; default: 8, with --device cuda 64"),
     "--with-engine": (False, "vLLM engines as well, for the time of their repacking"),
-    "--deadline": (1800.0, "seconds that one case may take"),
 }
 
 
-def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> list[dict[str, Any]]:
+def turns_of(args: Args, trainers: int, *, with_engine: bool) -> list[dict[str, Any]]:
     """What is done in each round of a case, in this order."""
     on_gpu = args.device == "cuda"
-    transports = ["shared_memory", *["cuda_ipc"] * on_gpu]
     ways = [
         {"transport": transport, "bucket_mib": mib or (64 if on_gpu else 8)}
-        for transport in transports
+        for transport in ("shared_memory", *["cuda_ipc"] * on_gpu)
         for mib in args.bucket_mib
     ]
-    made: list[dict[str, Any]] = [
-        {"way": "memcpy", "processes": count} for count in sorted({1, trainers})
-    ]
+    made: list[Any] = [{"way": "memcpy", "processes": count} for count in sorted({1, trainers})]
     if with_engine:
         return [*made, {"way": "engine"} | ways[0]]
     made += [{"way": way} | one for way in ("publish", "publish + copy") for one in ways]
@@ -109,38 +91,32 @@ def turns_of(args: argparse.Namespace, trainers: int, *, with_engine: bool) -> l
     return made + [{"way": "per parameter", "through": name} for name in THROUGH]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Every case, a launch each."""
     if args.device == "cuda":
         args.layout = args.layout or CASES[0][0]
-        ranks = [degrees_of(args.layout)[name] for name in ("data", "sequence", "tensor")]
-        if max(*ranks, args.engines, args.engine_tensor) > 1 or args.with_engine:
+        size = parse_degrees(args.layout).layout.size
+        if max(size, args.engines, args.engine_tensor) > 1 or args.with_engine:
             raise ValueError("--device cuda has one trainer rank and one reader")
         if not torch.cuda.is_available():
             raise ValueError("--device cuda needs a GPU, and torch sees none")
     if not args.layout and (args.engines, args.engine_tensor) != (1, 1):
         raise ValueError("--engines and --engine-tensor need --layout")
-    made = []
-    with tempfile.TemporaryDirectory(prefix="publish-") as folder:
-        task = {"model": write_config(folder, SHAPES[args.shape]), **vars(args)}
-        asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
-        for text, engines, tensor in asked:
-            degrees = degrees_of(text)
-            trainers = degrees["data"] * degrees["sequence"] * degrees["tensor"]
-            for with_engine in (False, True) if args.with_engine else (False,):
-                case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
-                turns = turns_of(args, trainers, with_engine=with_engine)
-                num_ranks = trainers + engines * (1 if with_engine else tensor)
-                ranks = launch(
-                    __file__,
-                    task | degrees | case | {"turns": turns},
-                    num_ranks=num_ranks,
-                    deadline_s=args.deadline,
-                    environment={"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {},
-                )
-                sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
-                rows = rows_of(turns, ranks)
-                made.append({"layout": text, **case, **sizes, "ranks": num_ranks, "rows": rows})
+    made, no_gpu = [], {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+    task = {"model": write_config(args.work, SHAPES[args.shape]), **vars(args)}
+    asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
+    for text, engines, tensor in asked:
+        layout, stage = parse_degrees(text)
+        degrees = {"zero": stage, **{name: getattr(layout, name) for name in layout.AXES}}
+        for with_engine in (False, True) if args.with_engine else (False,):
+            case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
+            turns = turns_of(args, layout.size, with_engine=with_engine)
+            num_ranks = layout.size + engines * (1 if with_engine else tensor)
+            own = task | degrees | case | {"turns": turns}
+            ranks = launch(__file__, own, num_ranks, **no_gpu)
+            sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
+            rows = rows_of(turns, ranks)
+            made.append({"layout": text, **case, **sizes, "ranks": num_ranks, "rows": rows})
     return {"cases": made}
 
 
@@ -168,20 +144,17 @@ def rows_of(turns: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[di
     for number, reader in enumerate(one for one in ranks if not one["is_trainer"]):
         contents = [turn["first"].get("content") for turn in reader["turns"]]
         if len({str(content) for content in contents if content is not None}) > 1:
-            raise RuntimeError(
-                f"reader {number} holds other weights after one way than after another"
-            )
+            raise RuntimeError(f"reader {number} has other weights after one way than another")
     copies = [row["gb_per_s"] for row in made if row["way"] == "memcpy"]
     ours = [row["seconds"]["mean"] for row in made if row["way"] == "publish + copy"]
     for row in made:
-        row |= {"of_memcpy": row["gb_per_s"] / copies[0]}
-        row |= {"of_memcpy_ranks": row["gb_per_s"] / copies[-1]}
+        row["of_memcpy"], row["of_memcpy_ranks"] = (row["gb_per_s"] / copies[n] for n in (0, -1))
         if row["way"] == "per parameter":
             row["times_ours"] = row["seconds"]["mean"] / (ours or [math.nan])[0]
     return made
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The result as lines of tables."""
     columns = (
         "way=what; seconds .4f; GB/s=gb_per_s .2f; of memcpy=of_memcpy .0%;"

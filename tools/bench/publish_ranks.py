@@ -92,15 +92,17 @@ class Case:
         found: list[dict[str, Any]] = [{"spans": [], "told": []} for _ in self.task["turns"]]
         for number in range(-2, self.task["rounds"]):
             for turn, kept in zip(self.task["turns"], found, strict=True):
+                takes_part = self.trainers or turn["way"] != "memcpy"
+                act = partial(do if takes_part else lambda *_, **__: {}, turn)
                 peak_memory.return_freed_memory(number == -2)
                 barrier(self.everybody)
                 if number == -2:
-                    body = partial(do, turn, is_first=True)
+                    body = partial(act, is_first=True)
                     peak, kept["first"] = peak_memory.peak_of(body, self.device)
                     kept |= {"allocated": peak.allocated, "resident": peak.resident}
                     continue
                 started_at = time.monotonic()
-                told = do(turn, is_first=False)
+                told = act(is_first=False)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 if number >= 0:
@@ -209,10 +211,10 @@ class Readers:
         ranks = [owned for told in gather_objects([], self.axis) for owned in told]
         return [ranks[first : first + self.tensor] for first in range(0, len(ranks), self.tensor)]
 
-    def _nothing(self, **_: Any) -> int:
+    def poll(self, **_: Any) -> int:
         return 0
 
-    poll = settle = admit = hold = let_go = _nothing
+    settle = admit = hold = let_go = poll
 
 
 class Trainer:
@@ -278,10 +280,9 @@ class Trainer:
         shared = {"shapes": case.shapes, "shards": case.shards, "owned": lambda: self.weights}
         policy = SimpleNamespace(zero_stage=task["zero"], **shared)
         limits: Any = {"bucket_mib": bucket_mib, "timeout_s": task["deadline"]}
-        publish = WeightSyncConfig(transport=transport, probe_every=0, replacements=0, **limits)
         text: Any = {"vocab_size": 2, "max_tokens": 2, "seed": 0, "tolerance": 0.0}
         return wire.Publisher(
-            publish,
+            WeightSyncConfig(transport=transport, probe_every=0, replacements=0, **limits),
             table=case.table,
             policy=policy,  # type: ignore[arg-type]
             engines=Readers(case) if case.rank == 0 else None,  # type: ignore[arg-type]
@@ -350,8 +351,6 @@ class Reader:
         self.padding = sum(padding) * ITEMSIZE
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
-        if turn["way"] == "memcpy":
-            return {}
         for buffer in self.buffers.values() if is_first else ():
             buffer.zero_()
         naive = turn["way"] == "per parameter"
@@ -421,8 +420,6 @@ class RealEngine:
         self.loop.run_until_complete(self.engine.start())
 
     def do(self, turn: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
-        if turn["way"] == "memcpy":
-            return {}
         if not self.is_connected:
             info = broadcast_object([], self.case.wire)[self.number]
             self.loop.run_until_complete(self.engine.connect(info))

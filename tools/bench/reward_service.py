@@ -10,7 +10,6 @@ record has it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,14 +19,12 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import command_line, run_tool
+from common import Args, command_line, run_tool
 
 OPTIONS = {
     "--rate": (200, "responses a second"),
@@ -48,7 +45,7 @@ READY_WITHIN_S, END_WITHIN_S = 60.0, 30.0
 # ------------------------------------------------------------------------------------- the server
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(args: Args) -> None:
     """Serve until SIGTERM or SIGKILL. The record is the file `args.record`: a line for each sample
     that was scored, written before the answer is sent.
     """
@@ -80,7 +77,7 @@ async def serve(args: argparse.Namespace) -> None:
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
-def start_server(args: argparse.Namespace, port: int, record: Path) -> subprocess.Popen[bytes]:
+def start_server(args: Args, port: int, record: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, __file__, "--port", str(port), "--record", str(record)]
     words += ["--fail", str(args.fail)]
     return subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -89,29 +86,28 @@ def start_server(args: argparse.Namespace, port: int, record: Path) -> subproces
 # ------------------------------------------------------------------------------------- the client
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Load, restart, and the comparison of the two records."""
     os.environ[TOKEN] = "bench-" + os.urandom(16).hex()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as place:
-        record = Path(place) / "record.jsonl"
-        record.touch()
-        servers = [start_server(args, port, record)]
-        try:
-            assert servers[0].stdout is not None
-            servers[0].stdout.readline()
-            found = asyncio.run(load(args, port, record, servers))
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait(END_WITHIN_S)
-        lines = [json.loads(line) for line in record.read_text().splitlines()]
+    record = args.work / "record.jsonl"
+    record.touch()
+    servers = [start_server(args, port, record)]
+    try:
+        assert servers[0].stdout is not None
+        servers[0].stdout.readline()
+        found = asyncio.run(load(args, port, record, servers))
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait(END_WITHIN_S)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
     return compare(found, lines)
 
 
 async def load(
-    args: argparse.Namespace, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
+    args: Args, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
 ) -> dict[str, Any]:
     """Send the responses at their times, restart the server half-way; the outcomes by number."""
     from megarl.environments.addresses import read_token
@@ -120,9 +116,8 @@ async def load(
     from megarl.types import Prompt
 
     url = f"http://127.0.0.1:{port}/v1/score"
-    remote = RemoteConfig(
-        token_variable=TOKEN, batch_size=1, connections=64, attempt_limit_s=ATTEMPT_S
-    )
+    limits: Any = {"batch_size": 1, "connections": 64, "attempt_limit_s": ATTEMPT_S}
+    remote = RemoteConfig(token_variable=TOKEN, **limits)
     config = EnvironmentConfig(verifier=url, time_limit_s=LIMIT_S, remote=remote)
     client = RewardClient(url, config, read_token(TOKEN, "token"))
     statuses = await wrong_tokens(url)
@@ -149,13 +144,8 @@ async def load(
     await asyncio.wait_for(asyncio.gather(*tasks, restarting), 10 * LIMIT_S)
     took = time.monotonic() - began
     await client.close()
-    return {
-        "outcomes": outcomes,
-        "asked": total,
-        "took_s": took,
-        "seconds": sorted(seconds),
-        "statuses": statuses,
-    }
+    found = {"outcomes": outcomes, "asked": total, "took_s": took, "statuses": statuses}
+    return found | {"seconds": sorted(seconds)}
 
 
 async def wrong_tokens(url: str) -> list[int]:
@@ -201,14 +191,8 @@ def compare(found: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
-    for name, value in result.items():
-        if name not in ("machine", "task", "others"):
-            yield f"{name:36}{value}"
-
-
 if __name__ == "__main__":
     if "--port" in sys.argv:
         asyncio.run(serve(command_line(__doc__, OPTIONS).parse_args()))
     else:
-        run_tool(__doc__, OPTIONS, measure, show)
+        run_tool(__doc__, OPTIONS, measure, "")

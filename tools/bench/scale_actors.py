@@ -10,7 +10,9 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,17 +105,7 @@ class Member:
 
     def __init__(self, fleet: Any, number: int) -> None:
         for name in ("attach", "pulse"):
-            setattr(self, name, Method(fleet.call, number, name))
-
-
-class Method:
-    """A method of a fleet for one member."""
-
-    def __init__(self, call: Any, number: int, name: str) -> None:
-        self._call, self._member = call, (number, name)
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._call.remote(*self._member, *arguments)
+            setattr(self, name, SimpleNamespace(remote=partial(fleet.call.remote, number, name)))
 
 
 class Ranks:
@@ -164,7 +156,7 @@ async def heartbeat(file: Path) -> None:
 
 def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
     """The service, made inside its process, which also begins to time its event loop."""
-    channel = Channel("", "127.0.0.1") if scale.port else Channel(os.environ[MARK])
+    channel = Channel(os.environ[MARK])
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
     config = RolloutConfig(
         groups_per_step=scale.samples // scale.group_size,

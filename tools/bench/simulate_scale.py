@@ -1,8 +1,7 @@
 """What a run of hundreds of engines costs the processes that exist once: the rollout service, the
-supervisor of the engines, and the plan of the weights. And what breaks first as it grows.
+supervisor of the engines, and the plan of the weights.
 
     python tools/bench/simulate_scale.py [--json] [--engines 512] [--ranks 256] [--samples 8192]
-    python tools/bench/simulate_scale.py --grow 3      # also twice, four and eight times as large
 
 Real: Ray and its calls, the service with dispatch and ledger, its channel, the supervisor's thread,
 the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
@@ -20,23 +19,22 @@ plan             CPU seconds, and memory, of a trainer rank's and of an engine r
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import ray
-from common import qwen2, run_tool, table
-from peak_memory import Sampled
+from common import Args, qwen2, run_tool, table
+from peak_memory import Sampled, own_bytes
 from scale_actors import STEPS, Fleet, Member, Ranks, build
 
 from megarl.cluster.process_env import own_cluster_token
@@ -60,17 +58,14 @@ OPTIONS = {
     "--group-size": (16, "samples of a group"),
     "--tokens": (65536, "longest response"),
     "--seconds": (60.0, "an engine answers within"),
-    "--port": (False, "engines connect to a port, as from other machines"),
-    "--store-mib": (2048, "size of Ray's object store"),
-    "--grow": (0, "doublings that are simulated as well"),
 }
 
 
-def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def simulate(scale: Args, folder: Path) -> dict[str, Any]:
     """One step of a run of this scale, in a Ray cluster of its own. `folder`: for its ledger."""
     options = {"max_concurrency": 100_000, "num_cpus": 0}
-    name, size = f"scale-{os.getpid()}", scale.store_mib * 2**20
-    with Cluster(namespace=name, token=own_cluster_token(), object_store_bytes=size) as cluster:
+    about = {"namespace": f"scale-{os.getpid()}", "object_store_bytes": 2**31}
+    with Cluster(token=own_cluster_token(), **about) as cluster:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
@@ -104,34 +99,9 @@ def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-def own_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process that no other shares, such as the object store."""
-    found = process.memory_info()
-    return found.rss - found.shared
-
-
 def cpu_s(process: psutil.Process) -> float:
     """CPU seconds of a process so far."""
     return sum(process.cpu_times()[:2])
-
-
-class Group:
-    """What the supervisor needs of a group of engines."""
-
-    service, is_held, broken = None, False, ""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self.handles, self.lock = handles, threading.RLock()
-        self.starting: dict[int, Any] = {}
-        self.dead: set[int] = set()
-        self.fresh: set[int] = set()
-        self.replaceable: set[int] = set()
-
-    def restart(self, numbers: Sequence[int]) -> None:
-        assert not numbers
-
-    def kill(self, number: int, handle: Any) -> None:
-        raise AssertionError(f"engine {number} is taken for dead")
 
 
 class TimedSupervisor(EngineSupervisor):
@@ -148,9 +118,18 @@ class TimedSupervisor(EngineSupervisor):
         return steps
 
 
+def refuse(*given: object) -> None:
+    """In the place of the restart and the kill of engines, all of which live."""
+    assert given == ([],), given
+
+
 def supervise(members: list[Any], looks: int = 5) -> float:
     """Seconds of a look at all engines: the mean of some, without the first."""
-    started_at, watched = time.monotonic(), TimedSupervisor(Group(members))
+    sets = {name: set[int]() for name in ("dead", "fresh", "replaceable")}
+    fixed = {"service": None, "is_held": False, "broken": "", "starting": {}, **sets}
+    group = SimpleNamespace(handles=members, lock=threading.RLock(), **fixed)
+    group.restart = group.kill = refuse
+    started_at, watched = time.monotonic(), TimedSupervisor(group)
     while len(watched.looks) <= looks and time.monotonic() < started_at + 120:
         time.sleep(0.1)
     watched.close(10.0)
@@ -188,18 +167,11 @@ def plans(engines: int) -> dict[str, Any]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The scale that was asked for, and larger ones."""
+def measure(args: Args) -> dict[str, Any]:
+    """A step, and the plan."""
     if args.samples % args.group_size:
         raise ValueError("--group-size must divide --samples")
-    made = []
-    for doubling in range(args.grow + 1):
-        larger = {n: getattr(args, n) * 2**doubling for n in ("engines", "ranks", "samples")}
-        scale = argparse.Namespace(**vars(args) | larger)
-        with tempfile.TemporaryDirectory(prefix="simulate-scale-") as folder:
-            found = simulate(scale, Path(folder))
-        made.append(vars(scale) | found | {"plan": plans(scale.engines)})
-    return {"scales": made}
+    return vars(args) | simulate(args, args.work) | {"plan": plans(args.engines)}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -209,11 +181,9 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"
         " calls of ranks=calls ,d; supervisor: a look s=supervisor_look_s .3f"
     )
-    yield from table(result["scales"], columns)
-    for one in result["scales"]:
-        yield f"{one['engines']} engines:"
-        plan = ({"of": name, **found} for name, found in one["plan"].items())
-        yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
+    yield from table([result], columns)
+    plan = ({"of": name, **found} for name, found in result["plan"].items())
+    yield from table(plan, "plan of=of; CPU s=cpu_s .2f; MiB=memory_mib .1f; copies ,d")
 
 
 if __name__ == "__main__":

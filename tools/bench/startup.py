@@ -9,26 +9,21 @@ on disk. A first round that is not counted warms the file cache up.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import run_tool, spread, table
+from common import Args, Lines, run_tool, spread, table
 from make_addition import main as make_addition
 from processes import megarl
 from studies import RECIPES
 
-DEADLINE_S = 300.0
 OPTIONS = {"--rounds": (3, "counted runs")}
 
 
 def seconds_to_first_step(data: Path, folder: Path) -> float:
     """Run `megarl train` for one step; raises `RuntimeError` where it fails or takes too long."""
     settings = {
-        "folder": folder,
         "steps": 1,
         "model.path": data / "model",
         "model.from_scratch": True,
@@ -36,27 +31,24 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
         "evaluation.prompts.source": "",
         "evaluation.sampled_too": False,
     }
-    recipe, log, started_at = RECIPES / "quickstart.yaml", folder.with_suffix(".log"), time.time()
-    metrics = folder / "metrics.jsonl"
+    metrics, started_at = folder / "metrics.jsonl", time.time()
     try:
-        megarl("train", recipe, settings, log, DEADLINE_S)
+        megarl("train", RECIPES / "quickstart.yaml", folder, settings, 300.0)
     except RuntimeError:  # such as that a step in which all rewards are equal trains nothing
         if not metrics.exists():
             raise
     return metrics.stat().st_mtime - started_at
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Time `args.rounds` runs after one that is not counted."""
-    with tempfile.TemporaryDirectory() as scratch:
-        data = Path(scratch) / "data"
-        make_addition([str(data)])
-        runs = range(args.rounds + 1)
-        found = [seconds_to_first_step(data, Path(scratch) / f"round-{n}") for n in runs][1:]
+    data, runs = args.work / "data", range(args.rounds + 1)
+    make_addition([str(data)])
+    found = [seconds_to_first_step(data, args.work / f"round-{n}") for n in runs][1:]
     return {"seconds": spread(found), "rounds": found}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
     yield from table([result], "first step after, s=seconds .1f")
     yield ", ".join(f"{seconds:.1f} s" for seconds in result["rounds"])

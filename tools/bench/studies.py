@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, progress
-from processes import megarl
+from processes import lines_of
 
 RECIPES = ROOT / "launch" / "recipes"
-DEADLINE_S = 1800.0
-"""Seconds that one run may take."""
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines; empty if the file does not exist."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest_model(folder: Path) -> Path:
@@ -29,20 +22,6 @@ def newest_model(folder: Path) -> Path:
     `ValueError` if the run has no checkpoint.
     """
     return max((folder / "checkpoints").glob("step_*")) / "model"
-
-
-def train(
-    command: str, recipe: Path | str, folder: Path, settings: Mapping[str, object]
-) -> list[dict[str, Any]]:
-    """Run a command of megarl in `folder`, with its output beside it; returns the metrics of all
-    steps. `recipe`: a file, or a recipe's text, which is written to one. `settings`: {name: value}.
-    """
-    if isinstance(recipe, str):
-        path = folder.with_suffix(".yaml")
-        path.write_text(recipe)
-        recipe = path
-    megarl(command, recipe, {"folder": folder, **settings}, folder.with_suffix(".log"), DEADLINE_S)
-    return lines_of(folder / "metrics.jsonl")
 
 
 def run_missing(

@@ -19,17 +19,14 @@ Two of megarl's losses are not TRL's, and are compared only in part:
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from against_trl import TRL_ENV, make_trl_environment
-from common import run_tool, table
+from common import Args, Lines, run_tool, table
 from processes import child_environment, run
 
 from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
@@ -103,17 +100,16 @@ def own_losses(batch: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """Compute both sides of every batch; the largest difference of each loss."""
     draw = random.Random(args.seed)
     batches = [make_batch(draw) for _ in range(args.batches)]
     python = make_trl_environment(args.trl_env)
-    with tempfile.TemporaryDirectory(prefix="trl-losses-") as work:
-        path = Path(work) / "batches.json"
-        path.write_text(json.dumps(batches))
-        command = [python, str(Path(__file__).with_name("trl_losses_peer.py")), str(path)]
-        run(command, Path(work) / "log", 600.0, child_environment(Path(work), 1))
-        theirs = json.loads(path.with_suffix(".result").read_text())
+    path = args.work / "batches.json"
+    path.write_text(json.dumps(batches))
+    command = [python, str(Path(__file__).with_name("trl_losses_peer.py")), str(path)]
+    run(command, args.work / "log", 600.0, child_environment(args.work, 1))
+    theirs = json.loads(path.with_suffix(".result").read_text())
     ours = [own_losses(batch) for batch in batches]
     rows = []
     for name, values in theirs["losses"].items():
@@ -123,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"trl": theirs["trl"], "losses": rows}
 
 
-def show(result: dict[str, Any]) -> Iterator[str]:
+def show(result: dict[str, Any]) -> Lines:
     """The table: largest difference of a batch's loss, relative above 1 and absolute below."""
     yield f"TRL {result['trl']}"
     columns = "loss; largest difference=largest .1e; mean loss=mean_loss .4g"

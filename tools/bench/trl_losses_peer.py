@@ -50,11 +50,9 @@ def bare(kind: Any, **settings: Any) -> Any:
     def same(values: Any) -> Any:  # one process gathers nothing
         return values
 
-    trainer = kind.__new__(kind)
+    trainer, cpu = kind.__new__(kind), torch.device("cpu")
     attributes = {
-        "accelerator": SimpleNamespace(
-            device=torch.device("cpu"), gather=same, gather_for_metrics=same
-        ),
+        "accelerator": SimpleNamespace(device=cpu, gather=same, gather_for_metrics=same),
         "model": SimpleNamespace(training=True),
         "aux_loss_enabled": False,
         "precompute_ref_logps": True,
@@ -63,8 +61,7 @@ def bare(kind: Any, **settings: Any) -> Any:
         "_tp_size": 1,
         **settings,
     }
-    for name, value in attributes.items():
-        setattr(trainer, name, value)
+    vars(trainer).update(attributes)
     return trainer
 
 
@@ -94,8 +91,7 @@ def dpo_family(batch: dict[str, Any], loss_type: str) -> float:
         beta=batch["beta"],
         label_smoothing=batch["smoothing"],
     )
-    order = [("chosen", "ref_chosen_logps"), ("rejected", "ref_rejected_logps")]
-    given = inputs(batch, order)
+    given = inputs(batch, [("chosen", "ref_chosen_logps"), ("rejected", "ref_rejected_logps")])
     model = Model(padded(batch["chosen"] + batch["rejected"]))
     return float(trainer._compute_loss(model, given, return_outputs=False))
 
@@ -137,10 +133,8 @@ def cpo_family(batch: dict[str, Any], loss_type: str, *, mean: bool) -> float:
     )
     pair = [sums(batch[side], mean=mean) for side in ("chosen", "rejected")]
     if smooths:
-        pair = [
-            one - sums(batch[f"reference_{side}"])
-            for one, side in zip(pair, ("chosen", "rejected"), strict=True)
-        ]
+        under = (sums(batch[f"reference_{side}"]) for side in ("chosen", "rejected"))
+        pair = [one - other for one, other in zip(pair, under, strict=True)]
     return float(trainer.cpo_loss(*pair)[0].mean())
 
 
@@ -158,13 +152,10 @@ def reward_model(batch: dict[str, Any]) -> float:
     from trl import RewardTrainer
 
     scores = torch.tensor(batch["scores"], dtype=torch.float64).T.reshape(-1, 1)
-    trainer = bare(
-        RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=batch["centering"])
-    )
-    given = {
-        "attention_mask": torch.ones(1, 1),
-        "margin": torch.tensor(batch["margins"], dtype=torch.float64),
-    }
+    args = SimpleNamespace(center_rewards_coefficient=batch["centering"])
+    margins = torch.tensor(batch["margins"], dtype=torch.float64)
+    trainer, given = bare(RewardTrainer, args=args), {"margin": margins}
+    given["attention_mask"] = torch.ones(1, 1)
     return float(trainer.compute_loss(lambda **_: SimpleNamespace(logits=scores), given))
 
 

@@ -16,19 +16,16 @@ rollout service holds. With `--minutes` the sessions are opened again and again 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from common import engine_arguments, run_tool, table
+from common import Args, engine_arguments, listed, run_tool, table
 from launch_ranks import share_of
 
 from megarl.apps.runs.command_checks import check_rollout
@@ -139,8 +136,8 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         await environment.close()
         await engine.stop()
     groups = [
-        Group(n, prompt, [Rollout(0, 0, segments, verdict, 0)])
-        for n, (prompt, (segments, verdict)) in enumerate(zip(prompts, found, strict=True))
+        Group(n, prompt, [Rollout(0, 0, *one, 0)])
+        for n, (prompt, one) in enumerate(zip(prompts, found, strict=True))
     ]
     (rows,) = share_of(groups, 2**20).samples  # that one rank would train on
     worst = max(differences(config.model.path, rows))
@@ -201,9 +198,10 @@ def differences(model: str, rows: Samples) -> list[float]:
 # -------------------------------------------------------------------------------------------- load
 
 
-async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def under_load(args: Args) -> dict[str, Any]:
     """Many sessions at once."""
-    (folder / "own.py").write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
+    session = args.work / "own.py"
+    session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
     tokenizer = load_tokenizer(args.source)
     longest = 8 + args.turns * (args.tokens + 1)
     config = EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1)
@@ -211,7 +209,7 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = RecordedEngine(load=True, **arguments)
     engine.keeps = False
     config = EnvironmentConfig(
-        session=f"{folder}/own.py:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
+        session=f"{session}:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
     )
     environment = Environment(config, Codec.of(tokenizer))
     await engine.start()
@@ -224,7 +222,7 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         while not rounds or time.monotonic() < until:
             begun, before = time.monotonic(), [sum(one.cpu_times()[:2]) for one in of_engine]
-            prompts = [Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions)]
+            prompts = (Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions))
             jobs = (
                 attempts.attempt(one, len(rounds), n, temperature=1.0)
                 for n, one in enumerate(prompts)
@@ -234,14 +232,9 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             after = [sum(one.cpu_times()[:2]) for one in of_engine]
             computed = max(late - early for early, late in zip(before, after, strict=True))
             assert all(not verdict.failure and verdict.reward == 1.0 for _, verdict in done)
-            rounds.append(
-                {
-                    "seconds": seconds,
-                    "engine_busy": computed / seconds,
-                    "turns_per_s": args.sessions * args.turns / seconds,
-                    "memory_mib": psutil.Process().memory_info().rss / 2**20,
-                }
-            )
+            row = {"seconds": seconds, "engine_busy": computed / seconds}
+            row["turns_per_s"] = args.sessions * args.turns / seconds
+            rounds.append(row | {"memory_mib": psutil.Process().memory_info().rss / 2**20})
             del done
     finally:
         await environment.close()
@@ -249,14 +242,13 @@ async def under_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     """What is asked for."""
     prepare_environment(1)
     if args.kind == "exact":
         config = read(RunConfig, args.source, [])
         return asyncio.run(exact(config, check_rollout(config), args.rollouts))
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(under_load(args, Path(folder)))
+    return asyncio.run(under_load(args))
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -266,8 +258,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         columns += "; engine computes=engine_busy .2f; memory MiB=memory_mib .1f"
         yield from table(result["rounds"], columns)
     else:
-        names = (name for name in result if name not in ("machine", "task", "others"))
-        yield from (f"{name:30} {result[name]}" for name in names)
+        yield from listed(result)
 
 
 if __name__ == "__main__":
