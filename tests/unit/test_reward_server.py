@@ -37,12 +37,9 @@ from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.wire import (
     BadMessage,
-    Sample,
     answer_body,
     read_answer,
     read_request,
-    request_body,
-    sample_json,
 )
 from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
@@ -69,39 +66,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-PROMPTS = st.builds(
-    Prompt,
-    index=st.integers(0, 10**9),
-    text=st.text(),
-    token_ids=st.lists(st.integers(0, 2**31)),
-    answer=st.text(),
-    fields=st.dictionaries(st.text(), VALUES, max_size=3),
-)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.tuples(PROMPTS, st.text()), max_size=4))
-def test_what_is_sent_is_read(samples: list[Sample]) -> None:
-    body = request_body([sample_json(*sample) for sample in samples])
-    assert read_request(body) == samples
-
-
-OUTCOMES = st.builds(
-    Outcome,
-    score=st.floats(-1e9, 1e9),
-    correct=st.none() | st.booleans(),
-    metrics=st.dictionaries(
-        st.from_regex(r"[a-z_]{1,9}", fullmatch=True).filter(lambda n: n not in ("reward", "correct")),
-        st.floats(allow_nan=False, allow_infinity=False),
-        max_size=3,
-    ),
-) | st.builds(Outcome, failure=st.sampled_from(["error", "timeout", "nan"]), detail=st.text("ab", min_size=1))  # fmt: skip
-
-
-@settings(max_examples=30)
-@given(st.lists(OUTCOMES, max_size=5))
-def test_what_is_answered_is_read(outcomes: list[Outcome]) -> None:
-    assert read_answer(answer_body(outcomes).decode(), len(outcomes)) == outcomes
 
 
 @settings(max_examples=30)

@@ -525,15 +525,6 @@ def test_a_function_of_ones_own_gets_a_plain_text(tmp_path: Any) -> None:
 # together, and refused
 
 
-def test_verifiers_add_up() -> None:
-    config = EnvironmentConfig(
-        rewards={"math": 1.0, "format": 0.25}, format=FormatConfig(tags=("think",))
-    )
-    both, one, none = verdicts(config, "<think>a</think>\\boxed{7}", "\\boxed{7}", "<think>")
-    assert [both.reward, one.reward, none.reward] == [1.25, 1.0, 0.0]
-    assert both.correct and one.correct and not none.correct
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": RegexConfig(pattern="a")}, "environment.regex has settings, but the verifier 'regex' is not used"),
     ({"verifier": "regex"}, "environment.regex.pattern is empty; set"),
@@ -554,16 +545,12 @@ def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], says:
 
 
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: RegexConfig(pattern="a", answer_is_pattern=True), "one of the two"),
-    (lambda: JsonSchemaConfig(schema="{}", schema_column="a"), "one of the two"),
     (lambda: ChoiceConfig(labels="AA"), "each once"),
     (lambda: ChoiceConfig(labels="A"), "at least two"),
     (lambda: FormatConfig(tags=()), "set one or several"),
     (lambda: FormatConfig(tags=("<a>",)), "letters, digits"),
     (lambda: LengthConfig(kind="cosine", shortest=5), "LengthConfig.shortest is 5"),
-    (lambda: LengthConfig(alpha=0.5), "LengthConfig.alpha is 0.5"),
     (lambda: LengthConfig(shortest=5, longest=5), "set it above"),
-    (lambda: LengthConfig(kind="l1_max", target=5, target_column="a"), "one of the two"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_each_other(make: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
