@@ -274,8 +274,7 @@ print("done")
         victim.wait()
 
 
-CALLS = (
-    """
+CALLS = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 child = os.fork()
@@ -287,15 +286,15 @@ vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
 calls = {
     "ptrace": lambda: libc.ptrace(16, child, 0, 0),
     "process_vm_readv": lambda: libc.process_vm_readv(child, vector, 1, vector, 1, 0),
-    "clone": lambda: libc.syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0),
+    "clone": lambda: libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0),
     "unshare": lambda: libc.unshare(0x10000000),
     "mount": lambda: libc.mount(b"none", b"/box", b"tmpfs", 0, None),
     "remount": lambda: libc.mount(None, b"/", None, 32, None),
     "umount2": lambda: libc.umount2(b"/proc", 2),
     "chroot": lambda: libc.chroot(b"/box"),
     "setns": lambda: libc.setns(os.open("/proc/self/ns/net", 0), 0),
-    "keyctl": lambda: libc.syscall(KEYCTL, 0, -3, 1),
-    "bpf": lambda: libc.syscall(BPF, 0, buffer, 0),
+    "keyctl": lambda: libc.syscall(250, 0, -3, 1),
+    "bpf": lambda: libc.syscall(321, 0, buffer, 0),
     "setuid": lambda: libc.setuid(0),
     "sethostname": lambda: libc.sethostname(b"x", 1),
 }
@@ -305,10 +304,7 @@ for name, call in calls.items():
     if name == "clone" and result == 0: os._exit(0)
     if result != -1: print(name)
 os.kill(child, 9)
-""".replace("KEYCTL", "250")
-    .replace("BPF", "321")
-    .replace("CLONE", "56")
-)
+"""
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls of x86_64")
