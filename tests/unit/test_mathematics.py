@@ -185,10 +185,12 @@ OPERATIONS: dict[str, tuple[list[str], Callable[[Fraction, int], Fraction]]] = {
 
 
 def arithmetic(random: Random) -> tuple[str, str, Fraction]:
-    """(expression, the same in words, its value) of a random question."""
+    """(expression, the same in words, its value) of a random question without a remainder."""
     name = random.choice(list(OPERATIONS))
     ways, function = OPERATIONS[name]
     a, b, c = random.randint(2, 99), random.randint(1, 4), random.randint(0, 99)
+    if name == "divided by":
+        a *= b
     text, words = random.choice(ways).format(a, b), f"{a} {name} {b}"
     value = function(Fraction(a), b)
     if name in ("plus", "minus", "times") and random.random() < 0.4:
