@@ -325,9 +325,7 @@ class EnvironmentConfig(Config):
         """Whether a verifier or reward function, also one of the mixture, is a reward server at an
         address.
         """
-        return bool(self._remote_names()) or any(
-            part._remote_names() for part in self.named_parts.values()
-        )
+        return any(part._remote_names() for part in self.named_parts.values())
 
     @property
     def names_used(self) -> list[str]:
@@ -360,9 +358,11 @@ class EnvironmentConfig(Config):
     @property
     def named_parts(self) -> dict[str, Self]:
         """{name in `mixture`, the table of verifiers for a mixture of data: an `EnvironmentConfig`
-        of its own, with that entry's verifier and without sessions}; empty without a mixture.
-        Raises `ValueError` that names the entry whose settings do not fit.
+        of its own, with that entry's verifier and without sessions}; {"": this configuration}
+        without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
         """
+        if not self.mixture:
+            return {"": self}
         found: dict[str, Self] = {}
         for name, entry in self.mixture.items():
             require(
@@ -405,8 +405,8 @@ class EnvironmentConfig(Config):
         verifier `code`, which runs programs that the model wrote against tests; empty if none is
         used.
         """
-        parts = self.named_parts or {"": self}
-        return {name: part.code for name, part in parts.items() if "code" in part.names_used}
+        parts = self.named_parts.items()
+        return {name: part.code for name, part in parts if "code" in part.names_used}
 
     @property
     def has_sessions(self) -> bool:

@@ -34,14 +34,30 @@ SCOPES_SINCE = 6
 leaves files alone, so that mounts stay possible in a namespace of the process's own."""
 
 
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call_libc(name: str, *values: int | str | bytes) -> int:
+    """Call the function `name` of the C library with `values`: integers as unsigned longs, texts
+    encoded. Returns its result. Raises `OSError` if that is -1.
+    """
+    given = [
+        ctypes.c_ulong(value) if isinstance(value, int) else os.fsencode(value) for value in values
+    ]
+    found: int = getattr(libc, name)(*given)
+    if found == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return found
+
+
 def landlock_version() -> int:
     """Version of Landlock's interface (ABI) in this kernel, from 1; 0 if there is none: before
     Linux 5.13, if Landlock is off, or on another system.
     """
     if sys.platform != "linux":
         return 0
-    found = ctypes.CDLL(None, use_errno=True).syscall(CREATE_RULESET, None, 0, ASK_VERSION)
-    return max(0, found)
+    return max(0, libc.syscall(CREATE_RULESET, None, 0, ASK_VERSION))
 
 
 def enter_own_domain(*, mounts: bool) -> bool:
@@ -60,47 +76,30 @@ def enter_own_domain(*, mounts: bool) -> bool:
         return False
     fields = (0, 0, SCOPE_SIGNALS) if has_scopes else (MAKE_BLOCK_DEVICES | MOVE,)
     rules = struct.pack(f"{len(fields)}Q", *fields)
-    libc = ctypes.CDLL(None, use_errno=True)
-    ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
-    _check(ruleset, "landlock_create_ruleset")
-    try:
-        if not has_scopes:
-            _allow_moves(libc, ruleset)
-        _check(libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-        _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
-    finally:
-        os.close(ruleset)
+    ruleset = call_libc("syscall", CREATE_RULESET, rules, len(rules), 0)
+    if not has_scopes:
+        root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        beneath, rule = 1, struct.pack("=Qi", MOVE, root)  # LANDLOCK_RULE_PATH_BENEATH
+        call_libc("syscall", ADD_RULE, ruleset, beneath, rule, 0)
+        os.close(root)
+    call_libc("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    call_libc("syscall", RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
     if not mounts:
-        _drop_looking(libc)
+        _drop_looking()
     return True
 
 
-def _allow_moves(libc: ctypes.CDLL, ruleset: int) -> None:
-    """Grant `MOVE` below the root folder."""
-    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    try:
-        beneath, rule = 1, struct.pack("=Qi", MOVE, root)  # LANDLOCK_RULE_PATH_BENEATH
-        _check(libc.syscall(ADD_RULE, ruleset, beneath, rule, 0), "landlock_add_rule")
-    finally:
-        os.close(root)
-
-
-def _drop_looking(libc: ctypes.CDLL) -> None:
+def _drop_looking() -> None:
     """Give up the capabilities `LOOKING` for good, as far as this process has them."""
     for number in LOOKING:  # refused without CAP_SETPCAP: then there is nothing to regain either
         libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
     head = struct.pack("Ii", CAPABILITY_VERSION, 0)
     found = ctypes.create_string_buffer(24)
-    _check(libc.capget(head, found), "capget")
+    call_libc("capget", head, ctypes.addressof(found))
     # Effective, permitted and inheritable, first their low 32 bits, then their high ones.
     words = list(struct.unpack("6I", found.raw))
     for number in LOOKING:
         for part in range(3):
             words[number // 32 * 3 + part] &= ~(1 << number % 32)
-    _check(libc.capset(head, struct.pack("6I", *words)), "capset")
-
-
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    call_libc("capset", head, struct.pack("6I", *words))

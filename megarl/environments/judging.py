@@ -44,7 +44,7 @@ class Judge:
         self.clients = {
             name: RewardClient(name, config, token) for name in named(config) if is_remote(name)
         }
-        self._parts = config.named_parts or {"": config}
+        self._parts = config.named_parts
 
     async def judge(
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None

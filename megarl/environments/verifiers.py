@@ -1,6 +1,6 @@
 """Verifiers and reward functions: they say how good a response is.
 
-    EnvironmentConfig --load_verifier--> (prompt, response) -> awaitable of the score
+    EnvironmentConfig --load_verifier--> (prompt, response) -> the score, or an awaitable of it
 
 A built-in verifier returns 1.0 for a right response and 0.0 for a wrong one. To add one, write a
 function that makes it from the configuration, in `megarl/apps/verifiers`, and name it in
@@ -31,9 +31,9 @@ from megarl.environments.user_code import Sources, load_by_path, own_function, s
 from megarl.schema import require
 from megarl.types import Prompt
 
-Verifier = Callable[[Prompt, str], Awaitable[Any]]
-"""A function (prompt, response text) -> awaitable of a number, a dict with `reward`, or a `Score`.
-It may raise and may be slow."""
+Verifier = Callable[[Prompt, str], Any]
+"""A function (prompt, response text) -> a number, a dict with `reward`, a `Score`, or an awaitable
+of one of these. It may raise and may be slow."""
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
@@ -77,6 +77,8 @@ VERIFIERS = {
     "none": "megarl.environments.verifiers:no_verifier",
 }
 """{name of a built-in verifier: "module:function" that makes it, (configuration) -> `Verifier`}"""
+OTHERS = f"one of {', '.join(VERIFIERS)}, or to "
+"""What a setting may be besides a user's function, for messages."""
 
 
 def import_built_in(config: EnvironmentConfig) -> None:
@@ -84,20 +86,18 @@ def import_built_in(config: EnvironmentConfig) -> None:
     this before it puts folders of the user's on `sys.path`, where a file may have the name of a
     library.
     """
-    names = {*named(config)}
-    for part in config.named_parts.values() or (config,):
-        names.add(part.length.verifier)
-    for name in names & VERIFIERS.keys():
+    others = {part.length.verifier for part in config.named_parts.values()}
+    for name in {*named(config), *others} & VERIFIERS.keys():
         lookup.load(VERIFIERS[name])
 
 
-def built_in(name: str, config: EnvironmentConfig) -> Verifier:
+def built_in(name: str, config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Any]]:
     """Make the built-in verifier called `name` ("math", ...): a function (prompt, response text) ->
     awaitable of the score, from 0 (wrong) to 1 (right) but for `length`. It reads only what follows
     the thinking of a response; but `length` reads the thinking too, and so does `format` if
     `format.tags` has the tag of thinking.
     """
-    verify: Verifier = lookup.load(VERIFIERS[name])(config)
+    verify: Callable[[Prompt, str], Awaitable[Any]] = lookup.load(VERIFIERS[name])(config)
     tags = {f"<{tag}>" for tag in config.format.tags}
     if name == "length" or (name == "format" and (config.thinking or TAGS)[0] in tags):
         return verify
@@ -154,14 +154,17 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
         return list(
             dict.fromkeys(split_name(name, f"{setting}.functions")[0] for name in functions)
         )
-    if config.mixture:
-        files: list[Path] = []
-        for name, part in config.named_parts.items():
-            with _in_part(name):
-                files += own_files(part)
-        return list(dict.fromkeys(files))
-    others = f"one of {', '.join(VERIFIERS)}, or to "
-    return [split_name(name, setting, others)[0] for name in local(config) if name not in VERIFIERS]
+    found = [split_name(name, where, OTHERS)[0] for where, name in _own_functions(config)]
+    return list(dict.fromkeys(found))
+
+
+def _own_functions(config: EnvironmentConfig) -> Iterator[tuple[str, str]]:
+    """(the recipe's key, a user's reward function that it names) of each such function."""
+    for part_name, part in config.named_parts.items():
+        where = f"environment.mixture.{part_name}: " if part_name else ""
+        for name in local(part):
+            if name not in VERIFIERS:
+                yield f"{where}{setting_of(part)}", name
 
 
 def load_functions(
@@ -173,18 +176,10 @@ def load_functions(
     be run from there instead of from the disk. Raises `ValueError` if a file or function cannot be
     loaded.
     """
-    functions: dict[str, RewardFunction] = {}
-    if config.mixture:
-        for name, part in config.named_parts.items():
-            with _in_part(name):
-                functions |= load_functions(part, sources)
-        return functions
-    setting = setting_of(config)
-    for name in [name for name in local(config) if name not in VERIFIERS]:
-        others = f"one of {', '.join(VERIFIERS)}, or to "
-        found = own_function(name, setting, others, sources)
-        functions[name] = recognised(found, name, setting)
-    return functions
+    return {
+        name: recognised(own_function(name, where, OTHERS, sources), name, where)
+        for where, name in _own_functions(config)
+    }
 
 
 def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
@@ -200,9 +195,9 @@ def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
     """Make the recipe's verifier, or the weighted sum of its reward functions: (prompt, response)
-    -> awaitable of the score. Reward servers are left out; if nothing else is named, every score is
-    0. `functions`: what `load_functions` has returned; None to load the user's functions now.
-    Raises `ValueError` if a file or function cannot be loaded.
+    -> the score, or an awaitable of it. Reward servers are left out; if nothing else is named,
+    every score is 0. `functions`: what `load_functions` has returned; None to load the user's
+    functions now. Raises `ValueError` if a file or function cannot be loaded.
     """
     functions = load_functions(config) if functions is None else functions
     if config.mixture:
@@ -214,26 +209,23 @@ def load_verifier(
     if not config.rewards:
         return loaded[config.verifier]
     shown = short_names(list(named(config)))
+    # A plain function may start an event loop of its own, so it is called outside of any.
+    plain = [name for name in loaded if name in functions and not functions[name].is_async]
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Score]:
-        made: list[Any] = []
-        try:
-            for name, function in loaded.items():
-                with _naming(shown[name]):
-                    made.append(function(prompt, response))
-        except BaseException:
-            _close(made)
-            raise
-        return total(made)
+        made: dict[str, Any] = {}
+        for name in plain:
+            with _naming(shown[name]):
+                made[name] = loaded[name](prompt, response)
+        return total(prompt, response, made)
 
-    async def total(made: list[Any]) -> Score:
+    async def total(prompt: Prompt, response: str, made: dict[str, Any]) -> Score:
         parts = []
-        try:
-            for (name, weight), answer in zip(weights.items(), made, strict=True):
-                with _naming(shown[name]):
-                    parts.append((shown[name], weight, read_score(await answer)))
-        finally:
-            _close(made)
+        for name, weight in weights.items():
+            with _naming(shown[name]):
+                answer = made[name] if name in made else loaded[name](prompt, response)
+                score = read_score(await answer if inspect.isawaitable(answer) else answer)
+                parts.append((shown[name], weight, score))
         return add_up(parts)
 
     return verify
@@ -243,22 +235,11 @@ def _by_name(config: EnvironmentConfig, functions: Mapping[str, RewardFunction])
     """A verifier that scores each response with the named verifier of its prompt."""
     verifiers: dict[str, Verifier] = {}
     for name, part in config.named_parts.items():
-        with _in_part(name):
+        try:
             verifiers[name] = load_verifier(part, functions)
-
-    def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
-        return verifiers[named_part(prompt, config)](prompt, response)
-
-    return verify
-
-
-@contextmanager
-def _in_part(name: str) -> Iterator[None]:
-    """A context in which the message of a `ValueError` begins with the mixture's entry."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"environment.mixture.{name}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"environment.mixture.{name}: {error}") from error
+    return lambda prompt, response: verifiers[named_part(prompt, config)](prompt, response)
 
 
 def named_part(prompt: Prompt, config: EnvironmentConfig) -> str:
@@ -287,34 +268,20 @@ def _naming(name: str) -> Iterator[None]:
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _close(made: Sequence[Any]) -> None:
-    """Close the coroutines of `made`, so that Python does not warn of those nobody awaited."""
-    for one in made:
-        if inspect.iscoroutine(one):
-            one.close()
-
-
 def _load_one(
     name: str, config: EnvironmentConfig, functions: Mapping[str, RewardFunction]
 ) -> Verifier:
-    """The verifier or reward function `name`. A user's plain function runs when it is called, and
-    an `async` one when the result is awaited: the first may start an event loop of its own.
-    """
+    """The verifier or reward function `name`."""
     if name in VERIFIERS:
         return built_in(name, config)
     found, is_alone = functions[name].call, len(local(config)) == 1
 
-    def verify(prompt: Prompt, response: str) -> Awaitable[Any]:
+    def verify(prompt: Prompt, response: str) -> Any:
         if not is_alone:  # what a function does to the row is not for the others to see
             prompt = copy.deepcopy(prompt)
-        score: Any = found(prompt, str(response))  # a plain text, not `answers.Counted`
-        return score if inspect.isawaitable(score) else _ready(score)
+        return found(prompt, str(response))  # a plain text, not `response_text.Counted`
 
     return verify
-
-
-async def _ready(score: Any) -> Any:
-    return score
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

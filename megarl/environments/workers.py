@@ -17,7 +17,7 @@ process fails.
 Thousands of sessions are open at once; the calls of one process run concurrently. A call that
 exceeds its time limit costs its own rollout. A process that ends, or that one call keeps from
 answering anything, costs the rollouts whose sessions it ran. If no process starts in its place, the
-calls fail, and the start is tried again later: the run goes on.
+run ends with the reason.
 """
 
 from __future__ import annotations
@@ -67,14 +67,7 @@ END_WITHIN_S = 1.0
 """Seconds that a process has to end by itself once its socket is closed, so that its exit code is
 known. Replies that a process sent before it ended are read for as long, since a child process may
 hold the socket open."""
-TRIES, FIRST_PAUSE_S = 3, 1.0
-"""How often the start of a process is tried, and the pause in seconds after the first failure,
-which doubles."""
-PAUSE_S = 30.0
-"""Seconds for which calls fail after a process did not start, before the start is tried again."""
 DECODE_WITHIN_S = 60.0
-DECODE_TRIES = 3
-"""How often a request to decode a response is made, if it is not answered."""
 
 
 @dataclass(eq=False)
@@ -320,8 +313,6 @@ class Workers:
         self.files = UserFiles(own_files(config))
         self.places: list[Worker | None] = [None] * (config.num_workers + 1)
         self._starting = [asyncio.Lock() for _ in self.places]
-        self._failed = [(-PAUSE_S, "") for _ in self.places]
-        """For each entry of `places`: when its process last did not start, and why."""
         self._busy = [0] * config.num_workers
         """Requests under way in each process but the one for calls that are repeated."""
         self._room = asyncio.Semaphore(config.num_workers)
@@ -383,23 +374,20 @@ class Workers:
 
     async def decode(self, token_ids: np.ndarray) -> str:
         """The text of the token ids of one response, [T], decoded in a worker process, without
-        special tokens. Raises `RuntimeError` if three attempts (`DECODE_TRIES`) fail.
+        special tokens. Raises `RuntimeError` if that fails.
         """
-        reply: Reply = {}
-        for _ in range(DECODE_TRIES):
-            try:
-                call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
-                reply = await self._shielded(call)
-                if "text" in reply:
-                    return reply["text"]
-            except WorkerLost as lost:
-                reply = {"detail": f"the worker process {lost}"}
-                self.files.warn("a worker process was lost while it decoded a response")
-        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
+        try:
+            call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
+            reply = await self._shielded(call)
+        except WorkerLost as lost:
+            reply = {"detail": f"the worker process {lost}"}
+        if "text" not in reply:
+            raise RuntimeError(f"decoding a response failed: {reply['detail']}")
+        return reply["text"]
 
     async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
         try:
-            found = Outcome.of(await self._shielded(call))
+            found = Outcome(**await self._shielded(call))
         except WorkerLost as lost:
             said = f"the process of the session {lost}"
             if not self._config.has_sessions:
@@ -486,8 +474,8 @@ class Workers:
             worker.lose(WorkerLost("error", "has retired"))
 
     async def _at(self, place: int, within_s: float | None = None) -> Worker:
-        """The process in a place, started if none runs there. Raises `WorkerLost` if none starts;
-        `ValueError` instead if no process has started before, since the user's code is then wrong.
+        """The process in a place, which is started if none runs there. Raises `ValueError` if that
+        fails.
         """
         async with self._starting[place]:
             worker = self.places[place]
@@ -499,29 +487,12 @@ class Workers:
                     self.files.warn(f"a worker process {lost} between two calls, and is replaced")
             if worker is None or worker.lost or worker.retires:
                 self.places[place] = None
-                worker = self.places[place] = await self._started(place, within_s)
+                worker = self.places[place] = await self._start(within_s)
             return worker
 
-    async def _started(self, place: int, within_s: float | None) -> Worker:
-        """A new process for a place; see `_at`."""
-        failed_at, why = self._failed[place]
-        if time.monotonic() - failed_at < PAUSE_S:
-            raise WorkerLost("error", why)
-        for number in range(TRIES):
-            if number > 0:
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
-            if self._closed:
-                raise RuntimeError("the environment's pool is closed")
-            try:
-                return await self._start(within_s)
-            except ValueError as error:
-                if self._overlaps is None and not self._closed:
-                    raise
-                why = f"did not start again: {error}"
-        self._failed[place] = (time.monotonic(), why)
-        raise WorkerLost("error", why)
-
     async def _start(self, within_s: float | None) -> Worker:
+        if self._closed:
+            raise RuntimeError("the environment's pool is closed")
         sources = self.files.current()
         worker = Worker(self._config)
         self._alive.add(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -52,7 +53,8 @@ def ask(
     verify: Any = load_verifier(config)
 
     async def whole() -> Any:
-        return await verify(Prompt(4, text, [], answer, fields), response)
+        found = verify(Prompt(4, text, [], answer, fields), response)
+        return await found if inspect.isawaitable(found) else found
 
     return asyncio.run(whole())
 

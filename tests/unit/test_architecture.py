@@ -262,13 +262,6 @@ os._exit(wrong)
 """
 
 
-def test_the_configuration_is_light() -> None:
-    heavy = "[m for m in ('torch', 'ray', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
-    code = f"import sys, megarl.config, megarl.cli; print({heavy})"
-    done = python("-c", code)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_only_parallel_and_weight_sync_call_torch_distributed() -> None:
     users = {
         package(name)
@@ -300,9 +293,15 @@ def test_files_and_functions_stay_short() -> None:
     assert not long
 
 
-def test_the_service_process_is_light() -> None:
-    """It starts while engines and trainer ranks need the CPU."""
-    heavy = "[m for m in ('torch', 'vllm', 'deepspeed', 'transformers') if m in sys.modules]"
-    code = f"import sys, megarl.cluster.service_process; print({heavy})"
+@pytest.mark.parametrize(
+    ("imported", "heavy"),
+    [
+        ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
+        # It starts while engines and trainer ranks need the CPU.
+        ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
+    ],
+)
+def test_what_starts_often_is_light(imported: str, heavy: str) -> None:
+    code = f"import sys, {imported}; print([m for m in '{heavy}'.split() if m in sys.modules])"
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
-import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,95 +61,47 @@ def partial() -> Verify:
 
 # ------------------------------------------------------------------ problems of every form
 
-# name: (expression of a and b that is right, one that is wrong for most, kind of arguments)
-FUNCTIONS = {
-    "add": ("a + b", "a - b"),
-    "power": ("a ** (b % 5)", "a * (b % 5)"),
-    "divisor": ("math.gcd(a, b)", "min(a, b)"),
-    "digits": ("sum(map(int, str(abs(a * b))))", "len(str(a * b))"),
-    "both": ("[a, b]", "[b, a]"),
-    "pair": ("(a, [b])", "(b, [a])"),
-    "text": ("f'{a}:{b}'", "f'{b}:{a}'"),
-    "counts": ("{'a': a, 'b': [b]}", "{'a': b, 'b': [a]}"),
-    "half": ("a / 2 + b", "a / 2 - b"),
-    "less": ("a < b", "a > b"),
-    "primes": ("[n for n in range(2, a) if all(n % d for d in range(2, n))]", "list(range(2, a))"),
-    "nested": ("[[a] * 2, [[b]]]", "[[b] * 2, [[a]]]"),
-    "letters": ("sorted(set(str(a) + str(b)))", "sorted(str(a) + str(b) + '0')"),
-    "nothing": ("None if a > b else a", "None if a <= b else a"),
-    "big": ("(a + 1) ** 40 + b", "(a + 1) ** 40 - b"),
+READS = "import math\na, b = map(int, input().split())\nprint(math.gcd(a, b))"
+DEFINES = "import math\ndef f(a, b): return math.gcd(a, b)"
+SOLUTION = "class Solution:\n    def f(self, a: int, b: int) -> Optional[List[int]]:\n        return gcd(a, b)"
+PAIRS = {"inputs": ["4 6", "6 9"], "outputs": ["2", "3"]}
+ENDS = [{"input": "4 6", "output": "2"}, {"input": "6 9", "output": "3", "testtype": "stdin"}]
+FUNCTIONAL = [{"input": "4\n6", "output": "2", "testtype": "functional"},
+              {"input": "6\n9", "output": "3", "testtype": "functional"}]  # fmt: skip
+CALLED = {"fn_name": "f", "inputs": [[4, 6], [6, 9]]}
+CHECKED = "def check(candidate):\n    assert candidate(4, 6) == 2 and candidate(6, 9) == 3\n"
+PROBLEMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "stdin": ({"input_output": PAIRS}, (READS,)),
+    "stdin as text": ({"input_output": json.dumps(PAIRS)}, (READS,)),
+    "calls": ({"input_output": {**CALLED, "outputs": [2, 3]}}, (DEFINES, SOLUTION)),
+    "wrapped": ({"input_output": {**CALLED, "outputs": [[2], [3]]}}, (DEFINES, SOLUTION)),
+    "cases": (
+        {"public_test_cases": json.dumps(ENDS[:1]), "private_test_cases": json.dumps(ENDS[1:])},
+        (READS,),
+    ),
+    "functional": (
+        {"public_test_cases": FUNCTIONAL, "metadata": json.dumps({"func_name": "f"})},
+        (DEFINES, SOLUTION),
+    ),
+    "asserts": ({"test_list": ["assert f(4, 6) == 2", "assert f(6, 9) == 3"]}, (DEFINES,)),
+    "check": (
+        {"prompt": "import math\ndef f(a, b):\n", "entry_point": "f", "test": CHECKED},
+        (DEFINES, "    return math.gcd(a, b)\n"),
+    ),
 }
-FORMS = ("stdin", "calls", "wrapped", "cases", "functional", "asserts", "check")
 
 
-def problem(form: str, name: str, seed: int) -> tuple[dict[str, Any], str, str]:
-    """(row, right response, wrong response). The expected values are computed here."""
-    draw = random.Random(f"{form}{name}{seed}")
-    right, wrong = FUNCTIONS[name]
-    while True:
-        pairs = [(draw.randint(1, 40), draw.randint(41, 80)) for _ in range(2)]
-        expected = [eval(right, {"math": math}, {"a": a, "b": b}) for a, b in pairs]
-        others = [eval(wrong, {"math": math}, {"a": a, "b": b}) for a, b in pairs]
-        if expected != others:
-            break
-    plain = json.loads(json.dumps(expected))
-    function = "import math\ndef {name}(a, b):\n    return {body}\n"
-    reads = "import math, json\na, b = map(int, input().split())\nprint(json.dumps({body}))\n"
-    source = reads if form in ("stdin", "cases") else function
-    if seed % 2 and form in ("calls", "functional"):
-        source = "class Solution:\n    def {name}(self, a: int, b: int) -> Optional[List[int]]:\n        return {body}\n"
-    answers = [source.format(name=name, body=body) for body in (right, wrong)]
-    lines = [f"{a} {b}\n" for a, b in pairs]
-    texts = [json.dumps(one) for one in plain]
-    if form == "stdin":
-        data: Any = {"inputs": lines, "outputs": texts}
-        row = {"input_output": json.dumps(data) if seed % 2 else data}
-    elif form == "calls":
-        row = {"input_output": {"fn_name": name, "inputs": [[*p] for p in pairs], "outputs": plain}}
-    elif form == "wrapped":
-        wrapped = [[one] for one in plain]
-        row = {"input_output": json.dumps({"fn_name": name, "inputs": pairs, "outputs": wrapped})}
-    elif form == "cases":
-        ends = zip(lines, texts, strict=True)
-        cases = [{"input": i, "output": o, "testtype": "stdin"} for i, o in ends]
-        row = {"public_test_cases": json.dumps(cases[:1])}
-        row["private_test_cases"] = json.dumps(cases[1:])
-    elif form == "functional":
-        cases = [
-            {"input": f"{a}\n{b}", "output": text, "testtype": "functional"}
-            for (a, b), text in zip(pairs, texts, strict=True)
-        ]
-        row = {"public_test_cases": cases, "metadata": json.dumps({"func_name": name})}
-    elif form == "asserts":
-        results = zip(pairs, expected, strict=True)
-        row = {"test_list": [f"assert {name}{p} == {v!r}" for p, v in results]}
-    else:
-        results = zip(pairs, expected, strict=True)
-        checks = "".join(f"    assert candidate{p} == {v!r}\n" for p, v in results)
-        starts = f'import math\ndef {name}(a, b):\n    """Two numbers."""\n'
-        row = {"prompt": starts, "entry_point": name, "test": f"def check(candidate):\n{checks}"}
-        if seed % 2:  # only the body
-            return row, f"    return {right}\n", f"    return {wrong}\n"
-    return row, *(f"I think.\n```python\n{answer}```\nDone." for answer in answers)
+@pytest.mark.parametrize("form", PROBLEMS)
+def test_problems_of_every_form(verify: Verify, form: str) -> None:
+    """The wrong program passes the first test alone."""
+    row, programs = PROBLEMS[form]
+    for right in programs:
+        wrong = right.replace("math.gcd(a, b)", "a - 2").replace("gcd(a, b)", "a - 2")
+        assert verify(row, right).reward == 1.0, right
+        assert verify(row, wrong).reward == 0.0, wrong
 
 
-def test_every_problem_is_judged_right() -> None:
-    """210 problems of 7 forms, each with a right and a wrong program."""
-    cases = [problem(*one) for one in itertools.product(FORMS, FUNCTIONS, range(2))]
-    judges = [made(), made()]
-    found: list[list[tuple[int, float, float]]] = [[], []]
-
-    def work(number: int) -> None:
-        for index in range(number, len(cases), 2):
-            row, right, wrong = cases[index]
-            one, other = judges[number](row, right), judges[number](row, wrong)
-            found[number].append((index, one.reward, other.reward))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
-    disagree = [one for part in found for one in part if one[1:] != (1.0, 0.0)]
-    assert sum(map(len, found)) == len(cases) == 210
-    assert not disagree, [(cases[index], one, other) for index, one, other in disagree[:3]]
+# name: (expression of a and b that is right, one that is wrong for most, kind of arguments)
 
 
 def test_the_share_of_tests(partial: Verify) -> None:
@@ -608,12 +557,6 @@ def test_rows_that_no_program_passes_are_named(
     assert not used or f"tests of row 3, 4, 5, 6, 7 and 3 more use '{used}.'" in told
 
 
-def test_settings_of_a_verifier_that_is_not_used_are_refused() -> None:
-    with pytest.raises(ValueError, match="the verifier 'code' is not used"):
-        EnvironmentConfig(code=CodeConfig(partial=True))
-    EnvironmentConfig(rewards={"code": 1.0, "math": 0.5}, code=CodeConfig(partial=True))
-
-
 def test_tests_are_read_from_the_column_that_is_set() -> None:
     row = {"input_output": {"inputs": ["1"], "outputs": ["1"]}, "mine": ["assert f(1) == 1"]}
     assert read_tests(row).kind == "stdin"
@@ -680,9 +623,3 @@ def test_in_a_worker_process() -> None:
     assert found[2].metrics["timed_out"] == 1.0
     [failed] = verdicts(config, "print(1)", prompt=prompt({"x": 1}))
     assert failed.failure == "error" and "set environment.code.tests_column" in failed.detail
-
-
-def test_without_a_sandbox_the_verifier_does_not_load() -> None:
-    config = EnvironmentConfig(verifier="code", code=CodeConfig(interpreter=("nolang",)))
-    with pytest.raises(ValueError, match="begins with 'nolang'"):
-        verdicts(config, "x")

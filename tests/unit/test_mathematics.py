@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -166,38 +168,35 @@ def test_unevaluated_expressions_may_be_allowed() -> None:
     assert ask(lenient, "130", "\\boxed{67 + 62}") == 0.0
 
 
+OPERATIONS: dict[str, tuple[list[str], Callable[[Fraction, int], Fraction]]] = {
+    "plus": (["{} + {}"], operator.add),
+    "minus": (["{} - {}", "{} \u2212 {}"], operator.sub),
+    "times": (
+        ["{} * {}", "{} \u00d7 {}", "{} \u00b7 {}", "{} \\times {}", "{} x {}"],
+        operator.mul,
+    ),
+    "divided by": (
+        ["{} / {}", "{} \u00f7 {}", "{} \\div {}", "\\frac{{{}}}{{{}}}"],
+        operator.truediv,
+    ),
+    "to the power of": (["{}^{}", "{} ** {}", "{}^{{{}}}"], operator.pow),
+}
+"""{operation in words: (ways to write it, function)}"""
+
+
 def arithmetic(random: Random) -> tuple[str, str, Fraction]:
     """(expression, the same in words, its value) of a random question without a remainder."""
-    numbers = [random.randint(0, 99) for _ in range(3)]
-    a, b, c = numbers
-    name = random.choice(["plus", "minus", "times", "divided by", "to the power of"])
+    name = random.choice(list(OPERATIONS))
+    ways, function = OPERATIONS[name]
+    a, b, c = random.randint(2, 99), random.randint(1, 4), random.randint(0, 99)
     if name == "divided by":
-        b = random.randint(1, 30)
-        a = b * random.randint(0, 40)
-    if name == "to the power of":
-        a, b = random.randint(2, 12), random.randint(1, 4)
-    signs = {
-        "plus": ["+"], "minus": ["-", "−"], "times": ["*", "×", "·", "\\times", "\\cdot", "x"],
-        "divided by": ["/", "÷", "\\div"], "to the power of": ["^", "**"],
-    }  # fmt: skip
-    value = {
-        "plus": Fraction(a + b), "minus": Fraction(a - b), "times": Fraction(a * b),
-        "divided by": Fraction(a, b or 1), "to the power of": Fraction(a) ** b,
-    }[name]  # fmt: skip
-    text = f"{a} {random.choice(signs[name])} {b}"
-    if name == "to the power of" and random.random() < 0.5:
-        text = f"{a}^{{{b}}}"
-    if name == "divided by" and random.random() < 0.3:
-        text = f"\\frac{{{a}}}{{{b}}}"
-    words = f"{a} {name} {b}"
+        a *= b
+    text, words = random.choice(ways).format(a, b), f"{a} {name} {b}"
+    value = function(Fraction(a), b)
     if name in ("plus", "minus", "times") and random.random() < 0.4:
         left, right = random.choice([("(", ")"), ("\\left(", "\\right)"), ("[", "]")])
-        sign, word = random.choice([("+", "plus"), ("-", "minus"), ("*", "times")])
-        text, words = f"{left}{text}{right} {sign} {c}", f"{words}, {word} {c}"
-        value = {"+": value + c, "-": value - c, "*": value * c}[sign]
-    if random.random() < 0.3 and " x " not in text:
-        text = text.replace(" ", "")
-    return text, words, value
+        return f"{left}{text}{right} + {c}", f"{words}, plus {c}", value + c
+    return text if " x " in text else text.replace(" ", ""), words, value
 
 
 REPEATED = [

@@ -71,15 +71,6 @@ def test_responses_travel_in_batches_and_each_gets_its_own_score() -> None:
     assert app.most_under_way <= 3
 
 
-async def test_a_lone_response_waits_no_longer_than_the_linger() -> None:
-    with serving(Scripted()) as url:
-        async with client_of(url, linger_ms=200.0) as client:
-            await client.score(PROMPT, "the first opens the connection")
-            began = time.monotonic()
-            await client.score(PROMPT, "x")
-            assert 0.2 <= time.monotonic() - began < 60
-
-
 async def test_an_answer_that_nobody_asked_for_is_no_verdict() -> None:
     """A second answer to a request, which came later, was the verdict on the next response."""
     port, again = free_port(), list[asyncio.StreamWriter]()

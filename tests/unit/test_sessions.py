@@ -341,28 +341,3 @@ async def test_a_process_with_stopped_calls_ends_after_its_sessions(tmp_path: Pa
         while old.lost is None:
             await asyncio.sleep(0.01)
         assert (await pool.step("new", SAID)).observation
-
-
-async def test_a_process_that_does_not_start_again_costs_calls_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The user's code loaded once, so that a failure later is not its author's."""
-    for name, value in (("FIRST_PAUSE_S", 0.01), ("PAUSE_S", 0.5)):
-        monkeypatch.setattr(f"megarl.environments.workers.{name}", value)
-    async with workers(tmp_path, "Mixed") as pool:
-        await pool.begin("a", prompt("die"))
-        starts, tries = pool._start, []
-
-        async def refuse(*_: Any) -> Any:
-            tries.append(1)
-            raise ValueError("no server")
-
-        monkeypatch.setattr(pool, "_start", refuse)
-        assert (await pool.step("a", SAID)).failure == "error"
-        for _ in range(2):  # the second without another try
-            found = await pool.begin("b", prompt())
-            assert found.failure == "error" and "did not start again: no server" in found.detail
-        assert len(tries) == 3
-        monkeypatch.setattr(pool, "_start", starts)
-        await asyncio.sleep(0.5)
-        assert (await pool.begin("c", prompt())).observation == []

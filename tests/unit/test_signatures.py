@@ -57,10 +57,6 @@ def both(completions, solution_str): return [1.0]
 def twice(completions, response): return [1.0]
 def swapped(response, prompt): return 1.0
 def old(completion, answer): return 1.0
-def solved(solution, gold): return 1.0
-def predicted(prediction, answer): return 1.0
-def with_truth(text, truth): return 1.0
-def hypothesis(hypothesis, x): return 1.0
 def expected(x, expected): return 1.0
 def unknown(x, answer, *args): return 1.0
 def fine(question, answer): return 1.0
@@ -147,10 +143,6 @@ def test_what_such_a_function_does_wrong_is_said(own: str, name: str, said: str)
     ("twice", r"twice\(completions, response\), which names the response twice"),
     ("swapped", r"swapped\(response, prompt\), but is called with .*, in this order; write"),
     ("old", r"old\(completion, answer\), but is called with .*, in this order; write"),
-    ("solved", r"solved\(solution, gold\), but is called with .*prompt\.answer"),
-    ("predicted", r"predicted\(prediction, answer\), but is called with .*, in this order"),
-    ("with_truth", r"with_truth\(text, truth\), but is called with .*, in this order"),
-    ("hypothesis", r"hypothesis\(hypothesis, x\), but is called with .*, in this order"),
     ("expected", r"expected\(x, expected\), but is called with .*, in this order"),
     ("unknown", r"unknown\(x, answer, \*args\), but is called with .*, in this order"),
     ("needs_more", "verl's form does not give tokenizer; give these parameters defaults"),

@@ -68,11 +68,7 @@ def test_the_schema_is_the_signatures() -> None:
     assert (about["name"], about["description"]) == ("weather", "The weather of a place.")
     parameters = about["parameters"]
     assert parameters["required"] == ["place"] and parameters["additionalProperties"] is False
-    assert parameters["properties"]["unit"] == {
-        "default": "C",
-        "enum": ["C", "F"],
-        "type": "string",
-    }
+    assert parameters["properties"]["unit"]["enum"] == ["C", "F"]
     assert parameters["properties"]["place"] == {"$ref": "#/$defs/Place"}
     json.dumps(shown)
 
@@ -422,13 +418,10 @@ def kit(folder: Path, **settings: Any) -> ToolKit:
     return asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_kits_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("def add(a: int) -> int:\n    return a\n")
     functions = (f"{CALCULATOR}:add", f"{tmp_path}/more.py:add")
     with pytest.raises(ValueError, match=r"2 tools named 'add'.*calculator.*more"):
         kit(tmp_path, functions=functions)
-
-
-def test_an_unknown_parser_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parser is 'hermas'; set one of .*hermes"):
         kit(tmp_path, functions=(f"{CALCULATOR}:add",), parser="hermas")

@@ -139,7 +139,7 @@ async def test_a_server_that_does_not_start_says_why(tmp_path: Path, text: str, 
     assert re.search(f"servers.broken: `.*` gave no list of tools.*{said}", told), told
 
 
-PAGES = """import json, sys
+BY_HAND = """import json, os, sys
 for line in sys.stdin:
     asked = json.loads(line)
     page = int((asked.get("params") or {}).get("cursor", 0))
@@ -148,28 +148,17 @@ for line in sys.stdin:
         found["nextCursor"] = str(page + 1)
     if asked["method"] == "initialize":
         found = {"protocolVersion": "2025-03-26", "capabilities": {}}
-        found["serverInfo"] = {"name": "pages", "version": "1"}
-    if "id" in asked:
-        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)"""
-
-
-async def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
-    async with tools_of(ToolServer("pages", program(tmp_path, PAGES))) as tools:
-        assert list(tools) == ["tool0", "tool1", "tool2"]
-
-
-JUNK = """import json, os, sys
-for line in sys.stdin:
-    asked = json.loads(line)
-    found = {"tools": [{"name": "tool", "inputSchema": {"type": "object"}}]}
-    if asked["method"] == "initialize":
-        found = {"protocolVersion": "2025-03-26", "capabilities": {}}
-        found["serverInfo"] = {"name": "junk", "version": "1"}
+        found["serverInfo"] = {"name": "by hand", "version": "1"}
     if asked["method"] == "tools/call":
         os.write(1, eval(sys.argv[1]))
         found = {"content": [{"type": "text", "text": "fine \u2713"}]}
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)"""
+
+
+async def test_a_list_of_several_pages_is_read_to_its_end(tmp_path: Path) -> None:
+    async with tools_of(ToolServer("pages", program(tmp_path, BY_HAND))) as tools:
+        assert list(tools) == ["tool0", "tool1", "tool2"]
 
 
 @pytest.mark.parametrize(
@@ -180,19 +169,19 @@ for line in sys.stdin:
 async def test_a_line_that_is_no_message_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, junk: str
 ) -> None:
-    async with tools_of(ToolServer("junk", program(tmp_path, JUNK, f'"{junk}"'))) as tools:
+    async with tools_of(ToolServer("junk", program(tmp_path, BY_HAND, f'"{junk}"'))) as tools:
         for _ in range(2):
-            assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
+            assert await tools["tool0"].call("{}", 10.0) == "fine \u2713"
     assert caplog.text == "", "no traceback for each of them"
 
 
 async def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
     """The client would end the session of all calls."""
-    async with tools_of(ToolServer("junk", program(tmp_path, JUNK, "'bytes()'"))) as tools:
+    async with tools_of(ToolServer("junk", program(tmp_path, BY_HAND, "'bytes()'"))) as tools:
         for bad in (r'{"a": "\ud800"}', r'{"\udfff": 1}', '{"a": %s}' % ("[" * 300 + "]" * 300)):
             with pytest.raises(CallError, match="the arguments cannot be sent"):
-                await tools["tool"].call(bad, 10.0)
-        assert await tools["tool"].call(r'{"a": "\ud83d\ude00"}', 10.0) == "fine \u2713"
+                await tools["tool0"].call(bad, 10.0)
+        assert await tools["tool0"].call(r'{"a": "\ud83d\ude00"}', 10.0) == "fine \u2713"
 
 
 @pytest.mark.parametrize(
@@ -203,13 +192,13 @@ async def test_arguments_that_cannot_be_sent_fail_alone(tmp_path: Path) -> None:
 async def test_what_a_server_writes_is_passed_on_within_bounds(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, times: int
 ) -> None:
-    loud = f"""import os, sys\nsys.stderr.write("{text}" * {times} + "the end\\n")\n{JUNK}"""
+    loud = f"""import os, sys\nsys.stderr.write("{text}" * {times} + "the end\\n")\n{BY_HAND}"""
     ends = """bytes() if not asked["params"]["arguments"] else os._exit(1)"""
     async with tools_of(ToolServer("loud", program(tmp_path, loud, f"'{ends}'"))) as tools:
-        assert await tools["tool"].call("{}", 10.0) == "fine \u2713"
+        assert await tools["tool0"].call("{}", 10.0) == "fine \u2713"
         for _ in range(2):
             with pytest.raises(ToolUnavailable, match=r"it wrote: .*the end"):
-                await tools["tool"].call('{"end": 1}', 10.0)
+                await tools["tool0"].call('{"end": 1}', 10.0)
     wrote = capfd.readouterr().err
     if times == 10:
         assert wrote == ("a line\n" * 10 + "the end\n") * 2, "of each start"

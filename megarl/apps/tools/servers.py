@@ -133,12 +133,7 @@ class ToolServer:
                     tools += listed.tools
                 self._session = session
                 if not ready.done():
-                    ready.set_result(
-                        [
-                            function_schema(one.name, one.description, one.input_schema)
-                            for one in tools
-                        ]
-                    )
+                    ready.set_result(list(map(_schema, tools)))
                 await stop.wait()
         except BaseException as error:
             if not ready.done():

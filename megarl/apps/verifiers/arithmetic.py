@@ -7,6 +7,7 @@ parser of LaTeX takes time that doubles with each level.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000
@@ -107,7 +108,7 @@ class _NotArithmetic(Exception):
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of each token, with ("end", "") at the end."""
+    """(kind, text) of each token."""
     found: list[tuple[str, str]] = []
     place = 0
     while place < len(text):
@@ -117,26 +118,34 @@ def _tokens(text: str) -> list[tuple[str, str]]:
         if match.lastgroup is not None:
             found.append((match.lastgroup, match[0]))
         place = match.end()
-    return [*found, ("end", "")]
+    return found
 
 
-class _Reader:
-    """A recursive-descent parser. `depth` in its methods is the number of open brackets."""
+class TokenReader:
+    """Goes through the tokens of an expression, given as (kind, text) each; behind the last one
+    comes a token of the kind "end".
+    """
 
-    def __init__(self, tokens: list[tuple[str, str]]) -> None:
-        self._tokens, self._place = tokens, 0
+    def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
+        self._tokens, self._place = [*tokens, ("end", "")], 0
 
     def kind(self) -> str:
+        """The kind of the next token."""
         return self._tokens[self._place][0]
 
-    def _take(self) -> str:
+    def take(self) -> str:
+        """Go on behind the next token; returns its text."""
         self._place += 1
         return self._tokens[self._place - 1][1]
+
+
+class _Reader(TokenReader):
+    """A recursive-descent parser. `depth` in its methods is the number of open brackets."""
 
     def sum(self, depth: int) -> Fraction:
         value = self._product(depth)
         while self.kind() == "sign":
-            sign = self._take()
+            sign = self.take()
             term = self._product(depth)
             value = value + term if sign == "+" else value - term
         return value
@@ -145,7 +154,7 @@ class _Reader:
         value = self._signed(depth)
         while self.kind() in ("times", "over"):
             kind = self.kind()
-            self._take()
+            self.take()
             factor = self._signed(depth)
             value = value * factor if kind == "times" else value / factor
         return value
@@ -153,7 +162,7 @@ class _Reader:
     def _signed(self, depth: int) -> Fraction:
         negative = False
         while self.kind() == "sign":
-            negative ^= self._take() == "-"
+            negative ^= self.take() == "-"
         value = self._power(depth)
         return -value if negative else value
 
@@ -161,7 +170,7 @@ class _Reader:
         base = self._atom(depth)
         if self.kind() != "power":
             return base
-        self._take()
+        self.take()
         exponent = self._atom(depth)
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if exponent.denominator != 1 or bits * abs(exponent) > MAX_BITS or self.kind() == "power":
@@ -173,9 +182,9 @@ class _Reader:
             raise _NotArithmetic
         kind = self.kind()
         if kind == "number":
-            return _number(self._take())
+            return _number(self.take())
         if kind == "frac":
-            self._take()
+            self.take()
             return self._brackets("{", depth) / self._brackets("{", depth)
         if kind == "open":
             return self._brackets("", depth)
@@ -183,11 +192,11 @@ class _Reader:
 
     def _brackets(self, required: str, depth: int) -> Fraction:
         """The value in brackets; `required` is the opening bracket, or empty for any."""
-        opening = self._take()
+        opening = self.take()
         if opening not in CLOSING or (required and opening != required):
             raise _NotArithmetic
         value = self.sum(depth + 1)
-        if self._take() != CLOSING[opening]:
+        if self.take() != CLOSING[opening]:
             raise _NotArithmetic
         return value
 

@@ -15,6 +15,8 @@ from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 
+from megarl.apps.verifiers.arithmetic import TokenReader
+
 MAX_CHARACTERS = 1000
 """Expressions with more characters are not read and count as unfinished."""
 MAX_DEPTH = 50
@@ -110,28 +112,21 @@ def _read(text: str) -> tuple[str, ...] | None:
     return tuple(reader.to_simplify)
 
 
-class _Reader:
+class _Reader(TokenReader):
     """A recursive-descent reader that takes everything it does not know for one value. `depth` is
     the number of open brackets. Its methods return the explicit number that was read, without its
     sign, or None for any other value; they raise `_Unfinished`.
     """
 
     def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
-        self._tokens, self._place = [*tokens, ("end", "")], 0
+        super().__init__(tokens)
         self.to_simplify: list[str] = []
-
-    def _kind(self) -> str:
-        return self._tokens[self._place][0]
-
-    def _take(self) -> str:
-        self._place += 1
-        return self._tokens[self._place - 1][1]
 
     def _skips(self, kind: str) -> bool:
         """Whether tokens of a kind come next, which are passed over."""
         start = self._place
-        while self._kind() == kind:
-            self._take()
+        while self.kind() == kind:
+            self.take()
         return self._place > start
 
     def read(self, depth: int) -> Fraction | None:
@@ -143,17 +138,17 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise _Unfinished
         found: list[Fraction | None] = []
-        while self._kind() != "end" and not (depth and self._kind() == "close"):
-            if self._kind() in BEGINNINGS or self._kind() == "sign":
+        while self.kind() != "end" and not (depth and self.kind() == "close"):
+            if self.kind() in BEGINNINGS or self.kind() == "sign":
                 found.append(self._sum(depth))
             else:
-                self._take()
+                self.take()
                 found.append(None)
         return found[0] if len(found) == 1 else None
 
     def _sum(self, depth: int) -> Fraction | None:
         terms: list[Fraction | None] = []
-        while not terms or self._kind() == "sign":
+        while not terms or self.kind() == "sign":
             self._skips("sign")
             terms.append(self._product(depth))
         if sum(term is not None for term in terms) > 1:
@@ -163,10 +158,10 @@ class _Reader:
     def _product(self, depth: int) -> Fraction | None:
         number: Fraction | None = None
         has_others, operator = False, ""
-        while self._kind() in BEGINNINGS or self._kind() in OPERATORS:
-            if self._kind() in OPERATORS:
-                operator = self._kind()
-                self._take()
+        while self.kind() in BEGINNINGS or self.kind() in OPERATORS:
+            if self.kind() in OPERATORS:
+                operator = self.kind()
+                self.take()
                 self._skips("sign")
                 continue
             factor = self._power(depth)
@@ -206,17 +201,17 @@ class _Reader:
         return value
 
     def _power(self, depth: int) -> Fraction | None:
-        may_be_ten = self._kind() == "number"
+        may_be_ten = self.kind() == "number"
         base = self._atom(depth)
-        while self._kind() in ("power", "below", "factorial"):
-            kind = self._kind()
-            self._take()
+        while self.kind() in ("power", "below", "factorial"):
+            kind = self.kind()
+            self.take()
             if kind == "factorial":
                 if base is not None:
                     raise _Unfinished
                 continue
             sign = "-" if self._skips("sign") else ""
-            above = self._atom(depth) if self._kind() in BEGINNINGS else None
+            above = self._atom(depth) if self.kind() in BEGINNINGS else None
             if kind == "power" and base is not None and above is not None:
                 if may_be_ten and base == 10 and above.denominator == 1 and above > 1 - bool(sign):
                     base, may_be_ten = _Ten(10), False
@@ -228,7 +223,7 @@ class _Reader:
         return base
 
     def _atom(self, depth: int) -> Fraction | None:
-        kind, text = self._kind(), self._take()
+        kind, text = self.kind(), self.take()
         if kind == "number":
             return Fraction(re.sub(r"\{,\}|\\,|[, ]", "", text))
         if kind == "repeating":
@@ -245,23 +240,23 @@ class _Reader:
             if _is_power(self._argument(depth), degree):
                 raise _Unfinished
         elif kind == "function":
-            while self._kind() in ("below", "power"):
-                self._take()
+            while self.kind() in ("below", "power"):
+                self.take()
                 self._argument(depth)
-            if self._kind() in BEGINNINGS:
+            if self.kind() in BEGINNINGS:
                 self._power(depth)
         elif kind in ("open", "set"):
             inside = self.read(depth + 1)
             if isinstance(inside, _Ten) and text != "{":
                 inside = Fraction(10)  # no longer part of a number in scientific notation
-            if self._kind() == "close":
-                self._take()
+            if self.kind() == "close":
+                self.take()
             return inside if kind == "open" else None
         return None
 
     def _argument(self, depth: int) -> Fraction | None:
         self._skips("sign")
-        return self._atom(depth) if self._kind() in BEGINNINGS else None
+        return self._atom(depth) if self.kind() in BEGINNINGS else None
 
 
 def _is_power(number: Fraction | None, degree: Fraction | None) -> bool:

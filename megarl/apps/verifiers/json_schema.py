@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
+from megarl.apps.verifiers.code.code_tests import same_json
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import row_value
 from megarl.schema import require, shortened
@@ -142,15 +143,6 @@ def _equals(value: Any, answer: str) -> bool:
         if isinstance(value, int | float) and not isinstance(value, bool):
             # Not fractions: 1e999999999 would be written out.
             return Decimal(repr(value)) == Decimal(answer.replace(",", ""))
-        return _same(value, json.loads(answer))
+        return same_json(value, json.loads(answer))
     except (ValueError, ArithmeticError, RecursionError):
         return False
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal. Python's `==` takes true for 1."""
-    if isinstance(value, list) and isinstance(other, list):
-        return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -70,8 +69,7 @@ def length_reward(config: EnvironmentConfig) -> Verifier:
         length = counted(own, response)
         if judge is None:
             return linear_penalty(own, length)
-        answer: Any = judge(prompt, response)
-        score = read_score(await answer if inspect.isawaitable(answer) else answer)
+        score = read_score(await judge(prompt, response))
         correct = score.reward == 1.0 if score.correct is None else score.correct
         if own.kind == "cosine":
             reward = cosine(own, length, correct)

@@ -168,12 +168,9 @@ def format(config: EnvironmentConfig) -> Verify:
         places = [response.index(mark) for mark in marks]
         if places != sorted(places):
             return 0.0
-        outside = [response[: places[0]]]
-        for closing in range(1, len(marks), 2):
-            end = places[closing] + len(marks[closing])
-            outside.append(
-                response[end : places[closing + 1] if closing + 1 < len(marks) else None]
-            )
-        return float(not own.alone or not any(part.strip() for part in outside))
+        outside = response
+        for tag in own.tags:
+            outside = re.sub(f"<{tag}>.*</{tag}>", "", outside, flags=re.DOTALL)
+        return float(not own.alone or not outside.strip())
 
     return verify

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import after_last
-from megarl.schema import require
 from megarl.types import Prompt
 
 MOST_CHARACTERS = 10_000
@@ -85,23 +84,19 @@ def numeric(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[floa
 
     async def verify(prompt: Prompt, response: str) -> float:
         reference = list(numbers(prompt.answer, percent_is_hundredths=hundredths))
-        require(
-            len(reference) == 1 and reference[0] is not None,
-            f"the reference answer {prompt.answer!r:.80} of row {prompt.index} is not one number;"
-            " set environment.verifier to another",
-        )
-        expected = reference[0]
-        assert expected is not None
+        expected = reference[0] if len(reference) == 1 else None
+        if expected is None:
+            raise ValueError(
+                f"the reference answer {prompt.answer!r:.80} of row {prompt.index} is not one"
+                " number; set environment.verifier to another"
+            )
         text = after_last(config.answer_after, response)
         if text is None:
             return 0.0
         text = text[:MOST_CHARACTERS] if config.answer_after else text[-MOST_CHARACTERS:]
         found = list(numbers(text, percent_is_hundredths=hundredths))
-        if not found:
-            return 0.0
-        said = found[0] if config.answer_after else found[-1]
-        if said is None:
-            return 0.0
-        return float(abs(said - expected) <= max(absolute, relative * abs(expected)))
+        said = found[0 if config.answer_after else -1] if found else None
+        near = max(absolute, relative * abs(expected))
+        return float(said is not None and abs(said - expected) <= near)
 
     return verify

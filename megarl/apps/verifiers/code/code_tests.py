@@ -298,23 +298,26 @@ def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bo
     value may stand for the value. Raises `TypeError` for a value that JSON cannot hold.
     """
     value = json.loads(json.dumps(found))
-    if _same(value, expected, tolerance):
+    if same_json(value, expected, tolerance):
         return True
     is_wrapped = wrapped and isinstance(expected, list) and len(expected) == 1
-    return is_wrapped and _same(value, expected[0], tolerance)
+    return is_wrapped and same_json(value, expected[0], tolerance)
 
 
-def _same(found: Any, expected: Any, tolerance: float) -> bool:
+def same_json(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Whether two JSON values are equal, true not being 1. `tolerance`: difference allowed for
+    floats, relative to the expected number, or absolute where that is below 1.
+    """
     if isinstance(expected, bool) != isinstance(found, bool):
         return False
     if isinstance(expected, float) and isinstance(found, int | float):
         return found == expected or _close(float(found), expected, tolerance)
     if isinstance(expected, list) and isinstance(found, list):
         return len(found) == len(expected) and all(
-            _same(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+            same_json(one, other, tolerance) for one, other in zip(found, expected, strict=True)
         )
     if isinstance(expected, dict) and isinstance(found, dict):
         return found.keys() == expected.keys() and all(
-            _same(found[key], expected[key], tolerance) for key in expected
+            same_json(found[key], expected[key], tolerance) for key in expected
         )
     return bool(found == expected)

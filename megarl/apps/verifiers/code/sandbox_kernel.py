@@ -12,7 +12,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-libc = ctypes.CDLL(None, use_errno=True)
+from megarl.environments.isolation import call_libc
 
 NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -92,18 +92,6 @@ sandbox."""
 CLONE, CLONE3 = (56, 220), 435
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
-
-
-def call_libc(name: str, *values: int | str | bytes) -> None:
-    """Call the function `name` of the C library with `values`: integers as unsigned longs, texts
-    encoded. Raises `OSError` if it returns -1.
-    """
-    given = [
-        ctypes.c_ulong(value) if isinstance(value, int) else os.fsencode(value) for value in values
-    ]
-    if getattr(libc, name)(*given) == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def prctl(option: int, value: int = 0, more: int = 0) -> None:
