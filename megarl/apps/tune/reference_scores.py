@@ -31,10 +31,11 @@ READ_BYTES = 2**24
 
 
 def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[np.ndarray | None]:
-    """Log-probs of each data set of preferences in `rows_read`, which rank 0 alone has, under the reference model, as
-    an array [N, 2] float64: summed over the tokens of the first and the second response of its N
-    rows. They come from numpy files in the folder `reference.cache`, or are computed now and
-    written there. None on other ranks, and for a data set that is None. All ranks call it together.
+    """Log-probs of each data set of preferences in `rows_read`, which rank 0 alone has, under the
+    reference model, as an array [N, 2] float64: summed over the tokens of the first and the second
+    response of its N rows. They come from numpy files in the folder `reference.cache`, or are
+    computed now and written there. None on other ranks, and for a data set that is None. All ranks
+    call it together.
     """
     config = cast("PreferenceConfig", context.config)
     data = cast("tuple[PreferenceList | None, ...]", rows_read)
