@@ -153,15 +153,6 @@ def test_four_models_of_70b_apart(picture: Picture) -> None:
     expect(rows["reward_models.judge"], 2 * (WHOLE - HEAD) / 8, 0, 0)
     expect(rows["engine 1"], 2 * WHOLE / 8, 0, 0)
 
-    # What to start: Ray with the policy and the engines, torchrun where there are ranks.
-    started = shown[shown.index("node 0:") :]
-    assert len(re.findall(r"^node \d+:$", started, re.MULTILINE)) == 12
-    assert re.findall(r"--nnodes (\d+) --node-rank (\d+) --nproc-per-node (\d+)", started) == [
-        ("10", str(node), "8") for node in range(10)
-    ]
-    assert ray_of(started) == {0: 0, 1: 0, 2: 0, 3: 0, 10: 8, 11: 8}
-    assert started.count(" --head ") == 1 and started.count("--address=NODE0:6379 ") == 5
-
 
 def ray_of(shown: str) -> dict[int, int]:
     """{node: GPUs that Ray deals out there} of the printed commands that start Ray."""
@@ -283,7 +274,7 @@ def test_shared_gpus_are_marked_and_added_up(picture: Picture) -> None:
     found = re.search(r"\* shared, 7: 0-7: policy \+ reference \+ engine 3 = ([0-9.]+) GiB", shown)
     assert found is not None and float(found[1]) == pytest.approx(total, abs=0.02)
     assert len(re.findall(r"^  \* shared", shown, re.MULTILINE)) == 4
-    assert shown.count("the engine sleeps while the roles train") == 4
+    assert " ".join(shown.split()).count("the engine sleeps while the roles train") == 4
     # Ray on the nodes of the policy and its engines, without GPUs: engines follow the ranks.
     assert ray_of(shown) == {0: 0, 5: 0, 6: 0, 7: 0}
 
