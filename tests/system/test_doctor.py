@@ -42,18 +42,18 @@ def test_this_machine_will_do_and_nothing_is_left_behind() -> None:
     assert own | set(CHECKS) - {"packages", "optional kernels", "accelerators", "disk"} <= names
     assert seen
     time.sleep(1.0)
-    assert not alive(seen)
+    assert not running(seen)
 
 
-def alive(pids: Iterable[int]) -> list[int]:
-    """Those of these processes that run."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [
-            pid
-            for pid in pids
-            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        ]
-    return []
+def running(pids: Iterable[int], mark: str = "") -> list[int]:
+    """Those of these processes that run, with the word `mark` in their command line, if given."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and mark in ["", *process.cmdline()]:
+                found.append(pid)
+    return found
 
 
 def test_a_check_that_hangs_or_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_process_out_of_time_ends_with_all_it_started(monkeypatch: pytest.Monk
     assert "2 s" in answer.last_error
     assert time.monotonic() - started_at < 60
     time.sleep(0.2)
-    assert not alive(p.pid for p in psutil.process_iter() if mark in p.cmdline())
+    assert not running(psutil.pids(), mark)
 
 
 def test_versions_are_read_from_the_pinned_lists(
