@@ -53,15 +53,14 @@ def learn_everywhere(folder: str, places: Any) -> list[Any]:
 
 
 def learn(folder: str, place: Any, name: str, device: Any) -> Any:
-    from megarl.apps.tune.pair_task import PairTask
     from megarl.apps.tune.pairs import merged
-    from megarl.apps.tune.preference import PreferenceStep
+    from megarl.apps.tune.preference import KtoStep, PreferenceStep
     from megarl.apps.tune.reward_model import RewardModelStep
+    from megarl.apps.tune.supervised import Task
     from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
-    from megarl.trainer.finite import StepGuard
     from megarl.trainer.role import Role
 
     *degrees, stage = place
@@ -82,17 +81,21 @@ def learn(folder: str, place: Any, name: str, device: Any) -> Any:
         optimizer_steps=STEPS,
     )
 
-    class Task(PairTask):
+    class Pairs(Task):
         def __init__(self) -> None:
-            self.role, self._guard = role, StepGuard(role, allowed=0)
+            super().__init__(role, None, 0)
             self._held_out = merged([pairs(100), pairs(101)])
+
+        def batch(self, rows: Any) -> Any:
+            raise NotImplementedError
 
         def begin(self, batch: Any) -> Any:
             if is_policy:
-                return PreferenceStep(role, batch, PreferenceLossConfig(method=name))
+                step = KtoStep if name == "kto" else PreferenceStep
+                return step(role, batch, PreferenceLossConfig(method=name))
             return RewardModelStep(role, batch, RewardLossConfig(centering=0.01))
 
-    task, metrics = Task(), []
+    task, metrics = Pairs(), []
     for step in range(STEPS):
         batch = pairs(step)
         found = task.train(batch, step).metrics

@@ -97,6 +97,14 @@ def wait_for_steps(cluster: Cluster, place: Path, log: Path, job: int, more: int
     wait_for(trained, f"{more} steps", log)
 
 
+def preempt(cluster: Cluster, place: Path, log: Path, job: int) -> int:
+    """Submit an urgent job, whose number is returned, and wait until `job` is requeued."""
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    other = int(cluster.run(*urgent, f"--output={place}/urgent.log", "--wrap=hostname"))
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "requeue", log, ENDED_WITHIN_S)
+    return other
+
+
 def nothing_is_left(cluster: Cluster, log: Path, *nodes: str) -> None:
     def found() -> list[str]:
         return [line for node in nodes for line in cluster.processes(node)]
@@ -125,9 +133,7 @@ def test_a_job_survives_preemption_and_a_dead_node(cluster: Cluster, place: Path
 
     # Preempted: Slurm's --signal=B:TERM goes to the launcher, which has GraceTime to end. A job that
     # ends by itself then is not requeued by Slurm.
-    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
-    other = int(cluster.run(*urgent, f"--output={place}/urgent.log", "--wrap=hostname"))
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "requeue", log, ENDED_WITHIN_S)
+    other = preempt(cluster, place, log, job)
     wait_for(lambda: cluster.job(other)["JobState"] == "COMPLETED", "urgent job", log)
     assert saved(place) == steps(place)[-1] >= before + 2, log.read_text()[-5000:]
     assert "SIGTERM: the run saves a checkpoint" in log.read_text()
@@ -178,9 +184,7 @@ def test_the_quick_start_learns_on_two_nodes(cluster: Cluster, tmp_path: Path) -
     log = tmp_path / "job.log"
     job = submit(cluster, tmp_path, "job")
     wait_for_steps(cluster, tmp_path, log, job, tree["steps"] // 2)
-    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
-    cluster.run(*urgent, f"--output={tmp_path}/urgent.log", "--wrap=hostname")
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "requeue", log, ENDED_WITHIN_S)
+    preempt(cluster, tmp_path, log, job)
     wait_for(lambda: cluster.job(job)["JobState"] in OVER, "end", log, timeout_s=900)
     assert cluster.job(job)["JobState"] == "COMPLETED", log.read_text()[-5000:]
     nothing_is_left(cluster, log, "node0", "node1")
@@ -198,7 +202,7 @@ def engine_hosts(place: Path) -> list[str]:
     return [one.host for one in lives if re.fullmatch(r"engine\d", one.process)]
 
 
-def test_the_nodes_are_those_that_slurm_tells(
+def test_slurm_tells_the_nodes_and_its_patience(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megarl.apps.launch import slurm
@@ -206,13 +210,5 @@ def test_the_nodes_are_those_that_slurm_tells(
     monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu[08-10],login"}
     assert slurm.allocated_hosts(job, "own") == ["gpu08", "gpu09", "gpu10", "login"]
-
-
-def test_slurm_that_kills_before_the_checkpoint_is_told(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megarl.apps.launch import slurm
-
-    monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
-    assert slurm.early_kill({"SLURM_JOB_ID": "1"}, 30.0) == ""
-    assert "kills a job 30 s after" in slurm.early_kill({"SLURM_JOB_ID": "1"}, 240.0)
+    assert slurm.early_kill(job, 30.0) == ""
+    assert "kills a job 30 s after" in slurm.early_kill(job, 240.0)

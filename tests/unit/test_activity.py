@@ -109,31 +109,28 @@ def test_spans_nest_and_end(opened: Path) -> None:
         assert names(mine(opened).open) == ["step 7"]
     life = mine(opened)
     assert life.open == [] and life.is_alive
+    with pytest.raises(KeyError), activity("fails", kind="train"):
+        raise KeyError
+    with (opened / "rank0.json").open("a") as file:  # events of others are passed over
+        file.write(f'{{}},\n[1],\n{{"ph":"B","pid":{os.getpid()}}},\n{{"ph":"M","args":3}},\n"x"\n')
+    with activity("next", kind="train"):
+        assert names(mine(opened).open) == ["next"] and mine(opened).open[0]["in"] == 0
     assert [one["args"] for one in life.steps] == [{"step": 7, "version": 6}]
     inner, outer = life.spans[2], life.spans[1]
     assert outer["ts"] <= inner["ts"] <= inner["end"] <= outer["end"]
     assert abs(outer["end"] / 1e6 - time.time()) < 60  # the clock is the world's
 
 
-def test_an_error_ends_the_span(opened: Path) -> None:
-    with pytest.raises(KeyError), activity("step", kind="train"):
-        raise KeyError
-    with activity("next", kind="train"):
-        assert names(mine(opened).open) == ["next"]
-        assert mine(opened).open[0]["in"] == 0
-
-
-def test_without_a_recorder_nothing_is_written(tmp_path: Path) -> None:
-    assert Recording.of(tmp_path, "run", enabled=False) is None
-    with activity("step", kind="train"):
-        step_begins(1, 0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_process_that_cannot_write_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, opened: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An engine of another host, where the run folder is not."""
+    """With a full disk, or an engine of another host, where the run folder is not."""
+    assert Recording.of(tmp_path, "run", enabled=False) is None
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        recordings.RECORDERS[0]._file = full
+        for _ in range(3):
+            step()
+    assert capsys.readouterr().err.count("is recorded no more") == 1
     recording = Recording(str(tmp_path / "absent" / "activity"), "run")
     close = recording.open("engine0")
     for _ in range(3):
@@ -141,16 +138,6 @@ def test_a_process_that_cannot_write_goes_on(
     close()
     assert capsys.readouterr().err.count("what engine0 does is not recorded") == 1
     assert not (tmp_path / "absent").exists()
-
-
-def test_a_full_disk_ends_the_record_and_not_the_run(
-    opened: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Path("/dev/full").open("ab", buffering=0) as full:
-        recordings.RECORDERS[0]._file = full
-        for _ in range(3):
-            step()
-    assert capsys.readouterr().err.count("is recorded no more") == 1
 
 
 def test_a_killed_process_leaves_a_torn_line_and_the_next_goes_on(recording: Recording) -> None:
@@ -206,13 +193,6 @@ def test_a_new_process_of_the_name_has_a_life_of_its_own(opened: Path) -> None:
     assert [life.run for life in read_lives(opened)] == ["run", "b"]
 
 
-def test_events_of_others_are_passed_over(opened: Path) -> None:
-    with (opened / "rank0.json").open("a") as file:
-        file.write(f'{{}},\n[1],\n{{"ph":"B","pid":{os.getpid()}}},\n{{"ph":"M","args":3}},\n"x"\n')
-    with activity("step", kind="train"):
-        assert names(mine(opened).open) == ["step"]
-
-
 def test_the_file_is_bounded_and_keeps_what_is_open(
     opened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,8 +225,11 @@ def test_a_quiet_span_is_written_only_if_it_lasts(
     assert mine(opened).open == []
 
 
-async def test_many_requests_are_one_span_with_counts(opened: Path) -> None:
-    busy = Busy("responses", kind="generate")
+async def test_many_requests_are_one_span_with_counts(
+    opened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.activity.busy.PROGRESS_S", 0.05)
+    busy = Busy("responses", kind="generate", of="environment", deadline_s=0.2)
 
     async def one() -> None:
         with busy.request():
@@ -255,18 +238,16 @@ async def test_many_requests_are_one_span_with_counts(opened: Path) -> None:
     await asyncio.gather(*(one() for _ in range(500)))
     until(lambda: any("end" in span for span in mine(opened).spans.values()))
     (span,) = mine(opened).spans.values()
-    assert span["args"] == {"done": 500, "most": 500} and span["name"] == "responses"
-
-
-def test_requests_so_far_are_told(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.activity.busy.PROGRESS_S", 0.05)
-    busy = Busy("responses", kind="generate")
+    counts = {name: span["args"][name] for name in ("done", "most")}
+    assert counts == {"done": 500, "most": 500} and span["name"] == "responses"
     with busy.request():
         with busy.request():
             pass
-        until(lambda: "done" in mine(opened).open[0]["args"])
+        await asyncio.to_thread(until, lambda: "done" in mine(opened).open[0]["args"])
         life = mine(opened)
         assert "(1 open, 1 answered)" in life.doing(life.open[0], time.time())
+        await asyncio.to_thread(until, lambda: reports(opened))
+    assert "for responses (deadline" in reports(opened)[0].read_text()
 
 
 async def test_tasks_of_an_event_loop_have_spans_of_their_own(opened: Path) -> None:
@@ -318,27 +299,16 @@ def test_an_overdue_wait_is_named_with_whom_it_waits_for(
     assert "test_an_overdue_wait" in text  # the stack of this thread
 
 
-def test_an_error_at_the_deadline_is_held_back_for_the_report(opened: Path) -> None:
-    """The process may end by the error: the report is there before."""
-    with pytest.raises(RuntimeError, match="late"):
-        fail_in(activity("rollouts", kind="wait", of="service", deadline_s=0.01), 0.02)
-    assert "for rollouts (deadline" in reports(opened)[0].read_text()
-
-
 def test_no_report_before_the_deadline_and_none_without(opened: Path) -> None:
+    """At the deadline an error, by which the process may end, is held back for the report."""
     with pytest.raises(RuntimeError, match="late"):
         fail_in(activity("a", kind="wait", of="service", deadline_s=60), 0.0)
     with pytest.raises(RuntimeError, match="late"):
         fail_in(activity("b", kind="wait", of="service"), 2 * POLL_S)
     assert reports(opened) == []
-
-
-async def test_an_unanswered_request_is_named(opened: Path) -> None:
-    busy = Busy("verdicts", kind="wait", of="environment", deadline_s=0.2)
-
-    with busy.request():
-        await asyncio.to_thread(until, lambda: reports(opened))
-    assert "for verdicts (deadline" in reports(opened)[0].read_text()
+    with pytest.raises(RuntimeError, match="late"):
+        fail_in(activity("rollouts", kind="wait", of="service", deadline_s=0.01), 0.02)
+    assert "for rollouts (deadline" in reports(opened)[0].read_text()
 
 
 def test_a_request_that_nobody_judges_is_named_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,33 +372,24 @@ def chain_of_rank0(folder: Path) -> list[str]:
     return chain("rank0", lives["rank0"].open[0], lives, time.time())
 
 
-def test_a_chain_of_waits_ends_at_who_is_stopped(opened: Path, other: Start) -> None:
+def test_a_chain_of_waits_ends_at_who_is_stopped_or_in_a_circle(opened: Path, other: Start) -> None:
     other("service", during('"responses of engine1", kind="wait", of="engine1"'))
     other("engine0", during('"responses", kind="generate"'))
     stopped = other("engine1", during('"responses", kind="generate"'))
     stop(stopped.pid)
-    with activity("rollouts", kind="wait", of="service"):
-        found = chain_of_rank0(opened)
-    assert len(found) == 2
-    assert found[0].startswith("service: responses of engine1, for")
-    assert found[1].startswith("engine1 is stopped by a signal: responses, for")
-
-
-def test_a_stopped_part_of_a_process_is_named(opened: Path, other: Start) -> None:
-    other("engine0", during('"responses", kind="generate"'))
+    other("rank1", during('"orders", kind="wait", of=[0]'))
     core = other("engine0-core", 'print("ready", flush=True)\ntime.sleep(600)\n')
     stop(core.pid)
-    with activity("responses of engine0", kind="wait", of="engine0"):
-        found = chain_of_rank0(opened)
-    assert found[0].startswith("engine0: responses, for")
-    assert found[1:] == ["engine0-core is stopped by a signal"]
-
-
-def test_a_circle_of_waits_is_said(opened: Path, other: Start) -> None:
-    other("rank1", during('"orders", kind="wait", of=[0]'))
-    with activity("scores", kind="wait", of=[1]):
-        found = chain_of_rank0(opened)
-    assert len(found) == 2 and found[-1] == "rank0 again: a circle"
+    expected = {
+        "service": ["service: responses of engine1, for", "engine1 is stopped by a signal: resp"],
+        "engine0": ["engine0: responses, for", "engine0-core is stopped by a signal"],
+        "rank1": ["rank1: orders, for", "rank0 again: a circle"],
+    }
+    for of, starts in expected.items():
+        with activity("rollouts", kind="wait", of=of):
+            found = chain_of_rank0(opened)
+        assert len(found) == 2
+        assert all(said.startswith(start) for said, start in zip(found, starts, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- stacks
@@ -492,7 +453,8 @@ def test_status_of_a_living_and_a_dead_process(
     dead = other("engine0", during('"model", kind="load"'))
     dead.kill()
     dead.wait()
-    (opened.parent / "metrics.jsonl").write_text('{"step": 4, "loss": 1}\n{"step": 5, "lo')
+    run = opened.parent
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": 1}\n{"step": 5, "lo')
     step_begins(5, 4)
     with activity("rollouts of step 5", kind="wait", of="service", deadline_s=90):
         assert status([str(opened.parent), "--json"]) == 0
@@ -507,22 +469,13 @@ def test_status_of_a_living_and_a_dead_process(
     assert (engine["condition"], engine["does"][0]["what"]) == ("gone", "model")
     assert "step 5, weights 4; 4 steps trained" in shown and "owner: none" in shown
     assert "of 1 min 30 s, waits on service" in shown and "engine0      gone" in shown
-
-
-def test_status_tells_whether_a_run_is_finished(
-    opened: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the steps of the recipe."""
-    run = opened.parent
-    (run / "recipe.yaml").write_text("steps: 4\n")
-    for step, finished in ((3, False), (4, True)):
-        (run / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
-        assert status([str(run), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["trained"], found["steps"], found["finished"]) == (step, 4, finished)
-        assert status([str(run)]) == 0
-        said = capsys.readouterr().out.splitlines()[0]
-        assert f"{step} of 4 steps trained" in said and said.endswith("finished") is finished
+    for steps in (4, 5):  # of the recipe
+        (run / "recipe.yaml").write_text(f"steps: {steps}\n")
+        assert status([str(run), "--json"]) == status([str(run)]) == 0
+        told, first, *_ = capsys.readouterr().out.splitlines()
+        found = json.loads(told)
+        assert (found["steps"], found["finished"]) == (steps, steps == 4)
+        assert f"4 of {steps} steps trained" in first and first.endswith("finished") is (steps == 4)
 
 
 @pytest.mark.parametrize("command", [status, timeline])
@@ -607,14 +560,3 @@ def test_every_kind_has_a_colour() -> None:
     page = Path(report.__file__).with_name("report.html.j2").read_text()
     assert set(COLOURS) == set(KINDS) and len(set(COLOURS.values())) == len(KINDS)
     assert all(page.count(f"--c{number}:") == 2 for number in COLOURS.values())
-
-
-def test_a_new_run_forgets_the_record_of_the_one_before(tmp_path: Path) -> None:
-    recording = Recording(str(tmp_path / "activity"), "a")
-    recording.make(keep=False)
-    (tmp_path / "activity" / "rank3.jsonl").write_text("")
-    recording.make(keep=True)
-    assert (tmp_path / "activity" / "rank3.jsonl").exists()
-    recording.make(keep=False)
-    assert not (tmp_path / "activity" / "rank3.jsonl").exists()
-    assert recordings.FOLDER == "activity"

@@ -45,12 +45,14 @@ def check(patch: pytest.MonkeyPatch, name: str, capability: int, *overrides: str
     [
         (TRAINING, "training.precision is 'bfloat16', which Tesla V100 does not compute in; set"),
         (ENGINE, "rollout.engine.dtype is 'bfloat16', which Tesla V100 does not compute in; set"),
+        (("--training.precision", "bfloat16x2"), "'bfloat16' on GPUs"),
     ],
 )
 def test_bfloat16_needs_a_gpu_that_has_it(
     overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(monkeypatch, "NVIDIA A100", 8, *overrides)
+    if "bfloat16x2" not in overrides:  # which is for processors
+        check(monkeypatch, "NVIDIA A100", 8, *overrides)
     check(monkeypatch, "Tesla V100", 7)
     with pytest.raises(ValueError) as refused:
         check(monkeypatch, "Tesla V100", 7, *overrides)
@@ -76,6 +78,9 @@ def test_automatic_precision_is_one_that_the_gpu_has(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (capability, 0))
     assert automatic_precision(zero_stage, torch.device("cuda"))[0] == chosen
+    if capability == 9:  # what a plan counts
+        words = ("--training.precision", "auto", "--training.zero_stage", str(zero_stage))
+        assert read(RunConfig, RECIPE, words).training.dtype == chosen
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
@@ -85,22 +90,6 @@ def test_automatic_precision_of_a_processor(has_amx: bool, monkeypatch: pytest.M
     chosen, why = automatic_precision(0, torch.device("cpu"))
     assert chosen == ("bfloat16x2" if has_amx else "float32") and "AMX" in why
     assert bool(slow_line("bfloat16x2")) != has_amx
-
-
-def test_bfloat16x2_is_for_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="'bfloat16' on GPUs"):
-        check(monkeypatch, "NVIDIA A100", 8, "--training.precision", "bfloat16x2")
-
-
-def test_a_plan_counts_what_automatic_precision_is_on_gpus() -> None:
-    for precision, stage, dtype in (
-        ("auto", 3, "bfloat16"),
-        ("auto", 0, "float32"),
-        ("bfloat16x2", 3, "float32"),
-        ("float16", 1, "float16"),
-    ):
-        words = ("--training.precision", precision, "--training.zero_stage", str(stage))
-        assert read(RunConfig, RECIPE, words).training.dtype == dtype
 
 
 def test_ranks_on_unlike_machines_do_not_choose_apart() -> None:
@@ -168,40 +157,30 @@ def test_the_cpu_can_be_wished_for(
     assert mesh.local_device().type == "cpu"
 
 
-def test_a_driver_that_knows_no_mig_is_too_old(
-    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lists its GPUs all the same."""
-    smi()
-    (tmp_path / "nvidia-smi").write_text(
-        "#!/bin/sh\ncase $1 in *mig*)"
-        """ echo 'Field "mig.mode.current" is not a valid field to query.'; exit 2 ;; esac\n"""
-        "echo Tesla V100-SXM2-32GB, 440.33.01\n"
-    )
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(UserError, match=r"1 GPU \(Tesla V100-SXM2-32GB\).*driver is 440\.33\.01"):
-        mesh.local_device()
-
-
 def test_a_driver_that_does_not_answer_is_no_wish_for_the_cpu(
     smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an update, until the machine is booted again. A login node has no GPU, and may fail."""
     smi()
+    program = tmp_path / "nvidia-smi"
+    program.write_text(  # that knows no MIG, and lists its GPUs all the same
+        "#!/bin/sh\ncase $1 in *mig*)"
+        """ echo 'Field "mig.mode.current" is not a valid field to query.'; exit 2 ;; esac\n"""
+        "echo Tesla V100-SXM2-32GB, 440.33.01\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "13.0")
+        with pytest.raises(UserError, match=r"1 GPU \(Tesla V100.*driver is 440\.33\.01"):
+            mesh.local_device()
+    devices.why_unseen.cache_clear()
     said = "Failed to initialize NVML: Driver/library version mismatch"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'; exit 18\n")
+    program.write_text(f"#!/bin/sh\necho '{said}'; exit 18\n")
     monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
     assert mesh.local_device().type == "cpu"
     (tmp_path / "nvidia0").touch()
     devices.why_unseen.cache_clear()
     with pytest.raises(UserError, match=rf"nvidia0\), but nvidia-smi fails \({said}\); reboot"):
         mesh.local_device()
-
-
-def test_without_a_driver_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    devices.why_unseen.cache_clear()
-    assert mesh.local_device().type == "cpu"
 
 
 @pytest.mark.parametrize(("names", "said"), [
@@ -239,9 +218,6 @@ def test_a_toolkit_that_disagrees_is_told(
     (finding,) = software.check_toolkit()
     assert (finding.status, bool(finding.fix)) == (status, status != "ok")
     assert toolkit in finding.found and cuda in finding.found
-
-
-def test_no_toolkit_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
     (finding,) = software.check_toolkit()

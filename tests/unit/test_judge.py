@@ -17,7 +17,7 @@ import requests
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import ROOT, megarl, write_recipe
+from support.commands import ROOT
 from support.environments import PROMPT
 from support.reward_servers import serving
 from support.rollouts import segment
@@ -58,11 +58,8 @@ YES_NO = {"yes": 1.0, "No": 0.0, "not sure": 0.5}
     ("", YES_NO, "Yes! I am not\n sure", 0.5),
     ("", YES_NO, "know yesterday no1", None),
     ("", {"correct": 1.0, "incorrect": 0.0}, "It is incorrect.", 0.0),
-    ("", {"good": 1.0, "not good": 0.0}, "it is not good", 0.0),
     ("", {"sure": 1.0, "sure not": 0.0}, "sure not", 0.0),
     ("", {"a.c": 1.0}, "abc", None),
-    (r"Score: (\d+)", {}, "score 3", None),
-    (r"Score: (\w+)", {}, "Score: high", None),
     (r"Score: (\w+)", {}, "Score: nan", None),
     (r"Score: (\d+)?", {}, "Score: 3, Score: ", None),
     (r"\[\[(\w+)\]\]", {"A": 1.0}, "[[A]] [[C]]", None),
@@ -112,9 +109,7 @@ def test_patterns_that_are_refused(pattern: str, says: str) -> None:
 @pytest.mark.parametrize(("template", "says"), [
     ("{prompt}", "has no field {response}, so that the judge would not see"),
     ("{response} {question}", "has '{question}', which is none of the fields {prompt}, {response},"),
-    ("{response} {}", "has '{}', which is none"),
     ("{response} {fields.}", "has '{fields.}', which is none"),
-    ("{response!r}", "has '{response!r}', which is none"),
     ("{response:>9}", "has '{response:>9}', which is none"),
     ('{response} {"score": 1}', "write {{ and }} for braces that are no field"),
     ("{response} }", "has '}', which is none"),
@@ -305,6 +300,8 @@ def test_several_verdicts_are_averaged(tokenizer: Any) -> None:
     assert len({call["seed"] for call in calls}) == 4
     assert {(call["temperature"], call["max_tokens"]) for call in calls} == {(0.7, 512)}
     assert ruled(tokenizer, ["a"] * 4, **many)[0].failure == "error"
+    unbounded, _ = ruled(tokenizer, ["1" + "0" * 12], verdict="([0-9]+)")
+    assert unbounded.failure == "error"
 
 
 def test_a_prompt_that_is_too_long_is_a_failure(tokenizer: Any) -> None:
@@ -313,11 +310,6 @@ def test_a_prompt_that_is_too_long_is_a_failure(tokenizer: Any) -> None:
     assert found.failure == "error" and not calls
     assert "the judge would read 89 tokens" in found.detail
     assert "they exceed judge.max_tokens 600" in found.detail
-
-
-def test_an_unbounded_number_is_no_score(tokenizer: Any) -> None:
-    found, _ = ruled(tokenizer, ["1" + "0" * 12], verdict="([0-9]+)")
-    assert found.failure == "error"
 
 
 # The server
@@ -400,17 +392,6 @@ def test_recipes_that_pass(place: Path) -> None:
         assert found == f"reward model {place}/MODEL by {backend}, without a token"
 
 
-def test_the_check_of_the_command_starts_no_engine(place: Path, tmp_path: Path) -> None:
-    judge = JUDGE | {"model": {"path": str(place / "JUDGE")}}
-    tree = {"folder": str(tmp_path / "run"), "judge": judge}
-    done = megarl("serve-reward", write_recipe(tmp_path / "judge.yaml", tree), "--check")
-    assert done.code == 0 and f"checked: judge {place}/JUDGE" in done.err
-    tree["judge"] = judge | {"template": "no field"}
-    done = megarl("serve-reward", write_recipe(tmp_path / "judge.yaml", tree), "--check")
-    assert done.code == 2 and done.err.count("megarl: error:") == 1
-    assert "judge.template has no field {response}" in done.err
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"judge": JUDGE, "reward_model": MODEL}, "reward_model and judge are both set"),
     "judge and verifier": ({"judge": JUDGE, "environment": {"verifier": "math"}},
@@ -478,11 +459,3 @@ def test_the_recipes_of_the_page(kind: str) -> None:
         assert reader.read("Sound. Score: 7") == 0.7
     else:
         assert config.reward_model.backend == "vllm"
-
-
-def test_a_token_of_a_prompt_is_text_to_the_judge(tokenizer: Any) -> None:
-    """The policy's own chat template stands in a prompt's text."""
-    made = JudgePrompt(tokenizer, "{prompt}{response}", setting="x", chat=True)
-    prompt = Prompt(0, "<eos>user:3<eos>", [], "")
-    ids = made.ids(values(made.fields, prompt, "7"))
-    assert ids.count(tokenizer.eos_token_id) == 3

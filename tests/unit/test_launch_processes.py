@@ -30,7 +30,6 @@ RAY = (
 HEAD = f"--head --port=6000 {RAY} --include-dashboard=false --ray-client-server-port=6002"
 START = "python -m ray.scripts.scripts start --block"
 TORCHRUN = "python -m megarl.parallel.torchrun"
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 PATIENCE = f"{SHUTDOWN}=264"
 ENV = f"env MEGARL_FOLDER=/tmp/m {PATIENCE}"
 ALL = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
@@ -62,25 +61,6 @@ def short(command: str) -> str:
     for name, value in RAY_SETTINGS.items():
         command = command.replace(f" {name}={value}", "")
     return command.replace(str(RECIPES), "RECIPES")
-
-
-def test_one_node() -> None:
-    """Ray deals the engines' GPUs out, and the ranks have the others."""
-    assert plan_of("dapo_14b_apart.yaml", 1) == [
-        f"ray 0: env {LOOPBACK} MEGARL_FOLDER=/tmp/m {PATIENCE} CUDA_VISIBLE_DEVICES=4,5,6,7 {START}"
-        f" --num-gpus=4 {HEAD} --temp-dir=/tmp/m/0",
-        f"ranks 0: {ENV} RAY_ADDRESS=node0:6000 CUDA_VISIBLE_DEVICES=0,1,2,3 {TORCHRUN}"
-        " --nproc-per-node 4 -m megarl train RECIPES/dapo_14b_apart.yaml",
-    ]
-
-
-def test_two_nodes() -> None:
-    """Ranks on the first node, all engines on the second. The ranks join Ray where they are."""
-    assert plan_of("long_context_64k.yaml", 2) == [
-        f"ray 0: {NO_GPU} {HEAD} --temp-dir=/tmp/m/0",
-        f"ray 1: {EIGHT} --temp-dir=/tmp/m/1",
-        f"ranks 0: {RANKS} --nnodes 1 --node-rank 0 {MASTER}/long_context_64k.yaml",
-    ]
 
 
 def test_four_roles_apart() -> None:

@@ -175,15 +175,12 @@ def test_summary_of_evaluations(tmp_path: Path) -> None:
 
 
 def test_overlap_is_time_over_that_of_the_longer_part(tmp_path: Path) -> None:
-    write_run(tmp_path, 11)
-    assert summary(tmp_path)["step_over_longer_part"] == pytest.approx(1.0 / 0.8)
-
-
-def test_summary_without_evaluations(tmp_path: Path) -> None:
     write_run(tmp_path, 11, evaluated=False)
     told = summary(tmp_path)
-    assert told["measured_on"] == "rollouts"
-    assert (told["accuracy_before"], told["accuracy_after"]) == pytest.approx((0.2, 0.8))
+    assert told["step_over_longer_part"] == pytest.approx(1.0 / 0.8)
+    assert (told["measured_on"], told["accuracy_before"], told["accuracy_after"]) == (
+        "rollouts", pytest.approx(0.2), pytest.approx(0.8)
+    )  # fmt: skip
 
 
 def test_summary_does_not_invent_a_change(tmp_path: Path) -> None:
@@ -198,11 +195,6 @@ def test_rates_are_tokens_over_time(tmp_path: Path) -> None:
     pairs = ((100.0, 3.0), (200.0, 1.0))
     observe(tmp_path, ({"tokens/generated_per_s": n, "time/rollout_s": s} for n, s in pairs))
     assert summary(tmp_path)["generated_tokens_per_s"] == 125.0
-
-
-def test_summary_of_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
-        summary(tmp_path)
 
 
 def test_read_run_keeps_greedy_transcripts_of_both_ends_only(tmp_path: Path) -> None:
@@ -249,12 +241,8 @@ def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
     assert max(raw["values"]) == 9.0 and None not in raw["values"]
     assert max(charts["Do trainer and engine agree?"]["series"][0]["values"]) == 0.5
     assert charts["Entropy"]["series"][1]["values"][50] == pytest.approx(0.5, abs=0.02)
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
     assert (raw["steps"][0], raw["each"]) == (3.5, 6) and raw["steps"][-1] <= 1007
-
-
-def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
-    observe(tmp_path, ({"grad_norm": norm} for norm in (1.0, math.nan, 3.0)))
-    assert page_of(tmp_path).charts["Gradient norm"]["series"][0]["values"] == [1.0, None, 3.0]
 
 
 def test_smooth_is_the_mean_of_the_neighbours() -> None:
@@ -310,21 +298,15 @@ def test_report_of_short_runs(tmp_path: Path, steps: int, evaluated: bool) -> No
     assert (page.count("figure", "chart") > 0) == (evaluated or steps > 0)
 
 
-def test_report_of_thousands_of_steps_stays_small(tmp_path: Path) -> None:
-    write_run(tmp_path, 5000)
-    page = page_of(tmp_path)
-    assert "5,000" in page.text
-    assert (tmp_path / "report.html").stat().st_size < 1_000_000
-
-
 def test_report_of_supervised_training(tmp_path: Path) -> None:
     with Observer(QUIET, tmp_path, total_steps=30) as observer:
         for step in range(30):
             values = {"loss": 3 / (1 + step), "tokens/trained_per_s": 25e3}
-            values |= {"learning_rate": 3e-3, "grad_norm": math.nan}
+            values |= {"learning_rate": math.nan if step == 1 else 3e-3, "grad_norm": math.nan}
             observer.step(StepReport(step, values))
         observer.evaluation(30, {"eval/loss": 0.25}, [])
     page = page_of(tmp_path)
+    assert page.charts["Learning rate"]["series"][0]["values"][:3] == [3e-3, None, 3e-3]
     assert page.charts["Loss"]["series"][-1]["values"] == [0.25]
     assert page.count("figure", "wide") == 1
     # Loss, throughput, learning rate; the norm was never finite.
@@ -369,9 +351,8 @@ def test_the_report_command_writes_it_again(
     assert report_command([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size > 0
-    for wrong in ([], [str(tmp_path / "none")], ["--help"]):
-        with pytest.raises(UserError):
-            report_command(wrong)
+    with pytest.raises(UserError):
+        report_command([str(tmp_path / "none")])
 
 
 def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Preference losses against their formulae worked by hand in Python's floats, and their gradients
-against finite differences.
-"""
+"""Preference losses against their formulae worked by hand in Python's floats."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 from megarl.apps.tune.pair_task import right
 from megarl.apps.tune.pairwise import METHODS, Pairs, bradley_terry, kto, pair_loss
@@ -79,30 +76,14 @@ def test_a_loss_is_its_formula(method: str) -> None:
     wanted = [by_hand(method, *row) for row in zip(LP, REF, T, strict=True)]
     assert found.loss.tolist() == pytest.approx(wanted, rel=1e-12)
     assert found.rewards.shape == (4, 2)
+    if method != "orpo":
+        extra = (
+            pair_loss(pairs(logprobs()), settings(method, sft_coefficient=0.7)).loss - found.loss
+        )
+        means = [row[0] / tokens[0] for row, tokens in zip(LP, T, strict=True)]
+        assert extra.tolist() == pytest.approx([-0.7 * mean for mean in means])
     raised = pair_loss(pairs(logprobs() + torch.tensor([0.5, 0.0])), settings(method))
     assert (raised.rewards[:, 0] > found.rewards[:, 0]).all()
-
-
-@pytest.mark.parametrize(
-    ("method", "sft"),
-    [(method, sft) for method in METHODS for sft in (0.0, 0.7) if not (sft and method == "orpo")],
-)
-def test_gradients(method: str, sft: float) -> None:
-    config = settings(method, sft_coefficient=sft)
-    small = logprobs()[[0, 1, 3]].requires_grad_()  # sums of -700 have no finite differences
-
-    def loss(lp: torch.Tensor) -> torch.Tensor:
-        made = pairs(logprobs())
-        rows = [0, 1, 3]
-        return pair_loss(Pairs(lp, made.reference[rows], made.num_tokens[rows]), config).loss
-
-    assert gradcheck(loss, (small,))
-    if sft:
-        plain = pair_loss(pairs(logprobs()), settings(method)).loss
-        extra = pair_loss(pairs(logprobs()), config).loss - plain
-        assert extra.tolist() == pytest.approx(
-            [-0.7 * r[0] / t[0] for r, t in zip(LP, T, strict=True)]
-        )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,7 +121,7 @@ def test_kto(divergence: float) -> None:
     config = PreferenceLossConfig(
         method="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5
     )
-    ratios = torch.tensor([0.5, -4.0, 900.0, -900.0], dtype=torch.float64, requires_grad=True)
+    ratios = torch.tensor([0.5, -4.0, 900.0, -900.0], dtype=torch.float64)
     good = torch.tensor([True, False, True, False])
     z = max(0.0, divergence)
     wanted = [
@@ -149,17 +130,15 @@ def test_kto(divergence: float) -> None:
     ]
     loss = kto(ratios, good, divergence, config)
     assert loss.tolist() == pytest.approx(wanted, rel=1e-12, abs=1e-15)
-    assert gradcheck(lambda r: kto(r, good, divergence, config), (ratios,))
 
 
 def test_reward_models() -> None:
-    scores = torch.tensor([[2.0, 1.0], [-3.0, 4.0]], dtype=torch.float64, requires_grad=True)
+    scores = torch.tensor([[2.0, 1.0], [-3.0, 4.0]], dtype=torch.float64)
     margins = torch.tensor([0.5, -1.0], dtype=torch.float64)
     config = RewardLossConfig(centering=0.01)
     wanted = [minus_log_sigmoid(0.5) + 0.01 * 9, minus_log_sigmoid(-6.0) + 0.01]
     found = bradley_terry(scores, margins, config)
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
-    assert gradcheck(lambda s: bradley_terry(s, margins, config), (scores,))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from megarl.apps.doctor import communication, machine, software
 from megarl.apps.doctor.findings import Finding
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.cluster.process_env import prepare_environment
-from megarl.console import result
+from megarl.console import Arguments, result
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.isolation import MOVES_SINCE, landlock_version
-from megarl.errors import UserError
 from megarl.schema import require
 
 
@@ -152,16 +151,16 @@ def main(arguments: Sequence[str] = ()) -> int:
     Returns the exit code: 0 if nothing failed, 1 if something did. Raises `UserError` for a word
     other than `--json`.
     """
-    unknown = [word for word in arguments if word != "--json"]
-    if unknown:
-        raise UserError(f"megarl doctor does not know {unknown[0]!r}; it takes --json or nothing")
+    parser = Arguments("megarl doctor")
+    parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args(arguments).json
     prepare_environment(1)  # Ray and vLLM run with the settings of a run
     started_at = time.monotonic()
     findings = run_checks(CHECKS)
     failed = sum(finding.status == "FAIL" for finding in findings)
     warned = sum(finding.status == "warn" for finding in findings)
     seconds = round(time.monotonic() - started_at, 1)
-    if "--json" in arguments:
+    if as_json:
         told = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
         result(json.dumps(told))
     else:

@@ -31,10 +31,8 @@ def pins(file: Path) -> dict[str, str]:
     `package==version`. Its comment lines `# torch: package==version` and `# vllm:
     package==version`, which launch/env.sh installs, are read too.
     """
-    found = re.findall(
-        r"^(?:# (?:torch|vllm): )?([\w.\[\]-]+) *== *([^;\s\\]+)", file.read_text(), re.MULTILINE
-    )
-    return dict(found)
+    pinned = r"^(?:# (?:torch|vllm): )?([\w.\[\]-]+) *== *([^;\s\\]+)"
+    return dict(re.findall(pinned, file.read_text(), re.MULTILINE))
 
 
 def installed(name: str) -> str | None:
@@ -66,7 +64,7 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("warn", what, fix)
         return
     fix = "bash launch/env.sh"
-    good, missing, others = [], [], []
+    count, wrong = 0, dict[str, list[str]](missing=[], differ=[])
     for name, version in pins(file).items():
         have = installed(name)
         found = f"{have or 'not installed'}; {version} is pinned and tested"
@@ -76,16 +74,16 @@ def check_packages() -> Iterator[Finding]:
         elif name in NAMED:
             yield Finding("warn" if have else "FAIL", found, fix, name)
         else:
-            list_of = good if is_same else others if have else missing
-            list_of.append(f"{name} {have} (pinned {version})" if have else name)
-    count = len(good) + len(missing) + len(others)
-    if missing:
-        found = f"{len(missing)} of {count} missing: {_some(missing)}"
-        yield Finding("FAIL", found, fix, "other packages")
-    if others:
-        found = f"{len(others)} of {count} differ: {_some(others)}"
-        yield Finding("warn", found, fix, "other packages")
-    if len(good) == count:
+            count += 1
+            if not is_same:
+                shown = f"{name} {have} (pinned {version})" if have else name
+                wrong["differ" if have else "missing"].append(shown)
+    for what, names in wrong.items():
+        if names:
+            status = "FAIL" if what == "missing" else "warn"
+            found = f"{len(names)} of {count} {what}: {_some(names)}"
+            yield Finding(status, found, fix, "other packages")
+    if not any(wrong.values()):
         yield Finding("ok", f"{count} as pinned in launch/{file.name}", check="other packages")
 
 

@@ -12,9 +12,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from megarl.config import RunConfig, SftConfig
+from megarl.console import Arguments
 from megarl.parallel.layout import resolve
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S
@@ -105,15 +105,6 @@ class Gpus:
     on_cpu: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(
-            f"{message.removeprefix('argument ').replace(': ', ' ', 1)}; megarl launch --help names"
-            " the options, and settings of the recipe go after -- (megarl launch RECIPE.yaml"
-            " --cpu -- --steps 10)"
-        )
-
-
 def _whole(value: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,4}", value):
         raise argparse.ArgumentTypeError(f"is '{value}'; set it to a whole number of at least 1")
@@ -123,12 +114,16 @@ def _whole(value: str) -> int:
 def parse_options(arguments: Sequence[str]) -> Options:
     """Parse the words after `megarl launch`: the path of the recipe, options such as `--nodes 2`,
     and behind `--` settings of the recipe, which become `overrides`. Returns an object with an
-    attribute for each option. Raises `ValueError` that names the wrong argument and what to write
-    instead.
+    attribute for each option. Raises `UserError`, or `ValueError` for options that exclude each
+    other, that names the wrong argument and what to write instead.
     """
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    usage = (
+        "megarl launch --help names the options, and settings of the recipe go after -- (megarl"
+        " launch RECIPE.yaml --cpu -- --steps 10)"
+    )
+    parser = Arguments("megarl launch", usage)
     parser.add_argument("recipe")
     for option in NUMBERS:
         parser.add_argument(option, type=_whole)

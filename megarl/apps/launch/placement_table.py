@@ -79,9 +79,7 @@ def placement(config: RunConfig | SftConfig, plan: LaunchPlan, gpus: Gpus) -> st
             users.setdefault(gpu, []).append(row)
     users = {gpu: found for gpu, found in users.items() if len(found) > 1}
     lines = _table(rows, gpus, users.keys())
-    notes = dict.fromkeys(
-        [*_shared(users, takes_turns=plan.colocated), *_crossing(plan, gpus), *notes]
-    )
+    notes = dict.fromkeys([*_shared(users), *_crossing(plan, gpus), *notes])
     for note in notes:
         lines += textwrap.wrap(
             note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
@@ -300,10 +298,9 @@ def _wrap(text: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _shared(users: Mapping[Gpu, Sequence[Row]], *, takes_turns: bool) -> Iterator[str]:
+def _shared(users: Mapping[Gpu, Sequence[Row]]) -> Iterator[str]:
     """For each set of roles and engines on the same GPUs, a note with the sum of their memory.
-    `users`: what is on a GPU, of those that are shared. `takes_turns`: whether engines sleep while
-    the roles on their GPUs train.
+    `users`: what is on a GPU, of those that are shared.
     """
     groups: dict[tuple[str, ...], list[Gpu]] = {}
     for gpu, rows in users.items():
@@ -311,7 +308,7 @@ def _shared(users: Mapping[Gpu, Sequence[Row]], *, takes_turns: bool) -> Iterato
     for names, gpus in groups.items():
         parts = [row.memory.total for row in users[gpus[0]] if row.memory is not None]
         known = f"{sum(parts) / GIB:.2f} GiB" if len(parts) == len(names) else "memory unknown"
-        turns = takes_turns and any(name.startswith("engine") for name in names)
+        turns = any(name.startswith("engine") for name in names)  # colocated
         asleep = ", in turns: the engine sleeps while the roles train" if turns else ""
         yield f"* shared, {places_of(gpus)}: {' + '.join(names)} = {known} a GPU{asleep}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.apps.runs.audit import Audit, audit
-from megarl.console import result, say
+from megarl.console import Arguments, result, say
 from megarl.errors import UserError
 from megarl.ledger.events import Event, from_record
 from megarl.ledger.journal import FILE, Reader
@@ -26,10 +26,12 @@ def main(arguments: list[str]) -> int:
     Returns the exit code, 1 if the ledger contradicts itself. Raises `UserError` for a folder
     without a readable ledger.
     """
-    folders = [word for word in arguments if word != "--json"]
-    if len(folders) != 1 or folders[0].startswith("-"):
-        raise UserError("megarl ledger needs one run folder: megarl ledger RUN [--json]")
-    path = Path(folders[0]) / FILE
+    usage = "it needs one run folder: megarl ledger RUN [--json]"
+    parser = Arguments("megarl ledger", usage)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args(arguments)
+    path = wanted.run / FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; name the folder of a run of train or distill")
     try:
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> int:
     if reader.torn_bytes:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
     told = ledger_summary(reader, found)
-    result(json.dumps(told) if "--json" in arguments else ledger_table(told, found.first_step))
+    result(json.dumps(told) if wanted.json else ledger_table(told, found.first_step))
     for what in found.contradictions:
         say(f"megarl: {path}: {what}")
     if (more := found.num_contradictions - len(found.contradictions)) > 0:

@@ -16,12 +16,10 @@ from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
 from megarl.checkpoints.lease import RUNS, Record, decode_lease, is_here, lives, newest
 from megarl.checks.folder_checks import planned_steps
-from megarl.console import result
+from megarl.console import Arguments, result
 from megarl.errors import UserError
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
-
-FLAGS = {"--json", "--stacks"}
 
 
 def main(arguments: list[str]) -> int:
@@ -30,11 +28,13 @@ def main(arguments: list[str]) -> int:
     threads. `arguments`: the words after `megarl status`. Returns the exit code 0. Raises
     `UserError` for a folder in which no run has recorded its activity (`observe.activity`).
     """
-    folders = [word for word in arguments if not word.startswith("-")]
-    if len(folders) != 1 or set(arguments) - {*folders, *FLAGS}:
-        raise UserError("megarl status needs one run folder: megarl status RUN [--json] [--stacks]")
-    run = Path(folders[0])
-    folder = run / FOLDER
+    usage = "it needs one run folder: megarl status RUN [--json] [--stacks]"
+    parser = Arguments("megarl status", usage)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--stacks", action="store_true")
+    wanted = parser.parse_args(arguments)
+    run, folder = wanted.run, wanted.run / FOLDER
     if not folder.is_dir():
         raise UserError(
             f"{folder} does not exist; name the folder of a run, of which observe.activity is true"
@@ -43,15 +43,15 @@ def main(arguments: list[str]) -> int:
         found = of_run(read_lives(folder, only_last=True))
         if not found:
             raise UserError(f"{folder} holds no whole line; the run was killed as it started")
-        stacks = stacks_of(folder, found) if "--stacks" in arguments else {}
+        stacks = stacks_of(folder, found) if wanted.stacks else {}
     except OSError as error:
         what = f"{folder} cannot be used: {error.strerror or error}"
         fix = "; the processes are asked by a file there: leave --stacks out"
-        raise UserError(what + (fix if "--stacks" in arguments else "")) from error
+        raise UserError(what + (fix if wanted.stacks else "")) from error
     last = newest(run)
     owner = decode_lease(last[1].read_bytes()) if last is not None else None
     told = status_summary(run, found, stacks, owner)
-    if "--json" in arguments:
+    if wanted.json:
         result(json.dumps(told))
         return 0
     step, version, done, steps = (told[key] for key in ("step", "version", "trained", "steps"))

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 
 from megarl.activity.files import FOLDER, Life, read_lives
@@ -13,6 +12,7 @@ from megarl.activity.spans import Event
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
+from megarl.files import new_file
 
 FILE = "timeline.json"
 """Name of the trace's file in the run folder."""
@@ -31,10 +31,8 @@ def main(arguments: list[str]) -> int:
             f"{run / FOLDER} holds no record; name the folder of a run, of which observe.activity"
             " is true"
         )
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
-        aside.write_text(json.dumps({"traceEvents": list(trace(lives))}))
-        aside.replace(path)
+    with writing(path), new_file(path) as file:
+        file.write(json.dumps({"traceEvents": list(trace(lives))}).encode())
     result(str(path))
     return 0
 

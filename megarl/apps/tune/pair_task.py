@@ -2,56 +2,47 @@
 loop for fixed data sets (`run_supervised`).
 
 PairBatch --PairTask.begin--> PairStep: micro-batches, their loss, metrics
+
+A pair's loss depends on sums over whole responses, whose tokens are divided among the
+sequence-parallel ranks. Each rank sums the values of its own tokens, the sums are added up over the
+ranks, and the loss is differentiated by these sums; each rank then weighs its own sum with that
+derivative. No collective has to be differentiated.
 """
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import cast
 
 import numpy as np
 import torch
 
-from megarl.apps.tune.pairs import PairBatch, merged, preference_rows, take_all_pairs, take_pairs
+from megarl.apps.tune.pairs import (
+    PairBatch,
+    merged,
+    pair_batch,
+    response_sums,
+    take_all_pairs,
+)
+from megarl.apps.tune.pairwise import Terms, pair_difference
+from megarl.apps.tune.supervised import StepLoss, Task
 from megarl.config import SupervisedConfig
+from megarl.data.preferences import PreferenceList
+from megarl.parallel.collectives import all_reduce
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
-from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
-from megarl.types import MicroBatch, StepReport
+from megarl.types import MicroBatch, Preference
+
+SUMS = ("loss", "chosen", "rejected", "num_chosen", "num_rejected", "right")
+"""Names of the sums over the responses of a step from which its metrics are made."""
 
 
-class PairStep(Protocol):
-    """Interface of an object that computes the loss of one batch of pairs, micro-batch by
-    micro-batch, and its metrics: `loss` is called for each of `micro_batches`, then `reduced` once.
-    All ranks call every method together.
-    """
-
-    metrics: StepMetrics
-    micro_batches: list[MicroBatch]
-    """This rank's micro-batches."""
-
-    def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """Compute the loss of `micro`, one of `micro_batches`, and add to `metrics`. Returns a
-        scalar to differentiate on this rank: its part of the batch's loss. `guard`: object that
-        records whether the values in the loss are finite; None in an evaluation.
-        """
-        ...
-
-    def reduced(self) -> dict[str, float]:
-        """The metrics of the batch over all ranks, {name: number}, such as `loss` and `accuracy`;
-        the same on every rank.
-        """
-        ...
-
-
-class PairTask(ABC):
-    """Base class of training one model on pairs of responses: `take` draws a batch, `train` takes
-    an optimizer step on it, `evaluate` computes metrics of held-out pairs. The training loop
-    `run_supervised` calls them. A subclass gives the loss in `begin`. All ranks create the object
-    and call every method together.
+class PairTask(Task):
+    """Base class of training one model on pairs of responses, as a task of the training loop
+    `run_supervised`. A subclass gives the loss in `begin`. All ranks create the object and call
+    every method together.
     """
 
     def __init__(
@@ -65,57 +56,86 @@ class PairTask(ABC):
         [N, 2], summed over each response, of the N rows to train on and of those to evaluate on;
         None without a reference model.
         """
-        config = context.config
-        assert isinstance(config, SupervisedConfig)
-        self.role, self._mesh = role, context.mesh
-        self._rows, self._scores = preference_rows(inputs.rows), reference[0]
-        held_out = preference_rows(inputs.held_out_rows)
-        batches = take_all_pairs(held_out, context.mesh, config.samples_per_step, reference[1])
-        # As one batch: its metrics are means over all rows, however many a step has.
-        self._held_out = merged(batches)
-        self._guard = StepGuard(role, allowed=config.training.max_skipped_steps)
+        config = cast("SupervisedConfig", context.config)
+        super().__init__(role, inputs.rows, config.training.max_skipped_steps)
+        self._scores, scores = reference
+        rows = cast("PreferenceList | None", inputs.held_out_rows)
+        self._held_out = merged(take_all_pairs(rows, role.mesh, config.samples_per_step, scores))
+
+    def batch(self, rows: Sequence[Preference]) -> PairBatch:
+        return pair_batch(rows, self._scores)
+
+
+class PairStep(StepLoss):
+    """Base class of the loss of a model on one batch of pairs of responses, micro-batch by
+    micro-batch, and its metrics. A subclass gives the loss of each pair in `terms`.
+    """
+
+    watched = "policy's log-probs"
+    """What the model computes of a response, as `StepGuard` names it."""
+
+    def __init__(self, role: Role, batch: PairBatch, *, is_single: bool = False) -> None:
+        """`batch`: the same on every rank. `is_single`: whether only the first response of each
+        pair is trained on. All ranks create the object together.
+        """
+        samples, together = (batch.side(0), 1) if is_single else (batch.samples, 2)
+        super().__init__(role, samples, SUMS, together=together)
+        self.batch, self.num_tokens = batch, len(batch.samples.token_ids)
 
     @abstractmethod
-    def begin(self, batch: PairBatch) -> PairStep:
-        """Prepare the loss of `batch`, which is the same on every rank. Returns an object with this
-        rank's micro-batches (`micro_batches`), a function of the loss of each (`loss`), and one
-        that returns the metrics of all (`reduced`).
+    def terms(self, sums: torch.Tensor, ids: torch.Tensor) -> Terms:
+        """The loss and the rewards of the pairs of a micro-batch. `sums` [S] float64: the model's
+        log-probs or scores, added up over each response; `ids` [S]: its samples in the batch, of
+        pairs the chosen and the rejected one in turn.
         """
 
-    def take(self, first: int, count: int, *, stops: bool) -> PairBatch | None:
-        return take_pairs(self._rows, self._mesh, first, count, reference=self._scores, stops=stops)
+    def sides(
+        self, rewards: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rewards of the chosen, or good, responses; of the others; accuracy of each pair, from 0
+        to 1) from the `rewards` of `terms` and the samples `ids`.
+        """
+        return rewards[:, 0], rewards[:, 1], right(pair_difference(rewards))
 
-    def train(self, batch: PairBatch, step: int) -> StepReport:
-        guard, started_at = self._guard, time.monotonic()
-        guard.begin(f"step {step + 1}")
-        work = self.begin(batch)
-        taken = optimizer_step(
-            self.role,
-            work.micro_batches,
-            lambda micro: work.loss(micro, guard),
-            guard,
-            work.metrics,
+    def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
+        """Compute the loss of one micro-batch, its part of the mean over the batch's pairs, and add
+        to the metrics. Returns a scalar whose backward pass on this rank gives this rank's part of
+        the gradient, which is to be summed over ranks. All sequence-parallel ranks call it
+        together. `guard`: records whether the values are finite; None in an evaluation.
+        """
+        values, own, ids = response_sums(self.role, micro)
+        if guard is not None:
+            guard.watch(self.watched, values)
+        axis = self.role.mesh.sequence
+        whole = all_reduce(own.detach().clone(), axis).requires_grad_()
+        with torch.enable_grad():  # in an evaluation, too, whose slopes are not used
+            terms = self.terms(whole, ids)
+            loss = terms.loss.sum() / len(self.batch)
+        (slope,) = torch.autograd.grad(loss, whole)
+        chosen, rejected, won = self.sides(terms.rewards.detach(), ids)
+        share = 1 / axis.size  # every sequence rank knows all of it
+        self.metrics.add(
+            loss=share * loss.detach(),
+            chosen=share * chosen.sum(),
+            rejected=share * rejected.sum(),
+            num_chosen=share * len(chosen),
+            num_rejected=share * len(rejected),
+            right=share * won.sum(),
         )
-        guard.check_weights()
-        found = work.reduced() | computed_tokens(work.micro_batches, self.role)
-        seconds = time.monotonic() - started_at
-        found |= {
-            "grad_norm": taken[0] if taken else 0.0,
-            "learning_rate": taken[1] if taken else self.role.engine.next_rate(),
-            "skipped_steps": float(taken is None),
-            "tokens/trained_per_s": len(batch.samples.token_ids) / seconds,
-            "time/step_s": seconds,
-        }
-        return StepReport(step, found | scale_metrics(self.role))
+        return (slope * own).sum()
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        if self._held_out is None:
-            return {}
-        work = self.begin(self._held_out)
-        for micro in work.micro_batches:
-            work.loss(micro, None)
-        return {f"eval/{name}": value for name, value in work.reduced().items()}
+    def reduced(self) -> dict[str, float]:
+        """{name: value}: loss, accuracy (fraction of pairs whose chosen response has the higher
+        reward) and mean rewards, over all ranks, on every rank. All ranks call it together.
+        """
+        found = self.metrics.reduce(self.role.mesh.gradient)
+        metrics = {"loss": found["loss"], "accuracy": found["right"] / len(self.batch)}
+        for side in ("chosen", "rejected"):
+            if found[f"num_{side}"] > 0:  # a step of single responses may have one side only
+                metrics[f"reward/{side}"] = found[side] / found[f"num_{side}"]
+        if {"reward/chosen", "reward/rejected"} <= metrics.keys():
+            metrics["reward/margin"] = metrics["reward/chosen"] - metrics["reward/rejected"]
+        return metrics
 
 
 ROUNDING = 1e-6

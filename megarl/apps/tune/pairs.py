@@ -1,28 +1,21 @@
-"""Preferences on ranks: a step's pairs as packed sequences, and losses of whole responses.
+"""Preferences on ranks: a step's pairs as packed sequences, and sums over whole responses.
 
-    PreferenceList --take_pairs--> PairBatch --pack_pairs--> MicroBatch (pairs are not separated)
-    values [M] of a micro-batch --totals--> [S], one number a response --by_slopes--> loss
-
-A pair's loss depends on sums over whole responses, whose tokens are divided among the
-sequence-parallel ranks. Each rank sums the values of its own tokens, the sums are added up over the
-ranks, and the loss is differentiated by these sums; each rank then weighs its own sum with that
-derivative. No collective has to be differentiated.
+PreferenceList --pair_batch--> PairBatch --pack_share--> MicroBatch (pairs are not separated)
+MicroBatch --response_sums--> [S], one number a response
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from megarl.apps.tune.supervised import chunks
+from megarl.apps.tune.supervised import chunks, pack_share
 from megarl.data.preferences import PreferenceList
-from megarl.parallel.collectives import all_reduce, broadcast_object
-from megarl.parallel.mesh import Axis, ProcessMesh
-from megarl.trainer.context import DataRows
-from megarl.trainer.prefixes import balance_of
+from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.mesh import ProcessMesh
 from megarl.trainer.role import Role
 from megarl.types import MicroBatch, Preference, Samples
 
@@ -63,15 +56,6 @@ class PairBatch:
         return self.samples.select(np.arange(column, 2 * len(self), 2))
 
 
-def preference_rows(rows: DataRows | None) -> PreferenceList | None:
-    """Narrow the type of a run's data set: returns `rows` itself if it is a list of tokenised
-    preferences (a prompt with two responses each), or None if it is None, as on all ranks but rank
-    0, which alone reads the data. Raises `AssertionError` for other data.
-    """
-    assert rows is None or isinstance(rows, PreferenceList)
-    return rows
-
-
 def pair_batch(preferences: Sequence[Preference], reference: np.ndarray | None) -> PairBatch:
     """Make token sequences of tokenised preferences (a prompt with two responses each), two of each
     preference. `reference` [N, 2] float64: the reference model's summed log-probs of the two
@@ -92,26 +76,6 @@ def pair_batch(preferences: Sequence[Preference], reference: np.ndarray | None) 
         margins=np.array([one.margin for one in preferences]),
         is_desirable=np.array([one.is_desirable for one in preferences], dtype=bool),
     )
-
-
-def take_pairs(
-    rows: PreferenceList | None,
-    mesh: ProcessMesh,
-    first: int,
-    count: int,
-    *,
-    reference: np.ndarray | None = None,
-    stops: bool = False,
-) -> PairBatch | None:
-    """The batch of `count` preferences, as token sequences, from position `first` of the training
-    order, on every rank. Rank 0, which alone has `rows` and their `reference` log-probs [N, 2],
-    makes and sends the batch. None on every rank if rank 0 passes `stops`, to end the run. All
-    ranks call it together.
-    """
-    batch = None
-    if rows is not None and not stops:
-        batch = pair_batch([rows.at(first + number) for number in range(count)], reference)
-    return broadcast_object(batch, mesh.world)
 
 
 def merged(batches: Sequence[PairBatch]) -> PairBatch | None:
@@ -151,52 +115,30 @@ def take_all_pairs(
     return batches
 
 
-def pack_pairs(samples: Samples, role: Role, *, together: int) -> list[MicroBatch]:
-    """Divide `samples`, token sequences that are the same on every rank, among the data ranks and
-    return this rank's micro-batches (packed sequences). `role`: the model, whose mesh and token
-    budget of a micro-batch are used. Each `together` consecutive samples, such as the two of a
-    pair, stay in one packed sequence; the number of samples is a multiple of `together`.
+def response_sums(role: Role, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the model `role`, whose head is "logprobs" or "scalar", on a micro-batch and add up its
+    values within each sample; differentiable. Returns (values [M]: one number for each of this
+    rank's trained tokens, log-probs or scores; sums [S] float64; ids [S] of the samples,
+    ascending). A sample whose trained tokens are all on other sequence-parallel ranks has the sum
+    0.
     """
-    mesh, training = role.mesh, role.training
-    even = balance_of(samples, training.share_prefix, role.windows, together=together)
-    budget = training.micro_batch_tokens * mesh.sequence.size
-    dealt = even.split(mesh.data.size, budget)
-    packed = even.rows_in_step(dealt, budget)
-
-    def whole(units: Sequence[int]) -> list[int]:
-        return [unit * together + part for unit in units for part in range(together)]
-
-    mine = samples.select(whole(dealt[mesh.data.rank]))
-    return role.pack(mine, [whole(units) for units in packed[mesh.data.rank]])
-
-
-def totals(
-    values: torch.Tensor, sample_ids: torch.Tensor, micro: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up the values of each sample of a micro-batch; differentiable.
-
-    `values` [M]: one number for each of this rank's trained tokens, such as its log-prob;
-    `sample_ids` [M]: id of the sample that each token belongs to. Returns (sums [S], float64; ids
-    [S] of the samples, ascending). A sample whose trained tokens are all on other sequence-parallel
-    ranks has the sum 0.
-    """
+    values, others = role.engine(micro, 1.0)
+    sample_ids = others if role.head == "scalar" else micro.sample_ids[micro.mask]
     members = micro.members[micro.members >= 0]
     place = torch.searchsorted(members, sample_ids)
     sums = torch.zeros(len(members), dtype=torch.float64, device=values.device)
-    return sums.index_add(0, place, values.double()), members
+    return values, sums.index_add(0, place, values.double()), members
 
 
-def by_slopes(
-    own: torch.Tensor, axis: Axis, loss: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a loss that depends on sums over the ranks of `axis`, so that each rank can run its
-    own backward pass without communication. All ranks of `axis` call it together.
-
-    `own` [S]: this rank's part of each sum, with its graph. `loss`: a function of the whole sums
-    [S] that returns a scalar. Returns (the loss, detached; a scalar whose gradient on this rank is
-    that of the loss): the latter is the sum over S of d loss / d sum, as a constant, times `own`.
+@torch.no_grad()
+def sums_of_responses(role: Role, samples: Samples, *, together: int = 1) -> torch.Tensor:
+    """[N] float64 sums of the log-probs, or the scores, of `samples` under the model `role`, by the
+    samples' ids from 0 to N - 1; 0 where there is no such sample, or another rank computes it.
+    `samples`: the same on every rank; each `together` consecutive ones are packed together. All
+    ranks call it together.
     """
-    whole = all_reduce(own.detach().clone(), axis).requires_grad_()
-    found = loss(whole)
-    (slope,) = torch.autograd.grad(found, whole)
-    return found.detach(), (slope * own).sum()
+    found = torch.zeros(int(samples.ids.max()) + 1, dtype=torch.float64, device=role.device)
+    for micro in pack_share(samples, role, together=together):
+        _, sums, ids = response_sums(role, micro)
+        found[ids] = sums
+    return found

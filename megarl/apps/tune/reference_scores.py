@@ -4,24 +4,23 @@ a file.
 
 from __future__ import annotations
 
-import io
 import json
-import os
 from pathlib import Path
+from typing import cast
 
 import numpy as np
-import torch
 import xxhash
 
 from megarl import console
-from megarl.apps.tune.pairs import pack_pairs, take_all_pairs, totals
+from megarl.apps.tune.pairs import sums_of_responses, take_all_pairs
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.config import PreferenceConfig
 from megarl.data.preferences import PreferenceList
+from megarl.files import new_file
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.schema import replace
 from megarl.trainer.config import LoraConfig, ModelConfig
-from megarl.trainer.context import RunContext
+from megarl.trainer.context import DataRows, RunContext
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.places import reference_adapter
 from megarl.trainer.role import Role
@@ -31,39 +30,34 @@ READ_BYTES = 2**24
 """Number of bytes of a weight file that are read at once for its digest."""
 
 
-def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[np.ndarray | None]:
-    """Log-probs of each data set in `data`, which rank 0 alone has, under the reference model, as
-    an array [N, 2] float64: summed over the tokens of the first and the second response of its N
-    rows. They come from numpy files in the folder `reference.cache`, or are computed now and
-    written there. None on other ranks, and for a data set that is None. All ranks call it together.
+def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[np.ndarray | None]:
+    """Log-probs of each data set of preferences in `rows_read`, which rank 0 alone has, under the
+    reference model, as an array [N, 2] float64: summed over the tokens of the first and the second
+    response of its N rows. They come from numpy files in the folder `reference.cache`, or are
+    computed now and written there. None on other ranks, and for a data set that is None. All ranks
+    call it together.
     """
-    config = context.config
-    assert isinstance(config, PreferenceConfig)
+    config = cast("PreferenceConfig", context.config)
+    data = cast("tuple[PreferenceList | None, ...]", rows_read)
     model = config.reference.model if config.reference.model.path else config.model
     adapter = reference_adapter(config) or ""
     training = config.training
     if not adapter:
         training = replace(training, lora=LoraConfig())
     cache = Path(config.reference.cache or context.folder / "reference")
-    files: list[Path | None] = [None for _ in data]
+    files: list[Path] = []
+    found: list[np.ndarray | None] = [None] * len(data)
     if context.is_main:
         weights = weights_digest(model, config.seed)
         if adapter:
             weights += f" {adapter_digest(adapter)} {training.lora.alpha}"
-        precision = config.training.precision
-        files = [
-            cache / f"{digest_of(rows.digest, weights, precision)}.npy" if rows else None
-            for rows in data
-        ]
-    found = [
-        read_scores(file, len(rows)) if file is not None and rows is not None else None
-        for file, rows in zip(files, data, strict=True)
-    ]
-    missing = broadcast_object(
-        [file is not None and one is None for file, one in zip(files, found, strict=True)],
-        context.mesh.world,
-    )
-    if not any(missing):
+        for number, rows in enumerate(data):
+            name = digest_of(rows.digest, weights, training.precision) if rows else "none"
+            files.append(cache / f"{name}.npy")
+            found[number] = read_scores(files[number], len(rows)) if rows else None
+    unknown = [number for number, rows in enumerate(data) if rows and found[number] is None]
+    missing = broadcast_object(unknown, context.mesh.world)
+    if not missing:
         return found
     role = Role(
         "reference",
@@ -74,18 +68,16 @@ def reference_scores(context: RunContext, *data: PreferenceList | None) -> list[
         seed=config.seed,
     )
     try:
-        for number, rows in enumerate(data):
-            if missing[number]:
-                scores = response_logprobs(role, rows, config.samples_per_step)
-                if (file := files[number]) is not None:
-                    write_scores(file, scores)
-                    found[number] = scores
+        for number in missing:
+            scores = response_logprobs(role, data[number], config.samples_per_step)
+            if context.is_main:
+                write_scores(files[number], scores)
+                found[number] = scores
     finally:
         role.destroy()
     return found
 
 
-@torch.no_grad()
 def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> np.ndarray:
     """[N, 2] float64 sums of the log-probs of each response's tokens under the model `role`, in the
     order of the data set, on every rank. `rows`: N tokenised preferences, which rank 0 alone has.
@@ -93,11 +85,7 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
     """
     parts = [np.zeros((0, 2))]
     for batch in take_all_pairs(rows, role.mesh, at_once):
-        found = torch.zeros(2 * len(batch), dtype=torch.float64, device=role.device)
-        for micro in pack_pairs(batch.samples, role, together=2):
-            logprobs, _ = role.engine(micro, 1.0)
-            sums, ids = totals(logprobs, micro.sample_ids[micro.mask], micro)
-            found[ids] = sums
+        found = sums_of_responses(role, batch.samples, together=2)
         # Each data rank has its own samples, and each sequence rank its part of their sums.
         parts.append(all_reduce(found, role.mesh.gradient).cpu().numpy().reshape(-1, 2))
     return np.concatenate(parts)
@@ -130,30 +118,20 @@ def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
     """Read log-probs [num_rows, 2], float64, from the file `path` of numpy's format (.npy); None if
     the file is missing, damaged, of another shape or not finite.
     """
-    layout = np.lib.format
-    head = io.BytesIO()
-    layout.write_array_header_1_0(head, layout.header_data_from_array_1_0(np.empty((num_rows, 2))))
-    size = len(head.getvalue())
     try:
-        content = path.read_bytes() if path.is_file() else b""
-    except OSError:
+        found = np.load(path, allow_pickle=False) if path.is_file() else None
+    except Exception:  # numpy raises much, also `MemoryError`, for what a damaged head promises
         return None
-    # Not np.load: what a damaged head promises, it makes room for, and other formats it reads too.
-    if content[:size] != head.getvalue() or len(content) != size + 16 * num_rows:
+    if not isinstance(found, np.ndarray) or (found.shape, found.dtype) != ((num_rows, 2), "<f8"):
         return None
-    found = np.frombuffer(content, np.float64, offset=size).reshape(num_rows, 2)
     return found if np.isfinite(found).all() else None
 
 
 def write_scores(path: Path, scores: np.ndarray) -> None:
-    """Write the log-probs [N, 2] to the file `path` in numpy's format, under a hidden name and then
-    renamed, so that no reader meets a part of the file.
+    """Write the log-probs [N, 2] to the file `path` in numpy's format, which is complete or absent
+    at any time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("wb") as file:
+    with new_file(path) as file:
         np.save(file, scores)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, path)
     console.say(f"the reference's log-probs of {len(scores)} preferences are in {path}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from megarl.apps.tune.sampling_checks import SampleInputs
 from megarl.apps.tune.text_scores import Text, score_texts
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.config import RunConfig, silence_s
+from megarl.files import new_file
 from megarl.loops.evaluate import add_records, answering, generate, make_folder
 from megarl.observe.sinks import finite
 
@@ -175,15 +175,9 @@ def _row(record: Record) -> Record:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text` to the file `path` (UTF-8), atomically: first to a hidden file beside it,
-    flushed to the disk (fsync), which is then renamed.
-    """
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, path)
+    """Write `text` to the file `path` (UTF-8), which is complete or absent at any time."""
+    with new_file(path) as file:
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def sample_summary(

@@ -2,18 +2,22 @@
 
     Task.take(step's rows) -> batch -> Task.train(batch) -> metrics
 
-A task says what is trained and on what. Tasks are in `megarl.apps.tune.sft`, `.preference` and
-`.reward_model`.
+A task says what is trained and on what, and makes a `StepLoss` of each batch. Tasks are in
+`megarl.apps.tune.sft`, `.preference` and `.reward_model`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from megarl import console
 from megarl.activity.spans import activity, step_begins
@@ -24,38 +28,146 @@ from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
 from megarl.signals import graceful
-from megarl.trainer.context import RunContext, RunInputs, open_context
+from megarl.trainer.context import DataRows, RunContext, RunInputs, open_context
+from megarl.trainer.finite import StepGuard
+from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
-from megarl.types import StepReport
+from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
+from megarl.types import MicroBatch, Samples, StepReport
 
 
-class Task(Protocol):
-    """Interface of what the training loop `run_supervised` trains on a fixed data set: a model
-    (`role`), its data (`take` gives a step's batch) and its loss (`train` takes an optimizer step,
-    `evaluate` returns metrics). All ranks call every method together.
+class StepLoss(ABC):
+    """Base class of the loss of one batch, micro-batch by micro-batch, and its metrics: `loss` is
+    called for each of `micro_batches`, then `reduced` once. All ranks create the object and call
+    every method together.
     """
 
-    role: Role
-    """The model, on this rank, that is trained and saved."""
+    def __init__(
+        self, role: Role, samples: Samples, sums: Sequence[str], *, together: int = 1
+    ) -> None:
+        """`samples`: the token sequences of the batch, the same on every rank, of which each
+        `together` consecutive ones stay in one packed sequence. `sums`: names of the sums over the
+        batch from which the metrics are made.
+        """
+        self.role, self.metrics = role, StepMetrics(role.device, sums)
+        self.num_tokens = len(samples.token_ids)
+        """Number of tokens of the whole batch, prompts included."""
+        self.micro_batches = pack_share(samples, role, together=together)
+        """This rank's micro-batches."""
+
+    @abstractmethod
+    def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
+        """Compute the loss of `micro`, one of `micro_batches`, and add to `metrics`. Returns a
+        scalar to differentiate on this rank: its part of the batch's loss. `guard`: object that
+        records whether the values in the loss are finite; None in an evaluation.
+        """
+
+    @abstractmethod
+    def reduced(self) -> dict[str, float]:
+        """The metrics of the batch over all ranks, {name: number}, such as `loss` and `accuracy`;
+        the same on every rank.
+        """
+
+
+class Task(ABC):
+    """Base class of what the training loop `run_supervised` trains on a fixed data set: a model
+    (`role`), its data (`take` gives a step's batch) and its loss (`train` takes an optimizer step,
+    `evaluate` computes metrics of held-out rows). A subclass makes batches in `batch` and gives the
+    loss in `begin`. All ranks create the object and call every method together.
+    """
+
+    def __init__(self, role: Role, rows: DataRows | None, allowed_skips: int) -> None:
+        """`role`: the model to train. `rows`: the data set, on rank 0, which alone reads it.
+        `allowed_skips`: how many steps may be skipped because their values are not finite.
+        """
+        self.role, self._rows = role, rows
+        self._guard = StepGuard(role, allowed=allowed_skips)
+        self._held_out: Any = None
+        """All rows to evaluate on, as one batch, whose metrics are means over all rows however many
+        a step has; None without such rows."""
+
+    @abstractmethod
+    def batch(self, rows: Sequence[Any]) -> Any:
+        """On rank 0: the batch of `rows`, elements of the data set, to send to all ranks."""
+
+    @abstractmethod
+    def begin(self, batch: Any) -> StepLoss:
+        """Prepare the loss of `batch`, which is the same on every rank."""
 
     def take(self, first: int, count: int, *, stops: bool) -> Any:
         """The batch of `count` rows from position `first` of the training order, the same on every
         rank; None on every rank if rank 0 passes `stops`, to end the run.
         """
-        ...
+        batch = None
+        if self._rows is not None and not stops:
+            batch = self.batch([self._rows.at(first + number) for number in range(count)])
+        return broadcast_object(batch, self.role.mesh.world)
 
     def train(self, batch: Any, step: int) -> StepReport:
         """Take one optimizer step on `batch`, which `take` returned, and return the step's number
         and metrics, {name: number}. `step` counts from 0. Raises `UserError` if the model is not
         finite.
         """
-        ...
+        return supervised_step(self.role, lambda: self.begin(batch), step, self._guard)
 
+    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """{"eval/NAME": value} of metrics on the rows that are not trained on, the same on every
         rank; {} without such rows.
         """
-        ...
+        if self._held_out is None:
+            return {}
+        work = self.begin(self._held_out)
+        for micro in work.micro_batches:
+            work.loss(micro, None)
+        return {f"eval/{name}": value for name, value in work.reduced().items()}
+
+
+def supervised_step(
+    role: Role, begin: Callable[[], StepLoss], step: int, guard: StepGuard
+) -> StepReport:
+    """Take one optimizer step of the model `role` on a batch, whose loss `begin` prepares. `step`
+    counts from 0. `guard` skips a step whose values are not finite; raises `UserError` if it has
+    skipped too many, or if a weight is not finite afterwards. Returns the step's number and
+    metrics, {name: number}. All ranks call it together.
+    """
+    guard.begin(f"step {step + 1}")
+    started_at = time.monotonic()
+    work = begin()
+    taken = optimizer_step(
+        role, work.micro_batches, lambda micro: work.loss(micro, guard), guard, work.metrics
+    )
+    guard.check_weights()
+    found = work.reduced() | computed_tokens(work.micro_batches, role)
+    seconds = time.monotonic() - started_at
+    found |= {
+        "grad_norm": taken[0] if taken else 0.0,
+        "learning_rate": taken[1] if taken else role.engine.next_rate(),
+        "skipped_steps": float(taken is None),
+        "tokens/trained_per_s": work.num_tokens / seconds,
+        "time/step_s": seconds,
+    }
+    return StepReport(step, found | scale_metrics(role))
+
+
+def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[MicroBatch]:
+    """Divide `samples`, token sequences that are the same on every rank, among the data ranks,
+    balanced by cost, and return this rank's micro-batches (packed sequences). `role`: the model,
+    whose mesh and token budget of a micro-batch are used. Each `together` consecutive samples, such
+    as the two of a pair, stay in one packed sequence; the number of samples is a multiple of
+    `together`. Does not communicate.
+    """
+    mesh, training = role.mesh, role.training
+    even = balance_of(samples, training.share_prefix, role.windows, together=together)
+    budget = training.micro_batch_tokens * mesh.sequence.size
+    dealt = even.split(mesh.data.size, budget)
+    packed = even.rows_in_step(dealt, budget)
+
+    def whole(units: Sequence[int]) -> list[int]:
+        return [unit * together + part for unit in units for part in range(together)]
+
+    mine = samples.select(whole(dealt[mesh.data.rank]))
+    return role.pack(mine, [whole(units) for units in packed[mesh.data.rank]])
 
 
 MakeTask = Callable[[RunContext], Task]

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import torch
-
-from megarl.apps.tune.pairs import pack_pairs, totals
+from megarl.apps.tune.pairs import sums_of_responses
 from megarl.chat_template import end_of_turn
 from megarl.config import RunConfig
 from megarl.data.config import TemplateName
@@ -61,8 +58,7 @@ class TextScorer:
         (`prompts.template`). Of `training`, the precision, `micro_batch_tokens`, ZeRO stage and
         time limits are used. `seed`: for weights that are random.
         """
-        self._tokenizer = tokenizer
-        self._template: TemplateName = template
+        self._tokenizer, self._template = tokenizer, template
         self._end = end_of_turn(tokenizer, template)
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         self._stack = ExitStack()
@@ -102,7 +98,7 @@ class TextScorer:
                     for n, ids in enumerate(part)
                 ]
             )
-            found += _scores(self._role, samples).tolist()
+            found += sums_of_responses(self._role, samples).tolist()
         return found
 
     def close(self) -> None:
@@ -116,23 +112,14 @@ def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) ->
     `config.model`: loads the model, scores and releases it. Raises `UserError` if a score is not
     finite.
     """
-    training = TrainingConfig(
-        zero_stage=config.training.zero_stage,
-        precision=config.training.precision,
-        micro_batch_tokens=config.training.micro_batch_tokens,
-        collective_timeout_s=config.training.collective_timeout_s,
-    )
+    same = {"zero_stage", "precision", "micro_batch_tokens", "collective_timeout_s"}
+    training = TrainingConfig(**config.training.model_dump(include=same))
     tokenizer = load_tokenizer(
         config.model.tokenizer or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
-    scorer = TextScorer(
-        model,
-        training,
-        tokenizer=tokenizer,
-        template=config.prompts.template,
-        seed=config.seed,
-    )
+    template = config.prompts.template
+    scorer = TextScorer(model, training, tokenizer=tokenizer, template=template, seed=config.seed)
     found = scorer.scores(texts)
     scorer.close()
     if not all(map(math.isfinite, found)):
@@ -141,14 +128,3 @@ def score_texts(config: RunConfig, model: ModelConfig, texts: Sequence[Text]) ->
             " another model"
         )
     return found
-
-
-@torch.no_grad()
-def _scores(role: Role, samples: Samples) -> np.ndarray:
-    """[S] the score of each sample."""
-    found = torch.zeros(len(samples), dtype=torch.float64, device=role.device)
-    for micro in pack_pairs(samples, role, together=1):
-        scores, ids = role.engine(micro, 1.0)
-        sums, members = totals(scores, ids, micro)
-        found[members] = sums
-    return found.cpu().numpy()
