@@ -107,8 +107,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_by_force(self) -> NoReturn:
-        """End this process, whatever it waits for. The ranks get SIGTERM and time to end before; the
-        kernel kills those that are left, as their agent has ended.
+        """End this process, whatever it waits for. The ranks get SIGTERM and time to end before;
+        the kernel kills those that are left, as their agent has ended.
         """
         ranks = psutil.Process().children()
         for rank in ranks:

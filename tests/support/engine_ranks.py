@@ -77,18 +77,15 @@ def weights(version: int) -> dict[str, Any]:
 
 
 def spec_of(case: Case, transport: str) -> Any:
+    from megarl.parallel.layout import Layout
     from megarl.weight_sync.parameters import training_shards
     from megarl.weight_sync.route import RouteSpec, table_fingerprint
     from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
-    shards = {
-        name: [shard.dim, *shard.edges]
-        for name, shard in training_shards(table(), case.tensor).items()
-    }
     return RouteSpec(
-        degrees=[case.data, 1, case.tensor],
+        layout=Layout(case.data, 1, case.tensor),
         zero_stage=case.zero_stage,
-        shards=shards,
+        shards=training_shards(table(), case.tensor),
         engines=case.engines,
         engine_tensor=case.engine_tensor,
         dtype="bfloat16",
