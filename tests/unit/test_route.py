@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_ranks import whole_plan
-from support.reshard_sides import GRAINS, LAYOUTS, TENSORS, model_table
+from support.engine_ranks import model_table, whole_plan
+from support.reshard_sides import GRAINS, LAYOUTS, TENSORS
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
