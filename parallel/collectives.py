@@ -50,14 +50,10 @@ def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """Reduce `tensor` over the ranks of `axis` (a group of ranks that communicate, such as
-    `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together; blocks.
-    Raises `ValueError` if `tensor` is not contiguous.
+    `ProcessMesh.data`), in place; returns `tensor`, which must be contiguous. All ranks of the axis
+    call it together; blocks.
     """
     if axis.size > 1:
-        if not tensor.is_contiguous():
-            raise ValueError(
-                "all_reduce works in place and needs a contiguous tensor; call .contiguous()"
-            )
         with waits("all-reduce", axis):
             dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor
@@ -65,8 +61,8 @@ def all_reduce(
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Elementwise maximum of `tensor` over the ranks of `axis` (a group of ranks that communicate,
-    such as `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together;
-    blocks. Raises `ValueError` if `tensor` is not contiguous.
+    such as `ProcessMesh.data`), in place; returns `tensor`, which must be contiguous. All ranks of
+    the axis call it together; blocks.
     """
     return all_reduce(tensor, axis, dist.ReduceOp.MAX)
 

@@ -18,8 +18,6 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
@@ -57,7 +55,7 @@ class NodeLost(Exception):
 class Agent(LocalElasticAgent):
     """torchrun's agent (`LocalElasticAgent`), with two changes: where a rank has ended with a
     mistake of the user, the ranks are not started again; and on several nodes it ends its ranks
-    where another node is gone. torchrun makes it inside of `own_agent`.
+    where another node is gone. torchrun makes it inside of `run_agent`.
     """
 
     shares_cores: ClassVar[bool] = False
@@ -118,15 +116,6 @@ class Agent(LocalElasticAgent):
         os._exit(1)
 
 
-@contextmanager
-def own_agent() -> Iterator[None]:
-    """A context manager in which `torch.distributed.run.run` uses the class `Agent` of this module
-    as its agent, for which torchrun has no option.
-    """
-    with patch.object(api, LocalElasticAgent.__name__, Agent):
-        yield
-
-
 def run_agent(arguments: list[str]) -> int:
     """Do what the command torchrun does with these `arguments` (its options, then the program and
     the program's arguments): start the ranks and wait for them. Returns the exit code for this
@@ -144,7 +133,8 @@ def run_agent(arguments: list[str]) -> int:
         "TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join([*(one.name for one in SIGNALS), "SIGQUIT"])
     )
     try:
-        with run_folder() as folder, own_agent():
+        # torchrun has no option for the class of its agent.
+        with run_folder() as folder, patch.object(api, LocalElasticAgent.__name__, Agent):
             lost_after_s()
             options = read_options(arguments)
             if options.shutdown_timeout is not None:  # the ranks compare it with what they need

@@ -163,7 +163,7 @@ class Route:
         """
         zeros = [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
         return [
-            [part for piece in zeros if (part := _part(bucket, piece)) is not None]
+            [part for piece in zeros if (part := bucket.part(piece)) is not None]
             for bucket in self.buckets
         ]
 
@@ -173,7 +173,7 @@ class Route:
         """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:
-                if piece.tensor != ZEROS and _part(bucket, piece) is not None:
+                if piece.tensor != ZEROS and bucket.part(piece) is not None:
                     return piece.tensor
         return self.tensors[-1]
 
@@ -229,8 +229,3 @@ def _route(
     buckets = make_buckets(first, itemsize, spec.bucket_bytes)
     names = [parameter.name for parameter in table]
     return Route(spec, buckets, copies_of(copies, buckets), owned, names, moved * itemsize)
-
-
-def _part(bucket: Bucket, piece: Piece) -> Piece | None:
-    """The part of `piece` in `bucket`, or None."""
-    return bucket.part(piece) if piece.buffer in bucket.sizes else None

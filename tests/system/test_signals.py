@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,11 @@ def end_after_steps(
     end.
     """
     process, mark = start(command(*arguments, "--folder", str(folder), ranks=ranks))
-    metrics = folder / "metrics.jsonl"
-    trained = lambda: metrics.read_text().count("\n") if metrics.exists() else 0  # noqa: E731
-    until(lambda: process.poll() is not None or trained() >= steps, 400)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 400
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") >= steps:
+            break
+        time.sleep(0.1)
     process.send_signal(number)  # a scheduler sends it to the launcher
     done = finish(process, mark, 60)
     assert done.survivors == []

@@ -147,7 +147,7 @@ def test_a_window_in_all_layers_or_in_none_is_published(kind: str, windows: dict
         assert parameter_table(config)
 
 
-@pytest.mark.parametrize(("case", "changes", "tensor", "says"), [
+@pytest.mark.parametrize(("kind", "changes", "tensor", "says"), [
     ("llama", {"num_attention_heads": 6}, 4,
      "is 4, .*num_attention_heads = 6; set it to a divisor"),
     ("llama", {"intermediate_size": 50}, 4,
@@ -161,8 +161,7 @@ def test_a_window_in_all_layers_or_in_none_is_published(kind: str, windows: dict
     ("qwen3_moe", {"num_experts": 3}, 4, "more than the model's num_experts = 3; lower it"),
 ])  # fmt: skip
 def test_what_does_not_divide_is_refused(
-    case: str, changes: dict[str, Any], tensor: int, says: str
+    kind: str, changes: dict[str, Any], tensor: int, says: str
 ) -> None:
-    kind, own = CASES[case]
     with pytest.raises(ValueError, match=says):
-        refuse_engine_tensor({"model_type": kind, **SMALL, **own, **changes}, tensor)
+        refuse_engine_tensor({"model_type": kind, **SMALL, **EXPERTS, **changes}, tensor)
