@@ -208,12 +208,9 @@ class Engines:
         if self.connected == transport:
             return
         for number, (_, pipe) in enumerate(self.ranks):
-            place = dict(
-                zip(("engine", "rank"), divmod(number, self.case.engine_tensor), strict=True)
-            )
-            pipe.send(
-                {"transport": transport, "spec": asdict(spec), "init_info": init_info, **place}
-            )
+            engine, rank = divmod(number, self.case.engine_tensor)
+            info = {"transport": transport, "spec": asdict(spec), "init_info": init_info}
+            pipe.send(info | {"engine": engine, "rank": rank})
         for number, (_, pipe) in enumerate(self.ranks):
             assert pipe.poll(DEADLINE_S) and pipe.recv() == "connected", number
         self.connected = transport

@@ -4,12 +4,21 @@ second start beside it, the launcher killed by force, and a restart.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import psutil
-from support.commands import command, finish, marked, megarl, records, start, until, write_recipe
+from support.commands import (
+    command,
+    finish,
+    marked,
+    megarl,
+    records,
+    start,
+    until,
+    write_recipe,
+    write_rows,
+)
 from support.fork_server import UNFORKED
 from support.tiny import write_model
 
@@ -22,14 +31,14 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
     run = tmp_path / "run"
     model = write_model(tmp_path / "model")
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(9) for b in range(9)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = write_rows(tmp_path / "rows.jsonl", rows)
     tree = {
         "folder": str(run),
         "steps": 100_000,
         "samples_per_step": 8,
         "resume": "auto",
         "model": {"path": str(model)},
-        "demonstrations": {"source": str(tmp_path / "rows.jsonl")},
+        "demonstrations": {"source": source},
         "training": {"checkpoint": {"every": 3}},
     }
     recipe = write_recipe(tmp_path / "sft.yaml", tree)

@@ -182,9 +182,8 @@ def test_a_process_without_a_gpu_registers_nothing(monkeypatch: pytest.MonkeyPat
             memory = shared_memory.Pinned(torch.zeros(8, dtype=torch.uint8))
             memory.wait()
             memory.release()
-    shared_memory.Pinned(
-        torch.zeros(0, dtype=torch.uint8)
-    ).release()  # of `cuda_ipc`, which has none
+    nothing = torch.zeros(0, dtype=torch.uint8)  # of `cuda_ipc`, which has none
+    shared_memory.Pinned(nothing).release()
     assert machine.take() == []
 
 
