@@ -44,7 +44,7 @@ class Arguments(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, usage: str = "") -> None:
-        super().__init__(add_help=False)
+        super().__init__(add_help=False, allow_abbrev=False)
         self.command, self.said = command, usage or f"see {command} --help"
 
     def error(self, message: str) -> NoReturn:

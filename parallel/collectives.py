@@ -24,9 +24,9 @@ from megarl.parallel.mesh import Axis
 
 T = TypeVar("T")
 
-ASK_S = 0.2
-"""Seconds between two reads of torch.distributed's store by a rank that waits in
-`wait_for_first`."""
+ASK_S = 0.25
+"""Longest pause, in seconds, between two reads of torch.distributed's store by a rank that waits
+for what another rank writes there."""
 _waited = itertools.count()
 """Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
@@ -50,14 +50,10 @@ def all_reduce(
     tensor: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """Reduce `tensor` over the ranks of `axis` (a group of ranks that communicate, such as
-    `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together; blocks.
-    Raises `ValueError` if `tensor` is not contiguous.
+    `ProcessMesh.data`), in place; returns `tensor`, which must be contiguous. All ranks of the axis
+    call it together; blocks.
     """
     if axis.size > 1:
-        if not tensor.is_contiguous():
-            raise ValueError(
-                "all_reduce works in place and needs a contiguous tensor; call .contiguous()"
-            )
         with waits("all-reduce", axis):
             dist.all_reduce(tensor, op=op, group=axis.group)
     return tensor
@@ -65,8 +61,8 @@ def all_reduce(
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Elementwise maximum of `tensor` over the ranks of `axis` (a group of ranks that communicate,
-    such as `ProcessMesh.data`), in place; returns `tensor`. All ranks of the axis call it together;
-    blocks. Raises `ValueError` if `tensor` is not contiguous.
+    such as `ProcessMesh.data`), in place; returns `tensor`, which must be contiguous. All ranks of
+    the axis call it together; blocks.
     """
     return all_reduce(tensor, axis, dist.ReduceOp.MAX)
 
@@ -138,7 +134,7 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
     result there; the other ranks wait until it has returned, and get None. All ranks of the axis
     call it together.
 
-    The others read the store of torch.distributed every 0.2 s: in a collective of NCCL they would
+    The others read the store of torch.distributed every 0.25 s: in a collective of NCCL they would
     keep their GPUs busy. `what`: the work in words, for the error. Raises `RuntimeError` on the
     others after `timeout_s` seconds; an error of `work` is raised on the first rank alone.
     """
@@ -146,18 +142,21 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
     if axis.rank == 0:
         found = work()
         if axis.size > 1:
-            _store().set(key, "done")
+            job_store().set(key, "done")
         return found
     deadline = time.monotonic() + timeout_s
-    while not _store().check([key]):
+    while not job_store().check([key]):
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank 0 did not end {what} within {timeout_s:g} s")
         time.sleep(ASK_S)
     return None
 
 
-def _store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """The store by which the ranks of this job have found each other."""
+def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """The key-value store by which the ranks of this job have found each other, for what a rank may
+    wait for longer than for a collective.
+    """
+    # torch has no public name for it.
     return dist.distributed_c10d._get_default_store()
 
 

@@ -36,26 +36,31 @@ class DriverGpu:
     """Whether MIG has cut the GPU into slices."""
 
 
+def _nvidia_smi(*arguments: str) -> tuple[int, str]:
+    """(exit code, what it wrote) of nvidia-smi; (-1, why) where it cannot be run."""
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=DRIVER_WITHIN_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return -1, str(error)
+    return told.returncode, told.stdout
+
+
 def driver_gpus() -> list[DriverGpu]:
     """The GPUs that nvidia-smi lists, each with its name, the driver's version and whether MIG has
     cut it into slices, whether CUDA_VISIBLE_DEVICES shows them or not; an empty list where there is
     no nvidia-smi or it fails.
     """
-    if shutil.which("nvidia-smi") is None:
-        return []
     # A driver before 450 knows no MIG, and answers no query that names it.
     for fields in ("name,driver_version,mig.mode.current", "name,driver_version"):
-        try:
-            told = subprocess.run(
-                ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=DRIVER_WITHIN_S,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return []
-        rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.splitlines()]
+        _, said = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
+        rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
         width = fields.count(",") + 1
         found = [DriverGpu(r[0], r[1], r[-1] == "Enabled") for r in rows if len(r) == width]
         if found:
@@ -71,21 +76,10 @@ def failure() -> str:
     files = sorted(glob.glob(DEVICE_FILES))
     if not files or shutil.which("nvidia-smi") is None:
         return ""
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", "-L"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=DRIVER_WITHIN_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    else:
-        if told.returncode == 0:
-            return ""
-        said = (told.stdout.strip().splitlines() or [f"exit code {told.returncode}"])[0]
+    code, said = _nvidia_smi("-L")
+    if code == 0:
+        return ""
+    said = (said.strip().splitlines() or [f"exit code {code}"])[0]
     return f"there is an NVIDIA GPU ({files[0]}), but nvidia-smi fails ({said})"
 
 

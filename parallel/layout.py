@@ -6,7 +6,6 @@ Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,20 +63,12 @@ class Layout:
         """All groups of ranks that differ only along `axes` (names in `AXES`), a partition of all
         ranks; each is a tuple of ranks, ascending. The order is the same on every rank.
         """
-        others = [name for name in self.AXES if name not in axes]
-        made = []
-        for fixed in itertools.product(*(range(getattr(self, name)) for name in others)):
-            place = dict(zip(others, fixed, strict=True))
-            free = itertools.product(
-                *(range(getattr(self, name)) for name in self.AXES if name in axes)
-            )
-            names = [name for name in self.AXES if name in axes]
-            made.append(
-                tuple(
-                    self.rank(**place, **dict(zip(names, values, strict=True))) for values in free
-                )
-            )
-        return made
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            others = tuple(place[name] for name in self.AXES if name not in axes)
+            found.setdefault(others, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)

@@ -98,35 +98,12 @@ class ProcessMesh:
             ranks: the ranks of the job that the layout is laid over, ascending; default all.
             ulysses: ranks of a Ulysses group; divides the sequence axis.
             timeout_s: deadline of every collective in seconds.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-            ValueError: the layout has another number of ranks, `ranks` are not of this job or not
-                ascending, or `ulysses` does not divide the sequence axis.
         """
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "ProcessMesh needs an initialised torch.distributed; call"
-                " megarl.parallel.mesh.initialise first"
-            )
-        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        if len(self.ranks) != layout.size:
-            raise ValueError(
-                f"layout {layout} has {layout.size} ranks, but is to use {len(self.ranks)}: "
-                f"{list(self.ranks)}"
-            )
-        outside = [rank for rank in self.ranks if not 0 <= rank < dist.get_world_size()]
-        if outside or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(
-                f"a mesh is to use the ranks {list(self.ranks)}, but each must be named once and"
-                f" be one of the {dist.get_world_size()} ranks of this run"
-            )
-        if layout.sequence % ulysses:
-            raise ValueError(f"ulysses {ulysses} does not divide the sequence axis of {layout}")
         self.layout = layout
-        if list(self.ranks) != sorted(self.ranks):
-            # torch orders the ranks of a process group by number, whatever order it is given.
-            raise ValueError(f"a mesh takes its ranks in ascending order, not {list(self.ranks)}")
+        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        assert len(self.ranks) == layout.size and layout.sequence % ulysses == 0
+        # torch orders the ranks of a process group by number, whatever order it is given.
+        assert list(self.ranks) == sorted(set(self.ranks) & set(range(dist.get_world_size())))
         self.is_member = dist.get_rank() in self.ranks
         """Whether this process is one of the mesh's ranks."""
         self.rank = self.ranks.index(dist.get_rank()) if self.is_member else -1

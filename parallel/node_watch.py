@@ -34,18 +34,13 @@ BEAT_S, BEATS = 2.0, 15
 lost, whichever is more often: agents need not have the same setting."""
 JUDGE_S = 0.5
 """Seconds between two checks whether another node is lost or has failed."""
-FAILED_AFTER_S = 15.0
-"""Once the ranks of one node have failed, seconds that the ranks of the other nodes have to end by
-themselves, before their agents end them."""
-LEAVES_WITHIN_S = 5.0
-"""Most seconds in which `NodeWatch.leave` tells the other nodes how the ranks of this node have
-ended."""
-HEARS_WITHIN_S = 5.0
-"""Seconds in which the agent must call `NodeWatch.problem` once there is a problem; after that it
-is ended by force."""
+ANSWERS_WITHIN_S = 5.0
+"""Seconds in which the store must take in how the ranks of this node have ended, and in which the
+agent must call `NodeWatch.problem` once there is a problem; after that it is ended by force."""
 ENDS_WITHIN_S = 15.0
-"""Seconds in which the agent must end after it has heard of a problem, beyond the seconds that its
-ranks have to end; after that it is ended by force."""
+"""Seconds to end without force: for the ranks of the other nodes once those of one node have
+failed, and for the agent, beyond the seconds that its ranks have to end, once it has heard of a
+problem."""
 END = 2**40
 """Each node counts its signs of life in a number in the store. When its ranks have ended, the
 number grows by this times (1 + their exit code)."""
@@ -127,7 +122,7 @@ class NodeWatch:
         """
         self._ended = END * (1 + code)
         self._leaves.set()
-        if self._left.wait(LEAVES_WITHIN_S) and code and self._node == 0:
+        if self._left.wait(ANSWERS_WITHIN_S) and code and self._node == 0:
             time.sleep(2 * BEAT_S)
 
     def close(self) -> None:
@@ -170,7 +165,7 @@ class NodeWatch:
                 return
         print(f"megarl: {found}; the ranks of this node are ended", file=sys.stderr, flush=True)
         self._said = found
-        if self._heard.wait(HEARS_WITHIN_S):
+        if self._heard.wait(ANSWERS_WITHIN_S):
             time.sleep(self._shutdown_s + ENDS_WITHIN_S)
         self._end()
 
@@ -179,7 +174,7 @@ class NodeWatch:
         now, silent = time.monotonic(), list[str]()
         for node, moved_at in list(self._moved_at.items()):
             code, failed_at = self._failed.get(node, (0, math.inf))
-            if now - failed_at > FAILED_AFTER_S:
+            if now - failed_at > ENDS_WITHIN_S:
                 return f"the ranks of node {node} have failed with exit code {code}"
             if now - moved_at > self._lost_after_s:
                 silent.append(str(node))

@@ -19,13 +19,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megarl.activity.spans import activity
+from megarl.parallel.collectives import ASK_S, job_store
 
 MOST_BEAT_S = 5.0
 """Largest number of seconds between two signs of life of rank 0."""
-
-POLLS_S = 0.01, 0.25
-"""First and longest pause, in seconds, between two reads of the store by a rank that waits for an
-order."""
 
 BEAT = "beat"
 
@@ -49,9 +46,7 @@ class Orders:
         """
         self.silence_s, self.longest_s = silence_s, longest_s
         self._beat_s = min(MOST_BEAT_S, silence_s / 4)
-        # torch has no public name for the store that the process groups were made with.
-        store = distributed_c10d._get_default_store()
-        self._store = distributed_c10d.PrefixStore(f"megarl/{name}", store)
+        self._store = distributed_c10d.PrefixStore(f"megarl/{name}", job_store())
         self._given = self._taken = 0
         self._is_first = dist.get_rank() == 0
         self._closed = threading.Event()
@@ -75,11 +70,11 @@ class Orders:
         """
         key = str(self._taken)
         began = moved_at = looked_at = time.monotonic()
-        pause_s, found = POLLS_S[0], b""
+        pause_s, found = 0.01, b""
         with activity("orders", kind="wait", of=[0], deadline_s=self.silence_s) as span:
             while not self._store.check([key]):
                 time.sleep(pause_s)
-                pause_s, now = min(2 * pause_s, POLLS_S[1]), time.monotonic()
+                pause_s, now = min(2 * pause_s, ASK_S), time.monotonic()
                 if now - looked_at >= self._beat_s:
                     before, found, looked_at = found, self._count(), now
                     if found != before:

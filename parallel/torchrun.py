@@ -16,16 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -45,8 +42,6 @@ from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 SAID = 2
 """Exit code of a rank that has printed a mistake of the user (`UserError`) in one line."""
 
-POLL_S = 0.1
-
 TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
 """Commands of megarl that run on several ranks, which `megarl torchrun` can start."""
 
@@ -60,7 +55,7 @@ class NodeLost(Exception):
 class Agent(LocalElasticAgent):
     """torchrun's agent (`LocalElasticAgent`), with two changes: where a rank has ended with a
     mistake of the user, the ranks are not started again; and on several nodes it ends its ranks
-    where another node is gone. torchrun makes it inside of `own_agent`.
+    where another node is gone. torchrun makes it inside of `run_agent`.
     """
 
     shares_cores: ClassVar[bool] = False
@@ -110,27 +105,15 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_by_force(self) -> NoReturn:
-        """End the ranks, and this process, whatever it waits for."""
-        ranks = list(self._pcontext.pids().values()) if self._pcontext is not None else []
-        for number, patience_s in ((signal.SIGTERM, self._shutdown_timeout), (signal.SIGKILL, 0)):
-            deadline = time.monotonic() + patience_s
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank, number)
-            while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(POLL_S)
+        """End this process, whatever it waits for. The ranks get SIGTERM and time to end before;
+        the kernel kills those that are left, as their agent has ended.
+        """
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        psutil.wait_procs(ranks, timeout=self._shutdown_timeout)
         os._exit(1)
-
-
-@contextmanager
-def own_agent() -> Iterator[None]:
-    """A context manager in which `torch.distributed.run.run` uses the class `Agent` of this module
-    as its agent, for which torchrun has no option.
-    """
-    with patch.object(api, LocalElasticAgent.__name__, Agent):
-        yield
 
 
 def run_agent(arguments: list[str]) -> int:
@@ -149,12 +132,13 @@ def run_agent(arguments: list[str]) -> int:
     os.environ.setdefault(
         "TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join([*(one.name for one in SIGNALS), "SIGQUIT"])
     )
-    if waits := shutdown_timeout(arguments):
-        os.environ[SHUTDOWN] = waits  # the ranks compare it with what they need
     try:
-        with run_folder() as folder, own_agent():
+        # torchrun has no option for the class of its agent.
+        with run_folder() as folder, patch.object(api, LocalElasticAgent.__name__, Agent):
             lost_after_s()
             options = read_options(arguments)
+            if options.shutdown_timeout is not None:  # the ranks compare it with what they need
+                os.environ[SHUTDOWN] = str(options.shutdown_timeout)
             meet_at_files(options, folder)
             start(options)
     except ChildFailedError as error:
@@ -226,19 +210,6 @@ def exit_code(found: int) -> int:
     signal's number where `found` is negative (-9 becomes 137).
     """
     return found if found >= 0 else 128 - found
-
-
-def shutdown_timeout(arguments: list[str]) -> str:
-    """The value of torchrun's option --shutdown-timeout as it is written in `arguments` (torchrun's
-    options, then the program), in seconds; "" if the option is not there.
-    """
-    for index, word in enumerate(arguments):
-        if word == "-m" or not word.startswith("-"):
-            continue
-        name, _, value = word.replace("_", "-").partition("=")
-        if name == "--shutdown-timeout":
-            return value or "".join(arguments[index + 1 : index + 2])
-    return ""
 
 
 def command(arguments: list[str]) -> int:

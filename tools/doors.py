@@ -5,9 +5,9 @@
 Starts `megarl train RECIPE.yaml` and tries, each second while it starts and again after its first
 step, all that it has: files, folders and sockets in the run's temporary folder, in the run folder
 and in /dev/shm, `/proc` of each process, each socket without a file, and each port on which a
-process listens. Prints what succeeded. Exit code 1 if something did that docs/reference_run_folder.md
-("Other users of the machine") does not list. Needs root, to become nobody and to know what there
-is.
+process listens. Prints what succeeded. Exit code 1 if something did that
+docs/reference_run_folder.md ("Other users of the machine") does not list. Needs root, to become
+nobody and to know what there is.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,7 @@ class Writing:
         self.committed_s = 0.0
         """On rank 0, seconds from the start until the checkpoint was committed."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._told: Sequence[Digests] | None = None
-        self._is_told = threading.Event()
+        self._given_up = threading.Event()
         name = f"checkpoint of step {step}"
         self._written = in_thread(name, lambda: self._write(write))
         self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
@@ -81,21 +80,10 @@ class Writing:
         late = f"its files were not on the disk after {timeout_s:.0f} s"
         return _outcome(self._written, timeout_s, late)
 
-    @property
-    def digests(self) -> Digests:
-        """{path within the checkpoint: xxh3-128 digest in hexadecimal} of this rank's files; blocks
-        until they are written.
-        """
-        return self._written.result()
-
-    def wait_committed(self, reported: Sequence[Digests], timeout_s: float) -> str:
+    def wait_committed(self, timeout_s: float) -> str:
         """On rank 0, wait until the checkpoint is committed, for `timeout_s` seconds at most;
-        returns what went wrong, a time-out too, or "". `reported`: for each rank, {path within the
-        checkpoint: digest} of its files, for a file system that does not show the ranks' reports
-        yet.
+        returns what went wrong, a time-out too, or "".
         """
-        self._told = reported
-        self._is_told.set()
         assert self._committed is not None
         return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
@@ -103,8 +91,7 @@ class Writing:
         """Keep this rank's threads from committing the checkpoint, and wait until they end, for
         `timeout_s` seconds at most. Returns True if they have ended, False if one still writes.
         """
-        self._told = None
-        self._is_told.set()
+        self._given_up.set()
         threads: list[Future[Any]] = [self._written, self._committed or self._written]
         return not wait(threads, timeout_s).not_done
 
@@ -179,10 +166,9 @@ class Writing:
                         reported[rank] = json.loads(path.read_text())
                         if PROBLEM in reported[rank]:
                             raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
-                    reported = dict(enumerate(self._told or ()))
-                    break
-            if self._told is not None or not self._is_told.is_set():
+                if len(reported) < self._num_ranks and self._given_up.wait(LOOK_S):
+                    return
+            if not self._given_up.is_set():
                 commit({name: digest for one in reported.values() for name, digest in one.items()})
         finally:
             self.committed_s = time.monotonic() - started_at

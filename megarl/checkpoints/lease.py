@@ -86,13 +86,22 @@ def _reader() -> TypeAdapter[Record]:
     return TypeAdapter(Record)
 
 
-def decode_lease(content: bytes) -> Record | None:
+def decode_lease(content: bytes | None) -> Record | None:
     """Read the bytes of a lease file, which says who owns a run folder, as a `Record`: the owner's
-    run id, host and process. None if they are incomplete, of a newer format, or no lease.
+    run id, host and process. None if they are incomplete, of a newer format, or no lease, and if
+    `content` is None.
     """
     try:
-        return _reader().validate_json(content)
+        return _reader().validate_json(content or b"")
     except ValueError:
+        return None
+
+
+def _content_of(path: Path) -> bytes | None:
+    """What the lease file `path` holds; None if it is gone."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
         return None
 
 
@@ -114,11 +123,12 @@ def numbered(folder: Path) -> dict[int, Path]:
     return {int(match[1]): folder / name for match, name in found if match}
 
 
-def newest(folder: Path) -> tuple[int, Path] | None:
-    """(number, path) of the lease file with the highest number in the run folder `folder`, which
-    names its owner; None without one.
+def newest(folder: Path) -> tuple[int, Record | None]:
+    """(number, content) of the lease file with the highest number in the run folder `folder`, which
+    names its owner. The number is 0 without one, the content None if it cannot be read as a lease.
     """
-    return max(numbered(folder).items(), default=None)
+    number = max(numbered(folder), default=0)
+    return number, decode_lease(_content_of(path_of(folder, number)))
 
 
 @dataclass(frozen=True)
@@ -137,25 +147,23 @@ class Claim:
         another run has taken it over; "" while the run owns the folder. Reads the lease files at
         each call.
         """
-        record = None
+        last, record = 0, None
         try:
-            last = newest(self.folder)
-            record = decode_lease(last[1].read_bytes()) if last is not None else None
+            last, record = newest(self.folder)
         except OSError as error:
-            if error.errno not in (errno.ESTALE, errno.ENOENT):
+            if error.errno != errno.ESTALE:
                 return (
                     f"whether this run still owns its folder {self.folder} cannot be read"
                     f" ({error}), so nothing more is written there; see to the disk and go on with"
                     " --resume auto"
                 )
-            last = None
-        if last is None or last[0] < self.number:
+        if last < self.number:
             return (
                 f"the file {path_of(self.folder, self.number)}, which says that this run owns the"
                 " folder, is gone: this run ends and writes nothing more there; was the folder"
                 " removed?"
             )
-        if last[0] == self.number and (record is None or record.run == self.run):
+        if last == self.number and (record is None or record.run == self.run):
             return ""
         return (
             f"the run folder {self.folder} was taken over by {record or 'another run'}: this run"
@@ -234,10 +242,8 @@ def take(folder: Path, *, patience_s: float) -> Lease:
     for attempt in range(MOST_ATTEMPTS):  # again where another process was faster
         time.sleep(POLL_S if attempt else 0.0)
         folder.mkdir(parents=True, exist_ok=True)
-        number, last = newest(folder) or (0, None)
-        found = stamp(last) if last is not None else None
-        before = decode_lease(found[0]) if found is not None else None
-        if last is not None and not has_ended(last, patience_s):
+        number, before = newest(folder)
+        if number and not has_ended(path_of(folder, number), patience_s):
             continue
         own = path_of(folder, number + 1)
         try:
@@ -258,7 +264,7 @@ def take(folder: Path, *, patience_s: float) -> Lease:
             undo.pop_all()
         for path in others.values():
             path.unlink(missing_ok=True)
-        if last is not None and (before is None or before.state == RUNS):
+        if number and (before is None or before.state == RUNS):
             say(
                 f"megarl: folder {folder} is taken over from {before or 'another run'}, which has"
                 " ended without releasing it"
@@ -274,8 +280,7 @@ def refuse_living(folder: Path) -> None:
     record = None
     # A folder that cannot be read, or with no path for its name, is told by the check of folders.
     with contextlib.suppress(OSError, ValueError):
-        last = newest(folder)
-        record = decode_lease(last[1].read_bytes()) if last is not None else None
+        _, record = newest(folder)
     if record is not None and record.state == RUNS and is_here(record) and lives(record):
         raise ValueError(owner_refusal(folder, record))
 
@@ -303,8 +308,8 @@ def has_ended(path: Path, patience_s: float) -> bool:
     Of a process that cannot be seen from here, or whose file this version cannot read, only changes
     count, not the times in the file, since the clocks of two machines differ.
     """
-    before = now = stamp(path)
-    owner = decode_lease(before[0]) if before is not None else None
+    before = now = _content_of(path)
+    owner = decode_lease(before)
     is_seen = owner is not None and is_here(owner)
     deadline = time.monotonic() + (ENDING_S if is_seen else patience_s)
     if not is_seen and (owner is None or owner.state == RUNS):
@@ -314,32 +319,19 @@ def has_ended(path: Path, patience_s: float) -> bool:
             " (training.checkpoint.owner_timeout_s)"
         )
     while now is not None:
-        found = decode_lease(now[0])
+        found = decode_lease(now)
         if found is not None and found.state == ENDED:
             return True
-        if owner is None and found is not None:
-            return False  # it was being written
         if owner is not None and is_seen and not lives(owner):
             return path.exists()
         is_late = time.monotonic() >= deadline
-        has_changed = now != before if found is None else found != owner
-        if is_late if is_seen else has_changed:
+        if is_late if is_seen else now != before:
             raise ValueError(owner_refusal(path.parent, found or owner))
         if is_late:
             return True
         time.sleep(POLL_S)
-        now = stamp(path)
+        now = _content_of(path)
     return False
-
-
-def stamp(path: Path) -> tuple[bytes, int] | None:
-    """(content, time of the last change in nanoseconds since 1970) of the lease file `path`; None
-    if it is gone.
-    """
-    try:
-        return path.read_bytes(), path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def owner_refusal(folder: Path, record: Record | None) -> str:

@@ -196,3 +196,19 @@ class Outcome:
     warning: str = ""
     """What the user should know of the environment, such as a worker process that was replaced; in
     one outcome only."""
+
+    @classmethod
+    def of(cls, reply: Reply) -> Outcome:
+        """An `Outcome` made of a worker process's `reply`, a dict whose keys are names of this
+        class's fields. A reply without a result (score, observation, answer, finish or failure), or
+        with other keys, becomes an outcome with `failure` "error".
+        """
+        score = reply.get("score")
+        known = score is None or (isinstance(score, int | float) and math.isfinite(score))
+        ends = ("failure", "score", "observation", "answer", "finish")
+        if known and any(reply.get(name) is not None for name in ends):
+            try:
+                return cls(**reply)
+            except TypeError:
+                pass
+        return cls(failure="error", detail=f"the worker process replied {reply!r:.200}")

@@ -387,7 +387,7 @@ class Workers:
 
     async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
         try:
-            found = Outcome(**await self._shielded(call))
+            found = Outcome.of(await self._shielded(call))
         except WorkerLost as lost:
             said = f"the process of the session {lost}"
             if not self._config.has_sessions:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.weight_sync.checksums import Digest, digest, signed
@@ -30,7 +31,7 @@ class InitInfo:
     transport: str
     """Name of the transport, as in the setting `weight_sync.transport`."""
     spec: dict[str, Any]
-    """The fields of a `RouteSpec`."""
+    """The fields of a `RouteSpec`, as `dataclasses.asdict` returns them."""
     engine: int
     """This engine's position, from 0, among those that receive weights."""
     init_info: dict[str, Any]
@@ -62,7 +63,7 @@ class BucketReceiver:
         parameter table `table`, and connect to the trainer's transport. Raises `ValueError` if the
         table is not the trainer's.
         """
-        spec = RouteSpec(**info.spec)
+        spec = TypeAdapter(RouteSpec).validate_python(info.spec)
         self.route = Route.of_destination(spec, table, spec.destination(info.engine, rank))
         self.receiver: Receiver = TRANSPORTS[info.transport].Receiver(
             self.route, info.engine, rank, info.init_info

@@ -3,9 +3,9 @@ inference engines.
 
 To add a model type, add an entry to `FAMILIES`: what its configuration class in transformers
 adds, which layers have biases, whether heads are normalised, whether it has experts. Then
-add a small model of it to tests/unit/test_families.py, which compares tables with checkpoints, and
-to tests/system/test_engine_table.py, which compares every element of every engine rank with what
-vLLM's own weight loaders put there.
+add small models of it to tests/support/family_cases.py: tests/unit/test_families.py compares their
+tables with checkpoints, and tests/system/test_engine_table.py every element of every engine rank
+with what vLLM's own weight loaders put there.
 """
 
 from __future__ import annotations

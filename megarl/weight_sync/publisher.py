@@ -73,15 +73,15 @@ class Publisher(Publication[SendsWeights]):
         """
         refuse_other_model({one.name: one.shape for one in table}, policy.shapes, "the model")
         sender = TRANSPORTS[config.transport].Sender
-        layout, on_gpu = mesh.layout, torch.cuda.is_available()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         spec = RouteSpec(
-            degrees=[layout.data, layout.sequence, layout.tensor],
+            layout=mesh.layout,
             zero_stage=policy.zero_stage,
-            shards={name: [shard.dim, *shard.edges] for name, shard in policy.shards.items()},
+            shards=policy.shards,
             engines=num_engines,
             engine_tensor=engine_tensor,
             dtype=dtype,
-            bucket_bytes=config.bucket_bytes or BUCKET_BYTES["cuda" if on_gpu else "cpu"],
+            bucket_bytes=config.bucket_bytes or BUCKET_BYTES[device],
             table=table_fingerprint(table),
             local=sender.LOCAL,
             one_host=engines is not None and engines.is_one_host(),

@@ -36,13 +36,13 @@ class RouteSpec:
     of the transfer. The trainer sends it to the engines as a dict.
     """
 
-    degrees: list[int]
-    """The trainer's data-, context- and tensor-parallel degrees."""
+    layout: Layout
+    """The trainer's degrees of data, sequence and tensor parallelism."""
     zero_stage: int
     """The trainer's ZeRO stage, 0 to 3."""
-    shards: dict[str, list[int]]
-    """{tensor name: [dimension, first index of each rank's part ..., length]} for tensors that the
-    trainer's tensor-parallel ranks split."""
+    shards: dict[str, Shard]
+    """How the trainer's tensor-parallel ranks split the model: {tensor name: a `Shard`: rank r has
+    the indices [edges[r], edges[r + 1]) of dimension `dim`}."""
     engines: int
     """Number of inference engines."""
     engine_tensor: int
@@ -60,18 +60,6 @@ class RouteSpec:
     one_host: bool = False
     """Whether all engines are on the host of trainer rank 0, so that loopback may suffice; only
     that rank knows."""
-
-    @property
-    def layout(self) -> Layout:
-        """The trainer's degrees of data, sequence and tensor parallelism, from `degrees`."""
-        return Layout(*self.degrees)
-
-    @property
-    def training_shards(self) -> dict[str, Shard]:
-        """How the trainer's tensor-parallel ranks split the model, from the field `shards`: {tensor
-        name: a `Shard`: rank r has the indices [edges[r], edges[r + 1]) of dimension `dim`}.
-        """
-        return {name: Shard(cut[0], tuple(cut[1:])) for name, cut in self.shards.items()}
 
     @property
     def num_destinations(self) -> int:
@@ -175,7 +163,7 @@ class Route:
         """
         zeros = [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
         return [
-            [part for piece in zeros if (part := _part(bucket, piece)) is not None]
+            [part for piece in zeros if (part := bucket.part(piece)) is not None]
             for bucket in self.buckets
         ]
 
@@ -185,7 +173,7 @@ class Route:
         """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:
-                if piece.tensor != ZEROS and _part(bucket, piece) is not None:
+                if piece.tensor != ZEROS and bucket.part(piece) is not None:
                     return piece.tensor
         return self.tensors[-1]
 
@@ -197,7 +185,7 @@ def _plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> PlanPart:
             "the engine's model is not the trainer's: their parameter tables differ; start both"
             " from one model"
         )
-    kinds = kinds_of(table, spec.training_shards)
+    kinds = kinds_of(table, spec.shards)
     chosen = set(kinds.like.values())
     few = [parameter for parameter in table if parameter.name in chosen]
     engine = engine_owned(few, spec.engine_tensor)
@@ -212,7 +200,7 @@ def training_parts(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owne
     """
     return training_owned(
         {parameter.name: parameter.shape for parameter in table},
-        spec.training_shards,
+        spec.shards,
         spec.layout,
         spec.zero_stage,
     )
@@ -241,8 +229,3 @@ def _route(
     buckets = make_buckets(first, itemsize, spec.bucket_bytes)
     names = [parameter.name for parameter in table]
     return Route(spec, buckets, copies_of(copies, buckets), owned, names, moved * itemsize)
-
-
-def _part(bucket: Bucket, piece: Piece) -> Piece | None:
-    """The part of `piece` in `bucket`, or None."""
-    return bucket.part(piece) if piece.buffer in bucket.sizes else None

@@ -65,6 +65,8 @@ class Bucket:
         rows that lie in this bucket. The offset of the result counts elements from the beginning of
         the bucket's part of the buffer. None if no row of it lies here.
         """
+        if piece.buffer not in self.sizes:
+            return None
         start = self.starts[piece.buffer]
         if start == 0 and piece.end <= self.sizes[piece.buffer]:
             return piece  # the whole piece is in this bucket

@@ -12,16 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills
-from megarl.parallel.reshard.plan import (
-    Copy,
-    Region,
-    deal,
-    fixed_choice,
-    grain_of,
-    holders_of,
-    regions_of,
-)
+from megarl.parallel.reshard.boxes import Box, Owned, Piece
+from megarl.parallel.reshard.plan import Copy, deal, fixed_choice, grain_of, needed
 
 
 @dataclass(frozen=True)
@@ -195,30 +187,19 @@ def _templates(
 
     `count`: {tensor: how many it stands for}. Raises `ValueError` as `make_plan`.
     """
-    holders = holders_of(sources)
     # A buffer of several tensors is repeated as often as each of them.
     times = {buffers[tensor]: number for tensor, number in count.items()}
     grain = grain_of(
         sum(times[name] * size for owned in destinations for name, size in owned.sizes.items())
     )
-    found: dict[tuple[str, Box, int | None], list[Region]] = {}
-    made: dict[tuple[int, str], _Template] = {}
-    for rank, owned in enumerate(destinations):
-        broken, here = fills(owned), local.get(rank)
-        if broken:
-            raise ValueError(
-                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
-            )
-        for tensor in count:
-            made[rank, tensor] = _Template([], [], here)
-        for piece in owned.pieces:
-            if piece.tensor == ZEROS:
-                continue
-            key = piece.tensor, piece.box, here
-            if key not in found:
-                found[key] = regions_of(rank, piece, holders.get(piece.tensor, {}), here, grain)
-            template = made[rank, piece.tensor]
-            for box, candidates in found[key]:
-                template.regions.append((piece, box, candidates))
-                template.fixed.append(fixed_choice(candidates, here))
+    made = {
+        (rank, tensor): _Template([], [], local.get(rank))
+        for rank in range(len(destinations))
+        for tensor in count
+    }
+    for rank, piece, regions in needed(sources, destinations, local, grain):
+        template = made[rank, piece.tensor]
+        for box, candidates in regions:
+            template.regions.append((piece, box, candidates))
+            template.fixed.append(fixed_choice(candidates, template.local))
     return made

@@ -12,11 +12,9 @@ shared evenly; a source in the destination's own memory is preferred.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from megarl.parallel.reshard.boxes import ZEROS, Box, Owned, Piece, fills, tiles
 
@@ -54,7 +52,7 @@ class Copy(NamedTuple):
 class Plan:
     """All copies of a resharding (`copies`, by destination rank), and methods for what they cost in
     bytes and seconds. `sources` and `destinations` say which rectangles of which tensors each rank
-    has or needs. Made by `make_plan`; `apply_plan` carries it out within one process.
+    has or needs. Made by `make_plan`.
     """
 
     copies: list[Copy]
@@ -130,24 +128,11 @@ def make_plan(
     """
     local = local or {}
     elements = sum(sum(owned.sizes.values()) for owned in destinations)
-    holders, grain = holders_of(sources), grain_of(elements)
-    needs: list[_Need] = []
-    # Engines need the same boxes; the regions of each are computed once.
-    found: dict[tuple[str, Box, int | None], list[Region]] = {}
-    for rank, owned in enumerate(destinations):
-        broken = fills(owned)
-        if broken:
-            raise ValueError(
-                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
-            )
-        for piece in owned.pieces:
-            if piece.tensor != ZEROS:
-                key = piece.tensor, piece.box, local.get(rank)
-                if key not in found:
-                    found[key] = regions_of(
-                        rank, piece, holders.get(piece.tensor, {}), local.get(rank), grain
-                    )
-                needs += [_Need(rank, piece, box, candidates) for box, candidates in found[key]]
+    needs = [
+        _Need(rank, piece, box, candidates)
+        for rank, piece, regions in needed(sources, destinations, local, grain_of(elements))
+        for box, candidates in regions
+    ]
     copies = _deal(needs, len(sources), local)
     return Plan(copies, sources, destinations, local)
 
@@ -224,6 +209,35 @@ def regions_of(
     return made
 
 
+def needed(
+    sources: Sequence[Owned],
+    destinations: Sequence[Owned],
+    local: Mapping[int, int],
+    grain: int,
+) -> Iterator[tuple[int, Piece, list[Region]]]:
+    """What the destinations need, piece by piece: (destination rank, its piece, a rectangle of a
+    tensor with its place in a buffer; the piece split by `regions_of` into rectangles with the
+    sources that have each). Padding is left out. `local`: {destination rank: source rank in the
+    same memory}. Raises `ValueError` as `make_plan`.
+    """
+    holders = holders_of(sources)
+    # Engines need the same boxes; the regions of each are computed once.
+    found: dict[tuple[str, Box, int | None], list[Region]] = {}
+    for rank, owned in enumerate(destinations):
+        broken, here = fills(owned), local.get(rank)
+        if broken:
+            raise ValueError(
+                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
+            )
+        for piece in owned.pieces:
+            if piece.tensor == ZEROS:
+                continue
+            key = piece.tensor, piece.box, here
+            if key not in found:
+                found[key] = regions_of(rank, piece, holders.get(piece.tensor, {}), here, grain)
+            yield rank, piece, found[key]
+
+
 def grain_of(elements: int) -> int:
     """Number of elements above which a rectangle that several sources have is split between them,
     where all destinations together need `elements` elements. It is small compared with the total,
@@ -278,17 +292,3 @@ def _deal(needs: Sequence[_Need], num_sources: int, local: Mapping[int, int]) ->
         source, piece = need.candidates[chosen[number]]
         made.append(Copy(source, piece.part(need.box), need.destination, need.piece.part(need.box)))
     return made
-
-
-def apply_plan(
-    plan: Plan,
-    sources: Sequence[Mapping[str, torch.Tensor]],
-    destinations: Sequence[Mapping[str, torch.Tensor]],
-) -> None:
-    """Carry out a plan within one process. `sources` and `destinations`: by rank, {buffer name:
-    flat tensor}; the destinations' tensors are written in place, and elements are converted to
-    their dtype.
-    """
-    for copy in plan.copies:
-        taken = copy.taken.view(sources[copy.source][copy.taken.buffer])
-        copy.put.view(destinations[copy.destination][copy.put.buffer]).copy_(taken)

@@ -20,9 +20,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+import torch
 from support.engine_ranks import (
     DEADLINE_S,
     Case,
@@ -35,6 +33,16 @@ from support.engine_ranks import (
 )
 from support.ranks import run_ranks
 
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.collectives import all_reduce, barrier, broadcast_object, gather_objects
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.parallel.reshard.boxes import scatter
+from megarl.weight_sync.checksums import carried, signed
+from megarl.weight_sync.route import Route
+from megarl.weight_sync.transports import cuda_ipc
+from megarl.weight_sync.transports.transport_table import TRANSPORTS
+
 NEVER_S = 1.0
 """Patience with a receiver that does not come."""
 
@@ -45,7 +53,7 @@ DIE_AT, STOP_AT = 5, 4
 SHARDED, CUT, ALONE = Case(2, 1, 3, 2, 1), Case(1, 2, 1, 1, 2), Case(1, 1, 2, 2, 2)
 RELAYED = Case(2, 1, 1, 5, 1)
 """Engine 0 passes weights on to 1 and 2, and 1 to 3 and 4."""
-TRANSPORTS = ("shared_memory", "point_to_point", "disk")
+ON_CPU = ("shared_memory", "point_to_point", "disk")
 
 
 def attempt(
@@ -65,17 +73,6 @@ def attempt(
     wrong on each,
     and what was found.
     """
-    import torch
-
-    from megarl.parallel.collectives import (
-        all_reduce,
-        barrier,
-        broadcast_object,
-        gather_objects,
-    )
-    from megarl.parallel.reshard.boxes import scatter
-    from megarl.weight_sync.checksums import carried, signed
-
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
     sources = scatter(whole_plan(route.spec, table()).sources[axis.rank], weights(version))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,10 +141,6 @@ def through(
     transport: str, case: Case, axis: Any, engines: Engines | None, faults: bool, folder: str
 ) -> dict[str, Any]:
     """What one transport did: the attempts by name, and what was planned."""
-    from megarl.parallel.collectives import barrier
-    from megarl.weight_sync.route import Route
-    from megarl.weight_sync.transports.transport_table import TRANSPORTS
-
     route = Route.of_source(spec_of(case, transport), table(), axis.rank)
     sender = TRANSPORTS[transport].Sender(route, axis, folder)
     found: dict[str, Any] = {}
@@ -185,11 +178,6 @@ def drive(
     sizes: tuple[int, ...], transports: tuple[str, ...], faults: bool, folder: str
 ) -> dict[str, dict[str, Any]]:
     """What each transport did, on one trainer rank."""
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.collectives import barrier, gather_objects
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
     case = Case(*sizes)
     mesh_module.initialise(timeout_s=60)
     found: dict[str, dict[str, Any]] = {}
@@ -214,16 +202,8 @@ def outcome(
 ) -> dict[str, dict[str, Any]]:
     """What `drive` found on rank 0."""
     with patch.dict(os.environ, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}):
-        return run_ranks(
-            case.num_ranks,
-            __file__,
-            "drive",
-            astuple(case),
-            transports,
-            faults,
-            folder,
-            timeout_s=120,
-        )[0]
+        arguments = astuple(case), transports, faults, folder
+        return run_ranks(case.num_ranks, __file__, "drive", *arguments, timeout_s=120)[0]
 
 
 @pytest.fixture(scope="module")
@@ -249,17 +229,17 @@ def check_versions(here: dict[str, Any], transport: str) -> None:
     assert len({str(here[name]["digests"]) for name in versions}) == len(versions)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_CPU)
 @pytest.mark.parametrize("case", [SHARDED, CUT, ALONE], ids=str)
 def test_every_version_arrives_whole(case: Case, transport: str, folder: str) -> None:
-    check_versions(outcome(case, TRANSPORTS, case == SHARDED, folder)[transport], transport)
+    check_versions(outcome(case, ON_CPU, case == SHARDED, folder)[transport], transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_CPU)
 def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
     transport: str, folder: str
 ) -> None:
-    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
+    here = outcome(SHARDED, ON_CPU, True, folder)[transport]
     killed = here["killed"]
     assert killed["seconds"] < DEADLINE_S, killed
     if transport == "point_to_point":
@@ -276,25 +256,23 @@ def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
     check_version(here["version 3"], here["destinations"])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_CPU)
 def test_receivers_of_a_version_given_up_are_told(transport: str, folder: str) -> None:
-    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
+    here = outcome(SHARDED, ON_CPU, True, folder)[transport]
     stopped = here["stopped"]
     assert stopped["problems"][1] == "ValueError: stopped on purpose"
     assert stopped["problems"][0].startswith("Aborted"), stopped
-    assert [answer["error"].split(":")[0] for answer in stopped["answers"]] == [
-        "Aborted",
-        "Aborted",
-    ]
+    said = [answer["error"].split(":")[0] for answer in stopped["answers"]]
+    assert said == ["Aborted", "Aborted"]
     assert stopped["seconds"] < DEADLINE_S
     check_version(here["version 4"], here["destinations"])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_CPU)
 def test_a_receiver_that_never_comes_is_an_error_at_the_deadline(
     transport: str, folder: str
 ) -> None:
-    here = outcome(SHARDED, TRANSPORTS, True, folder)[transport]
+    here = outcome(SHARDED, ON_CPU, True, folder)[transport]
     never = here["never"]
     assert any("the deadline has passed" in problem for problem in never["problems"])
     assert all(
@@ -337,10 +315,6 @@ def test_memory_of_gpus(folder: str) -> None:
 
 def alone(transport: str, folder: str) -> Any:
     """The only trainer rank's sender."""
-    from megarl.parallel.mesh import Axis
-    from megarl.weight_sync.route import Route
-    from megarl.weight_sync.transports.transport_table import TRANSPORTS
-
     return TRANSPORTS[transport].Sender(
         Route.of_source(spec_of(ALONE, transport), table(), 0),
         Axis("world", 1, 0, (0,), None),
@@ -390,7 +364,6 @@ def test_disk_keeps_the_newest_version_only(tmp_path: Path) -> None:
 
 
 def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
-    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     sender = alone("disk", str(tmp_path))
     sender.close()
@@ -399,9 +372,6 @@ def test_disk_says_where_the_folder_is_missing(tmp_path: Path) -> None:
 
 
 def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs GPUs"):
@@ -412,10 +382,6 @@ def test_cuda_ipc_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_cuda_ipc_opens_only_what_it_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each memory that is opened costs a CUDA context on another rank's GPU."""
-    import torch
-
-    from megarl.weight_sync.transports import cuda_ipc
-
     make, opened = torch.empty, list[Any]()
     replaced: dict[str, Any] = {
         "_export_handle": lambda memory: len(memory),

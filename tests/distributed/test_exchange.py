@@ -4,14 +4,26 @@ deadlines.
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+import torch
+import torch.distributed as dist
 from support.ranks import run_ranks
+
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.collectives import (
+    all_gather_parts,
+    sum_both,
+    sum_gradient,
+    sum_values,
+    wait_for_first,
+)
+from megarl.parallel.exchange import RingExchange
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
 
 LENGTHS = (3, 0, 5)
 """Rows that each of three ranks holds."""
@@ -19,21 +31,11 @@ LENGTHS = (3, 0, 5)
 
 def owned(rank: int) -> Any:
     """Rank `rank`'s rows [n, 2], recognisable."""
-    import torch
-
     return 100.0 * rank + torch.arange(2 * LENGTHS[rank], dtype=torch.float32).view(-1, 2)
 
 
 def talk() -> dict[str, bool]:
     """Every method once; what each found, compared with what arithmetic says. Runs on three ranks."""
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.collectives import all_gather_parts, sum_both, sum_gradient, sum_values
-    from megarl.parallel.exchange import RingExchange
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
     mesh_module.initialise(timeout_s=30)
     found: dict[str, bool] = {}
     with ProcessMesh(Layout(sequence=3), timeout_s=30) as mesh:
@@ -90,9 +92,6 @@ def talk() -> dict[str, bool]:
 
 def await_the_first(mesh: Any) -> dict[str, bool]:
     """Whether ranks wait for the first one's work, and give up."""
-    import time
-
-    from megarl.parallel.collectives import wait_for_first
 
     def work(seconds: float) -> str:
         time.sleep(seconds)
@@ -118,13 +117,6 @@ def first_messages() -> bool:
     """Whether a mesh begins with a collective on each of the groups on which ranks send to single
     others, as NCCL needs it. The group is gloo's, which says that it is NCCL's.
     """
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
     with (
         mock.patch.object(dist, "get_backend", return_value="nccl"),
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called,
@@ -141,15 +133,6 @@ def test_every_message_arrives() -> None:
 
 def wait_for_nobody() -> float:
     """Seconds until rank 0 gives up on rank 1, which sleeps instead of sending."""
-    import time
-
-    import torch
-
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.exchange import RingExchange
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-
     mesh_module.initialise(timeout_s=60)
     mesh = ProcessMesh(Layout(sequence=2), timeout_s=3)
     exchange = RingExchange(mesh.ring, mesh.ring_back)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.commands import until
 from support.ranks import ROOT
 
 from megarl.parallel import torchrun
@@ -74,10 +75,7 @@ def nodes(
         )
         agents.append(agent)
     try:
-        deadline = time.monotonic() + 120
-        while not all((folder / str(node)).exists() for node in range(2)):
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.05)
+        until(lambda: all((folder / str(node)).exists() for node in range(2)), 120)
         time.sleep(LOST_AFTER_S / 4)  # signs of life come more often
         yield agents
     finally:
@@ -144,34 +142,26 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         yield {name: pool.submit(case, folder / name) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize(
-    ("case", "lost"), [("node 1 dies", 1), ("node 0 hangs", 0), ("node 0 hangs, a rank fails", 0)]
-)
-def test_a_lost_node_ends_the_ranks_of_the_others(
-    outcomes: dict[str, Future[Outcome]], case: str, lost: int
+SILENT = f"has given no sign of life for 6 s ({LOST_AFTER})"
+
+
+@pytest.mark.parametrize(("case", "code", "line"), [
+    ("node 1 dies", 1, f"node 1 {SILENT}"),
+    ("node 0 hangs", 1, f"node 0 {SILENT}"),
+    ("node 0 hangs, a rank fails", 1, f"node 0 {SILENT}"),
+    ("ranks fail", 1, "the ranks of node 0 have failed with exit code 3"),
+    ("node 1 has ended", 0, ""),
+])  # fmt: skip
+def test_a_node_that_is_lost_or_fails_ends_the_ranks_of_the_others(
+    outcomes: dict[str, Future[Outcome]], case: str, code: int, line: str
 ) -> None:
     """With c10d, and where a rank is started again, torch waits for the lost node's store in the
-    agent's main thread.
+    agent's main thread. A failure is told long before that node, whose agent has ended, is missed.
     """
-    code, said = outcomes[case].result()
-    line = (
-        f"megarl: node {lost} has given no sign of life for 6 s ({LOST_AFTER}); the ranks of this"
-    )
-    assert code == 1 and f"{line} node are ended" in said and "Traceback" not in said, said
-
-
-def test_nodes_that_live_or_have_ended_in_order_are_not_lost(
-    outcomes: dict[str, Future[Outcome]],
-) -> None:
-    code, said = outcomes["node 1 has ended"].result()
-    assert code == 0 and "megarl" not in said, said
-
-
-def test_ranks_that_fail_are_named_on_the_other_node(outcomes: dict[str, Future[Outcome]]) -> None:
-    """Long before that node, whose agent has ended, is missed."""
-    code, said = outcomes["ranks fail"].result()
-    assert code == 1
-    assert "megarl: the ranks of node 0 have failed with exit code 3; the ranks of" in said, said
+    found, said = outcomes[case].result()
+    assert found == code and "Traceback" not in said, said
+    told = f"megarl: {line}; the ranks of this node are ended"
+    assert told in said if line else "megarl" not in said, said
 
 
 def test_ranks_in_a_collective_of_nccl_do_not_get_the_time_of_a_checkpoint(

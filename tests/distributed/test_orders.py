@@ -6,13 +6,13 @@ import time
 
 from support.ranks import run_ranks
 
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.collectives import barrier
+from megarl.parallel.orders import Orders
+
 
 def follow() -> list[object]:
     """On rank 1, the orders it got and how its waits for a silent rank 0 ended; on rank 0 []."""
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.collectives import barrier
-    from megarl.parallel.orders import Orders
-
     mesh_module.initialise(timeout_s=60)
     everyone = mesh_module.all_ranks()
     orders = Orders(silence_s=1.0, longest_s=60.0)

@@ -9,16 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
+import torch
 from support.engine_ranks import table, weights
 from support.ranks import run_ranks
+
+from megarl.errors import EngineLost
+from megarl.parallel import collectives
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
+from megarl.parallel.reshard.boxes import scatter
+from megarl.parallel.reshard.owned import training_owned
+from megarl.weight_sync import checksums
+from megarl.weight_sync import publisher as wire
+from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
+from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weight_sync.probe import Probe
+from megarl.weight_sync.transports.base import Aborted
 
 DEADLINE_S, HANG_S = 20.0, 5.0
 
@@ -30,8 +41,6 @@ class Engine:
         self.dies_at, self.hangs = -1, False
 
     def connect(self, info: dict[str, Any]) -> None:
-        from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-
         self.intake = BucketReceiver(InitInfo(**info), table(), 0)
         self.receiver: Any = self.intake.receiver
 
@@ -67,9 +76,6 @@ class Answer:
             self.outcomes[number] = error
 
     def poll(self) -> None:
-        from megarl.errors import EngineLost
-        from megarl.weight_sync.transports.base import Aborted
-
         gone = {n: o for n, o in list(self.outcomes.items()) if isinstance(o, OSError)}
         if gone:
             raise EngineLost(str(next(iter(gone.values()))), tuple(gone))
@@ -150,10 +156,6 @@ class Policy:
         return {row.name: row.shape for row in table()}
 
     def owned(self) -> dict[str, Any]:
-        from megarl.parallel.layout import Layout
-        from megarl.parallel.reshard.boxes import scatter
-        from megarl.parallel.reshard.owned import training_owned
-
         if self.fails:
             raise RuntimeError("out of memory, say")
         return scatter(
@@ -161,8 +163,6 @@ class Policy:
         )
 
     def logprobs(self, samples: Sequence[Any]) -> Any:
-        import torch
-
         return torch.zeros(len(samples.token_ids) - 1)
 
 
@@ -170,15 +170,6 @@ def publishes(case: str) -> list[str]:
     """What each of three publishes came to on this rank; the second is the one in which something
     goes wrong. With a relay there are five engines: 0 sends to 1 and 2, and 1 to 3 and 4.
     """
-    from megarl.parallel import collectives
-    from megarl.parallel import mesh as mesh_module
-    from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
-    from megarl.weight_sync import checksums
-    from megarl.weight_sync import publisher as wire
-    from megarl.weight_sync.config import WeightSyncConfig
-    from megarl.weight_sync.probe import Probe
-
     bucket_bytes = 2**20 if "one bucket" in case else 2**10
     transport = "point_to_point" if "relay" in case else "shared_memory"
     count, victim = (5, 1) if "relay" in case else (2, 0)
@@ -214,11 +205,8 @@ def publishes(case: str) -> list[str]:
             if engines is not None:
                 engines.start_slowly = "slow start" in case
                 engines.admit_fails = wrong and "admit" in case
-                engines.engines[victim].dies_at = (
-                    2
-                    if wrong and ("engine dies" in case or "relay" in case or "both" in case)
-                    else -1
-                )
+                dies = "dies" in case or "relay" in case or "both" in case
+                engines.engines[victim].dies_at = 2 if wrong and dies else -1
                 engines.engines[victim].hangs = "hangs" in case
                 if "both" in case:
                     engines.engines[1].dies_at = 3 if wrong else -1

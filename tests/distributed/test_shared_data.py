@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.commands import megarl, records, write_recipe
+from support.commands import megarl, records, write_recipe, write_rows
 from support.tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,24 +22,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def recipe(folder: Path, model: str, rows: list[dict[str, Any]]) -> str:
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": write_rows(folder / "data.jsonl", rows)}
     tree = {
         "folder": str(folder / "run"),
         "epochs": 0.9,  # 18 of 20 rows: 3 steps
         "samples_per_step": 6,
         "model": {"path": model},
-        "demonstrations": {"source": str(folder / "data.jsonl"), "max_tokens": 20},
-        "evaluation": {
-            "demonstrations": {"source": str(folder / "data.jsonl"), "limit": 13},
-            "every": 2,
-        },
+        "demonstrations": data | {"max_tokens": 20},
+        "evaluation": {"demonstrations": data | {"limit": 13}, "every": 2},
     }
     return write_recipe(folder / "recipe.yaml", tree)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return [row for row in records(folder / "run" / "metrics.jsonl") if "loss" in row]
 
 
 def loss_by_transformers(model: str, rows: list[dict[str, Any]]) -> float:
@@ -96,11 +91,9 @@ def test_ranks_but_the_first_do_not_read(
             "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
         }
     path = write_recipe(tmp_path / "recipe.yaml", tree)
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    for name, value in (place | {"LOCAL_WORLD_SIZE": "2", "RANK": "1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
     assert cli.dispatch(command, [path, "--check"]) == 0
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(cli.UserError, match=r"missing\.jsonl does not exist"):

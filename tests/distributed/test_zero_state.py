@@ -7,7 +7,6 @@ One launch a number of ranks: a start costs more than a case.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.commands import megarl, records, write_recipe
 from support.ranks import run_ranks
 from support.tiny import groups, write_model
 
@@ -124,20 +122,14 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
             first, reports = 0, []
             if scale := policy.engine.loss_scale:
                 scale.value = 2.0 if case["load"] else 2.0**9
-            if case["load"]:
-                progress = Checkpoints(Path(case["load"]).parent, **settings).load(
-                    Path(case["load"])
-                )
+            if load := case["load"]:
+                progress = Checkpoints(Path(load).parent, **settings).load(Path(load))
                 first = progress.step
                 assert progress.next_ordinal == 4 * first
-                Checkpoints(Path(case["again"]), **settings).save(
-                    step=first, next_ordinal=4 * first
-                )
             for step in range(first, FIRST + MORE):
-                if step == FIRST and not case["load"]:
-                    Checkpoints(Path(case["save"]), **settings).save(
-                        step=step, next_ordinal=4 * step
-                    )
+                if step == FIRST:
+                    saved = Checkpoints(Path(case["save"]), **settings)
+                    saved.save(step=step, next_ordinal=4 * step)
                 made = groups(4, 3, seed=step)
                 dealt = shares(
                     step=step,
@@ -246,14 +238,14 @@ def test_training_goes_on_elsewhere(
             model=str(models[source[3]]),
             where=target,
             load=str(sources[source][0]),
-            again=str(tmp_path / f"again{number}"),
+            save=str(tmp_path / f"again{number}"),
         )
         for number, (source, target) in enumerate(PAIRS)
     ]
     for (source, target), case, (reports, weights, steps) in zip(
         PAIRS, cases, launch(cases), strict=True
     ):
-        model, again = models[source[3]], Path(case["again"]) / f"step_{FIRST:06d}"
+        model, again = models[source[3]], Path(case["save"]) / f"step_{FIRST:06d}"
         # A checkpoint that a run under the new layout chooses.
         wanted = f"{Layout(*target[0])}, ZeRO {target[1]}, {target[2]}"
         for folder in (sources[source][0], again):
@@ -277,9 +269,8 @@ def test_training_goes_on_elsewhere(
         near = 1e-5 if source[2] == "float32" else 2e-2
         for mine, theirs in zip(reports, expected[0][FIRST:], strict=True):
             assert mine[0] == theirs[0] and mine[3:] == theirs[3:]
-            assert abs(mine[1] - theirs[1]) < near and abs(mine[2] - theirs[2]) < near * abs(
-                theirs[2]
-            ), (source, target)
+            assert abs(mine[1] - theirs[1]) < near, (source, target)
+            assert abs(mine[2] - theirs[2]) < near * abs(theirs[2]), (source, target)
         worst = max(
             float((weights[name] - other).norm() / other.norm())
             for name, other in expected[1].items()
@@ -296,42 +287,6 @@ def test_the_state_of_another_model_is_refused(
     """One whose parameters have the same names, and would take the first rows of the larger ones."""
     smaller = write_model(tmp_path / "model", biases=True, vocab_size=41, hidden_size=32)
     where = f32((1, 1, 1), 0)
-    case = dict(model=str(smaller), where=where, load=str(sources[where][0]), again=str(tmp_path))
+    case = dict(model=str(smaller), where=where, load=str(sources[where][0]), save=str(tmp_path))
     with pytest.raises(AssertionError, match=r"is the state of another model: .* there and"):
         launch([case])
-
-
-def test_the_command_line(models: dict[bool, Path], tmp_path: Path) -> None:
-    """`megarl sft` on two data ranks under ZeRO 3, and `--resume True` on two tensor ranks under
-    ZeRO 1 in another folder.
-    """
-    rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def go_on(name: str, *arguments: str, **training: Any) -> list[dict[str, Any]]:
-        common = {
-            "micro_batch_tokens": 16,
-            "optimizer": {"learning_rate": 1e-3},
-            "checkpoint": {"every": 2, "keep": 2},
-        }
-        tree = {
-            "folder": str(tmp_path / name),
-            "steps": 4,
-            "samples_per_step": 7,
-            "model": {"path": str(models[False])},
-            "demonstrations": {"source": str(tmp_path / "rows.jsonl")},
-            "training": common | training,
-        }
-        done = megarl("sft", write_recipe(tmp_path / f"{name}.yaml", tree), *arguments, ranks=2)
-        assert done.code == 0, done.err[-4000:]
-        return records(tmp_path / name / "metrics.jsonl")
-
-    whole = go_on("data", layout={"data": 2}, zero_stage=3)
-    new = tmp_path / "tensor" / "checkpoints"
-    new.mkdir(parents=True)
-    shutil.copytree(tmp_path / "data" / "checkpoints" / "step_000002", new / "step_000002")
-    later = go_on("tensor", "--resume", "True", layout={"tensor": 2}, zero_stage=1)
-    assert [row["step"] for row in later] == [3, 4]
-    for mine, theirs in zip(later, whole[2:], strict=True):
-        for name in ("loss", "grad_norm", "learning_rate"):
-            assert abs(mine[name] - theirs[name]) < 1e-5 * theirs[name]

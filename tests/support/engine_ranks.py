@@ -11,10 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from megarl.parallel.layout import Layout
+from megarl.parallel.reshard.boxes import scatter
+from megarl.parallel.reshard.plan import make_plan
+from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
+from megarl.weight_sync.parameters import Cut, ParameterSpec, engine_owned, training_shards
+from megarl.weight_sync.route import RouteSpec, own_ranks, table_fingerprint, training_parts
+from megarl.weight_sync.transports.transport_table import TRANSPORTS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -38,57 +49,64 @@ class Case:
         return f"data{self.data}-tensor{self.tensor}-zero{self.zero_stage}-to-{self.engines}x{self.engine_tensor}"
 
 
-def table() -> list[Any]:
-    """A small decoder; its 100 words are padded to 128."""
-    from megarl.weight_sync.parameters import ParameterSpec
+def model_table(
+    sizes: Sequence[int], experts: int, tied: bool, biases: bool, norms: bool
+) -> list[ParameterSpec]:
+    """A decoder's tensors; with `norms` also a scalar and a tensor of three dimensions, which
+    nobody cuts.
+    """
+    layers, hidden, heads, key_heads, width, intermediate, vocabulary = sizes
+    words, rows = (vocabulary, hidden), list[ParameterSpec]()
 
-    rows = [ParameterSpec("embed.weight", (100, 16), "vocab", "embed.weight")]
-    for number in range(3):
+    def add(
+        name: str, shape: tuple[int, ...], cut: Cut = "whole", engine: str = "", heads: int = 0
+    ) -> None:
+        rows.append(ParameterSpec(name, shape, cut, engine or name, heads))
+
+    add("embed.weight", words, "vocab")
+    for number in range(layers):
         at = f"layers.{number}."
-        for name, outputs, cut, heads in (
-            ("q", 16, "outputs", 0),
-            ("k", 8, "kv_heads", 2),
-            ("v", 8, "kv_heads", 2),
-        ):
-            rows.append(
-                ParameterSpec(f"{at}{name}.weight", (outputs, 16), cut, f"{at}qkv.weight", heads)
-            )
-            rows.append(ParameterSpec(f"{at}{name}.bias", (outputs,), cut, f"{at}qkv.bias", heads))
-        rows.append(ParameterSpec(f"{at}o.weight", (16, 16), "inputs", f"{at}o.weight"))
-        rows.append(ParameterSpec(f"{at}norm.weight", (16,), "whole", f"{at}norm.weight"))
-        rows += [
-            ParameterSpec(f"{at}{name}.weight", (24, 16), "outputs", f"{at}gate_up.weight")
-            for name in ("gate", "up")
-        ]
-        rows.append(ParameterSpec(f"{at}down.weight", (16, 24), "inputs", f"{at}down.weight"))
-    return [
-        *rows,
-        ParameterSpec("norm.weight", (16,), "whole", "norm.weight"),
-        ParameterSpec("head.weight", (100, 16), "vocab", "head.weight"),
-    ]
+        for kind, more in (("weight", (hidden,)), ("bias", ()))[: 1 + biases]:
+            stack, keys = f"{at}qkv.{kind}", (key_heads * width, *more)
+            add(f"{at}q.{kind}", (heads * width, *more), "outputs", stack)
+            for name in "kv":
+                add(f"{at}{name}.{kind}", keys, "kv_heads", stack, key_heads)
+        add(f"{at}o.weight", (hidden, heads * width), "inputs")
+        add(f"{at}norm.weight", (hidden,))
+        if norms:
+            for name in "qk":
+                add(f"{at}{name}_norm.weight", (width,))
+            add(f"{at}scale", ())
+            add(f"{at}conv", (3, 2, width))
+        if experts:
+            add(f"{at}router.weight", (experts, hidden))
+        for expert in range(max(1, experts)):
+            mlp = f"{at}experts.{expert}" if experts else f"{at}mlp"
+            for name in ("gate", "up"):
+                add(f"{mlp}.{name}.weight", (intermediate, hidden), "outputs", f"{at}mlp.gate_up")
+            add(f"{mlp}.down.weight", (hidden, intermediate), "inputs", f"{at}mlp.down")
+    add("norm.weight", (hidden,))
+    if not tied:
+        add("head.weight", words, "vocab")
+    return rows
+
+
+def table() -> list[ParameterSpec]:
+    """A small decoder; its 100 words are padded to 128."""
+    return model_table((3, 16, 4, 2, 4, 24, 100), 0, tied=False, biases=True, norms=False)
 
 
 def weights(version: int) -> dict[str, Any]:
     """A version's whole tensors, float32."""
-    import torch
-
     draw = torch.Generator().manual_seed(version)
     return {row.name: torch.randn(row.shape, generator=draw) for row in table()}
 
 
 def spec_of(case: Case, transport: str) -> Any:
-    from megarl.weight_sync.parameters import training_shards
-    from megarl.weight_sync.route import RouteSpec, table_fingerprint
-    from megarl.weight_sync.transports.transport_table import TRANSPORTS
-
-    shards = {
-        name: [shard.dim, *shard.edges]
-        for name, shard in training_shards(table(), case.tensor).items()
-    }
     return RouteSpec(
-        degrees=[case.data, 1, case.tensor],
+        layout=Layout(case.data, 1, case.tensor),
         zero_stage=case.zero_stage,
-        shards=shards,
+        shards=training_shards(table(), case.tensor),
         engines=case.engines,
         engine_tensor=case.engine_tensor,
         dtype="bfloat16",
@@ -100,10 +118,6 @@ def spec_of(case: Case, transport: str) -> Any:
 
 def whole_plan(spec: Any, table: list[Any]) -> Any:
     """The copies of all ranks, in one plan; a route has one rank's part of it."""
-    from megarl.parallel.reshard.plan import make_plan
-    from megarl.weight_sync.parameters import engine_owned
-    from megarl.weight_sync.route import own_ranks, training_parts
-
     engine = engine_owned(table, spec.engine_tensor)
     destinations = engine * spec.engines if spec.local else engine
     return make_plan(training_parts(spec, table), destinations, own_ranks(spec))
@@ -121,10 +135,6 @@ def regions(sources: dict[str, Any], placed: list[Any]) -> list[Any]:
 
 def engine(pipe: Connection) -> None:
     """Connect and take in versions as told, until told to stop."""
-    import torch
-
-    from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-
     intake: BucketReceiver | None = None
     if torch.cuda.is_available():
         torch.cuda.init()  # as an engine has, so that memory is registered
@@ -148,10 +158,6 @@ def engine(pipe: Connection) -> None:
 
 def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     """One version: whether its bytes are right, and their digests."""
-    import torch
-
-    from megarl.parallel.reshard.boxes import scatter
-
     wrong, arrived = list[str](), list[Any]()
     expected = scatter(
         intake.route.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
@@ -202,12 +208,9 @@ class Engines:
         if self.connected == transport:
             return
         for number, (_, pipe) in enumerate(self.ranks):
-            place = dict(
-                zip(("engine", "rank"), divmod(number, self.case.engine_tensor), strict=True)
-            )
-            pipe.send(
-                {"transport": transport, "spec": asdict(spec), "init_info": init_info, **place}
-            )
+            engine, rank = divmod(number, self.case.engine_tensor)
+            info = {"transport": transport, "spec": asdict(spec), "init_info": init_info}
+            pipe.send(info | {"engine": engine, "rank": rank})
         for number, (_, pipe) in enumerate(self.ranks):
             assert pipe.poll(DEADLINE_S) and pipe.recv() == "connected", number
         self.connected = transport

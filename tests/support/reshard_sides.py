@@ -24,6 +24,7 @@ from megarl.weight_sync.parameters import (
     engine_owned,
     training_shards,
 )
+from support.engine_ranks import model_table
 
 Buffers = dict[str, torch.Tensor]
 
@@ -39,88 +40,17 @@ class Side:
     by_hand: list[Buffers]
 
 
-def model_table(
-    sizes: Sequence[int], experts: int, tied: bool, biases: bool, norms: bool
-) -> list[ParameterSpec]:
-    """A decoder's tensors; with `norms` also a scalar and a tensor of three dimensions, which
-    nobody cuts.
-    """
-    layers, hidden, heads, key_heads, width, intermediate, vocabulary = sizes
-    words = vocabulary, hidden
-    table = [ParameterSpec("embed.weight", words, "vocab", "embed.weight")]
-    for number in range(layers):
-        at = f"layers.{number}."
-        for kind, more in (("weight", (hidden,)), ("bias", ()))[: 1 + biases]:
-            table.append(
-                ParameterSpec(f"{at}q.{kind}", (heads * width, *more), "outputs", f"{at}qkv.{kind}")
-            )
-            keys = key_heads * width, *more
-            table += [
-                ParameterSpec(f"{at}{name}.{kind}", keys, "kv_heads", f"{at}qkv.{kind}", key_heads)
-                for name in "kv"
-            ]
-        table.append(
-            ParameterSpec(f"{at}o.weight", (hidden, heads * width), "inputs", f"{at}o.weight")
-        )
-        table.append(ParameterSpec(f"{at}norm.weight", (hidden,), "whole", f"{at}norm.weight"))
-        if norms:
-            table += [
-                ParameterSpec(
-                    f"{at}{name}_norm.weight", (width,), "whole", f"{at}{name}_norm.weight"
-                )
-                for name in "qk"
-            ]
-            table += [
-                ParameterSpec(f"{at}scale", (), "whole", f"{at}scale"),
-                ParameterSpec(f"{at}conv", (3, 2, width), "whole", f"{at}conv"),
-            ]
-        if experts:
-            table.append(
-                ParameterSpec(
-                    f"{at}router.weight", (experts, hidden), "whole", f"{at}router.weight"
-                )
-            )
-        for expert in range(max(1, experts)):
-            mlp = f"{at}experts.{expert}" if experts else f"{at}mlp"
-            for name in ("gate", "up"):
-                table.append(
-                    ParameterSpec(
-                        f"{mlp}.{name}.weight",
-                        (intermediate, hidden),
-                        "outputs",
-                        f"{at}mlp.gate_up",
-                    )
-                )
-            table.append(
-                ParameterSpec(
-                    f"{mlp}.down.weight", (hidden, intermediate), "inputs", f"{at}mlp.down"
-                )
-            )
-    table.append(ParameterSpec("norm.weight", (hidden,), "whole", "norm.weight"))
-    return table if tied else [*table, ParameterSpec("head.weight", words, "vocab", "head.weight")]
-
-
 @st.composite
 def tables(draw: st.DrawFn, tensor: int) -> list[ParameterSpec]:
     """A model that an engine of `tensor` ranks can cut, smaller than a slice or not; training may
     cut it unevenly.
     """
-    key_heads = draw(
-        st.sampled_from(
-            [tensor // parts for parts in (1, 2, 4, 8) if tensor % parts == 0] + [2 * tensor]
-        )
-    )
+    fewer = [tensor // parts for parts in (1, 2, 4, 8) if tensor % parts == 0]
+    key_heads = draw(st.sampled_from([*fewer, 2 * tensor]))
     heads = math.lcm(key_heads, tensor) * draw(st.integers(1, 2))
     layers, hidden, width, intermediate = (draw(st.integers(1, most)) for most in (3, 12, 3, 4))
-    sizes = (
-        layers,
-        hidden,
-        heads,
-        key_heads,
-        width,
-        intermediate * tensor,
-        2 * draw(st.integers(0, 90)) + 1,
-    )
+    vocabulary = 2 * draw(st.integers(0, 90)) + 1
+    sizes = (layers, hidden, heads, key_heads, width, intermediate * tensor, vocabulary)
     return model_table(
         sizes, draw(st.sampled_from([0, 0, 1, 4])), *(draw(st.booleans()) for _ in range(3))
     )

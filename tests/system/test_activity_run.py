@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.commands import finish, megarl, start, tiny_run, write_recipe
+from support.commands import finish, megarl, start, tiny_run, until, write_recipe
 from support.tiny import write_model
 
 STEPS = 12
@@ -44,7 +42,7 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
     process, mark = start([sys.executable, "-c", STOPS, "train", recipe])
     try:
-        wait_for(lambda: (tmp_path / "stopped").exists() or process.poll() is not None, 300)
+        until(lambda: (tmp_path / "stopped").exists() or process.poll() is not None, 300)
         shown = status(run, "--stacks")
         done = finish(process, mark, 240)
     finally:
@@ -87,10 +85,3 @@ def status(run: Path, *flags: str) -> dict[str, Any]:
     found = megarl("status", str(run), "--json", *flags)
     assert found.code == 0, found.err
     return json.loads(found.out)
-
-
-def wait_for(condition: Callable[[], object], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.05)

@@ -16,91 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.family_cases import CASES, EXPERTS, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SMALL: dict[str, Any] = dict(
-    vocab_size=70,
-    hidden_size=64,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
-EXPERTS: dict[str, Any] = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}),
-    "qwen2, tied, 200 words, one key head": (
-        "qwen2",
-        {"tie_word_embeddings": True, "vocab_size": 200, "num_key_value_heads": 1},
-    ),
-    "qwen3, wide heads": ("qwen3", {"head_dim": 32}),
-    "qwen3, tied, four key heads": (
-        "qwen3",
-        {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
-    ),
-    "llama, key heads unsaid, 64 words": ("llama", {"num_key_value_heads": None, "vocab_size": 64}),
-    "llama, biases, tied": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama, biases of attention, wide heads": (
-        "llama",
-        {"attention_bias": True, "head_dim": 32, "num_key_value_heads": 1},
-    ),
-    "mistral, wide heads": ("mistral", {"head_dim": 32}),
-    "mistral, tied, eight key heads": (
-        "mistral",
-        {"tie_word_embeddings": True, "num_key_value_heads": 8},
-    ),
-    "gemma3_text, windows": (
-        "gemma3_text",
-        {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "gemma3_text, biases, 200 words": (
-        "gemma3_text",
-        {"head_dim": 8, "attention_bias": True, "vocab_size": 200},
-    ),
-    "gemma2": ("gemma2", {"head_dim": 16}),
-    "gemma2, biases, 200 words": (
-        "gemma2",
-        {"head_dim": 8, "attention_bias": True, "vocab_size": 200},
-    ),
-    "granite": ("granite", {}),
-    "granite, biases, tied, four key heads": (
-        "granite",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-        | {"num_key_value_heads": 4},
-    ),
-    "phi3": ("phi3", {"pad_token_id": 0}),
-    "phi3, 200 words, four key heads": (
-        "phi3",
-        {"pad_token_id": 0, "vocab_size": 200, "num_key_value_heads": 4},
-    ),
-    "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "qwen3_moe, a dense layer, wide heads, tied": (
-        "qwen3_moe",
-        EXPERTS | {"mlp_only_layers": [1], "head_dim": 32, "tie_word_embeddings": True},
-    ),
-    "qwen3_moe, every second layer": (
-        "qwen3_moe",
-        EXPERTS | {"decoder_sparse_step": 2, "num_key_value_heads": 4},
-    ),
-}
-"""Name -> (model type, changes of SMALL)."""
-
+THREE: dict[str, Any] = {"num_key_value_heads": 3, "hidden_size": 96}
 REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "heads": ("llama", {"num_attention_heads": 4}, 8),
-    "key heads": (
-        "llama",
-        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
-        2,
-    ),
+    "key heads": ("llama", THREE | {"num_attention_heads": 12}, 2),
     "inner": ("qwen2", {"intermediate_size": 50}, 4),
     "inner of experts": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 18}, 4),
-    "vocab": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}, 3),
+    "vocab": ("llama", THREE | {"num_attention_heads": 6}, 3),
     "experts": ("qwen3_moe", EXPERTS | {"num_experts": 4, "num_attention_heads": 8}, 8),
 }
 """Name -> (model type, changes of SMALL, tensor) that neither vLLM nor we accept."""
@@ -221,9 +147,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("asked")
 
-    def ask(
-        case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]
-    ) -> dict[str, Any]:
+    def ask(case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]) -> Any:
         config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
         config.save_pretrained(folder / case)
@@ -232,10 +156,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for case, (kind, changes) in CASES.items():
         config = ask(case, kind, changes, TENSORS)
-        torch.save(
-            numbered({row.name: row.shape for row in parameter_table(config)}),
-            folder / case / "checkpoint.pt",
-        )
+        shapes = {row.name: row.shape for row in parameter_table(config)}
+        torch.save(numbered(shapes), folder / case / "checkpoint.pt")
     for kind, changes in {**OTHERS, **COMPUTED}.items():
         ask(kind, kind, changes, (1, 2))
         with torch.device("meta"):
@@ -248,21 +170,18 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, changes in DROPPED.items():
         config = ask(f"dropped {kind}", kind, changes, (1,))
         shapes = {row.name: row.shape for row in parameter_table(config)}
-        (folder / f"dropped {kind}" / "config.json").write_text(
-            json.dumps(config | {"attention_bias": True})
-        )
-        attention = {
-            name: shape for name, shape in shapes.items() if "self_attn" in name and "_proj" in name
-        }
+        biased = json.dumps(config | {"attention_bias": True})
+        (folder / f"dropped {kind}" / "config.json").write_text(biased)
+        attention = {name: shape for name, shape in shapes.items() if "_proj" in name}
+        attention = {name: shape for name, shape in attention.items() if "self_attn" in name}
         shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in attention.items()}
         torch.save(numbered(shapes), folder / f"dropped {kind}" / "checkpoint.pt")
     settings = engine_environment(
         on_cpu=not torch.cuda.is_available(), num_threads=1, kv_cache_gib=1
     )
-    tests = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = finish(
-        *start([sys.executable, __file__, str(folder)], PYTHONPATH=tests, **settings), timeout_s=200
-    )
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    started = start([sys.executable, __file__, str(folder)], PYTHONPATH=paths, **settings)
+    done = finish(*started, timeout_s=200)
     assert done.code == 0 and not done.survivors, done.err[-4000:]
     return folder
 
@@ -301,9 +220,8 @@ def assert_same(owned: Any, checkpoint: dict[str, Any], vllm: dict[str, Any]) ->
     """What a rank stores of `checkpoint` is what vLLM stored, {parameter: tensor}."""
     from megarl.parallel.reshard.boxes import scatter
 
-    assert list(owned.sizes.items()) == [
-        (name, parameter.numel()) for name, parameter in vllm.items()
-    ]
+    sizes = [(name, parameter.numel()) for name, parameter in vllm.items()]
+    assert list(owned.sizes.items()) == sizes
     for name, buffer in scatter(owned, checkpoint).items():
         # Padding rows are zero in both; vLLM's loader writes them so, or they would still be -1.
         differ = (vllm[name].flatten() != buffer).nonzero().flatten().tolist()
@@ -328,10 +246,9 @@ def test_what_we_refuse_vllm_refuses(asked: Path, case: str) -> None:
     from megarl.weight_sync.families import refuse_engine_tensor
 
     assert (asked / f"refused {case}" / "refused").exists()
+    config = json.loads((asked / f"refused {case}" / "config.json").read_text())
     with pytest.raises(ValueError, match=r"rollout\.engine\.tensor is"):
-        refuse_engine_tensor(
-            json.loads((asked / f"refused {case}" / "config.json").read_text()), REFUSED[case][2]
-        )
+        refuse_engine_tensor(config, REFUSED[case][2])
 
 
 @pytest.mark.parametrize("kind", DROPPED)
@@ -340,10 +257,8 @@ def test_vllm_drops_a_bias_without_a_word(asked: Path, kind: str) -> None:
     o_proj.
     """
     owned = torch.load(asked / f"dropped {kind}" / "1-0.pt")
-    assert (
-        "model.layers.0.self_attn.qkv_proj.bias" in owned
-        and "model.layers.0.self_attn.o_proj.bias" not in owned
-    )
+    attention = "model.layers.0.self_attn."
+    assert f"{attention}qkv_proj.bias" in owned and f"{attention}o_proj.bias" not in owned
     assert all((parameter != -1).all() for parameter in owned.values())
     said = json.loads((asked / f"dropped {kind}" / "1-0.json").read_text())
     assert ("o_proj.bias out" if kind == "qwen3" else "after loading") in said

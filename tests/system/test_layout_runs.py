@@ -4,13 +4,12 @@ do roles on ranks of their own; their checkpoints resume.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import PROBE_BOUND, ROOT, megarl, records, tiny_run, write_recipe
+from support.commands import PROBE_BOUND, ROOT, megarl, records, tiny_run, write_recipe, write_rows
 from support.documented import undocumented
 from support.tiny import random_adapter, write_classifier, write_model
 
@@ -206,7 +205,7 @@ def test_remax_compares_with_greedy_responses_that_a_reward_model_scores(place: 
 
 def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
-    (place / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = write_rows(place / "demonstrations.jsonl", rows)
     found = {}
     cases: dict[str, tuple[int, dict[str, Any]]] = {
         "alone": (1, {}),
@@ -220,7 +219,7 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
             "steps": 3,
             "samples_per_step": 7,
             "model": {"path": str(place / "model")},
-            "demonstrations": {"source": str(place / "demonstrations.jsonl")},
+            "demonstrations": {"source": source},
             "training": {"micro_batch_tokens": 16, "optimizer": {"learning_rate": 1e-3}} | training,
         }
         done = megarl("sft", write_recipe(place / f"sft_{name}.yaml", tree), ranks=ranks)

@@ -4,16 +4,25 @@ second start beside it, the launcher killed by force, and a restart.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import psutil
-from support.commands import command, finish, marked, megarl, records, start, write_recipe
+from support.commands import (
+    command,
+    finish,
+    marked,
+    megarl,
+    records,
+    start,
+    until,
+    write_recipe,
+    write_rows,
+)
 from support.fork_server import UNFORKED
 from support.tiny import write_model
 
-from megarl.checkpoints.lease import ENDED, decode_lease, newest
+from megarl.checkpoints.lease import ENDED, newest
 from megarl.checkpoints.manifest import damage
 from megarl.checkpoints.progress import newest_first
 
@@ -22,20 +31,20 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
     run = tmp_path / "run"
     model = write_model(tmp_path / "model")
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(9) for b in range(9)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = write_rows(tmp_path / "rows.jsonl", rows)
     tree = {
         "folder": str(run),
         "steps": 100_000,
         "samples_per_step": 8,
         "resume": "auto",
         "model": {"path": str(model)},
-        "demonstrations": {"source": str(tmp_path / "rows.jsonl")},
+        "demonstrations": {"source": source},
         "training": {"checkpoint": {"every": 3}},
     }
     recipe = write_recipe(tmp_path / "sft.yaml", tree)
     agent, mark = start(command("sft", recipe, ranks=2), **UNFORKED)
     try:
-        wait_for(lambda: len(newest_first(run / "checkpoints")) > 0, 300)
+        until(lambda: len(newest_first(run / "checkpoints")) > 0, 300)
         ranks = psutil.Process(agent.pid).children()
         assert len(ranks) == 2
 
@@ -53,7 +62,7 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
         began = time.monotonic()
         agent.kill()
         agent.wait()
-        wait_for(lambda: not marked(mark), 10)
+        until(lambda: not marked(mark), 10)
         print(f"ranks gone after {time.monotonic() - began:.2f} s")
     finally:
         agent.kill()
@@ -69,15 +78,5 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
     assert all(damage(path) == "" for path in newest_first(run / "checkpoints"))
     steps = [row["step"] for row in records(run / "metrics.jsonl")]
     assert steps == list(range(1, last + 4))
-    found = newest(run)
-    assert found is not None
-    record = decode_lease(found[1].read_bytes())
+    _, record = newest(run)
     assert record is not None and record.state == ENDED
-
-
-def wait_for(condition, within_s: float) -> None:  # noqa: ANN001
-    """Wait until `condition()` is true."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.05)

@@ -15,8 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Done, command, finish, marked, megarl, records, start, write_recipe
+from support.commands import (
+    Done,
+    command,
+    finish,
+    marked,
+    megarl,
+    records,
+    start,
+    until,
+    write_recipe,
+    write_rows,
+)
 from support.tiny import write_model
+
+from megarl.checkpoints.manifest import damage
+from megarl.checkpoints.progress import newest_first
 
 
 def sentencepiece_model(folder: Path) -> Path:
@@ -25,14 +39,9 @@ def sentencepiece_model(folder: Path) -> Path:
 
     text = folder / "text.txt"
     text.write_text("\n".join(f"{a} plus {b} is {a + b}" for a in range(30) for b in range(30)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(folder / "sp"),
-        vocab_size=40,
-        hard_vocab_limit=False,
-        pad_id=3,
-        minloglevel=2,
-    )
+    names = {"input": str(text), "model_prefix": str(folder / "sp"), "minloglevel": 2}
+    settings = {"vocab_size": 40, "hard_vocab_limit": False, "pad_id": 3}
+    sentencepiece.SentencePieceTrainer.train(**names, **settings)
     return folder / "sp.model"
 
 
@@ -44,12 +53,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("signals")
     tokenizer = sentencepiece_model(folder)
     model = write_model(folder / "model", vocab_size=64, eos_token_id=2, pad_token_id=3)
-    rows = [
+    write_rows(folder / "rows.jsonl", [
         {"prompt": f"{a} plus {b}", "response": f" is {a + b}", "answer": str(a + b)}
-        for a in range(9)
-        for b in range(9)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        for a in range(9) for b in range(9)
+    ])  # fmt: skip
     shared = {"seed": 3, "model": {"path": str(model), "tokenizer": str(tokenizer)}}
     tuned = {
         **shared,
@@ -112,10 +119,6 @@ def end_after_steps(
     assert done.survivors == []
     assert done.code != 0
     assert "killing child processes" not in done.err, done.err[-3000:]
-
-    from megarl.checkpoints.manifest import damage
-    from megarl.checkpoints.progress import newest_first
-
     whole = newest_first(folder / "checkpoints")
     last = records(metrics)[-1]["step"]
     assert whole and whole[0].name == f"step_{last:06d}", done.err[-3000:]
@@ -182,10 +185,7 @@ def test_sigterm_while_engines_start(place: Path, tmp_path: Path) -> None:
     problems += ["--evaluation.prompts.max_prompt_tokens", "32"]
     recipe = ["eval", str(place / "recipe.yaml"), *problems, "--folder", str(tmp_path)]
     process, mark = start(command(*recipe))
-    deadline = time.monotonic() + 120
-    while not any("EngineActor" in "".join(one.cmdline()) for one in marked(mark)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: any("EngineActor" in "".join(one.cmdline()) for one in marked(mark)), 120)
     process.send_signal(signal.SIGTERM)
     done = finish(process, mark, 60)
     assert done.survivors == [] and done.code == 143

@@ -10,15 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 import zmq
-from torch._C._distributed_c10d import PrefixStore
 
 from megarl.parallel import launcher
 from megarl.weight_sync.transports import p2p_group
@@ -50,21 +45,6 @@ def test_ranks_that_know_the_key_share_values(server: StoreServer) -> None:
     with pytest.raises(RuntimeError, match=r"no rank has set a, c within 0\.1 s"):
         mine.wait(["a", "c"], timedelta(seconds=0.1))
     assert time.monotonic() - started_at < 60
-
-
-def test_gloo_ranks_meet_in_it(server: StoreServer) -> None:
-    def rank(number: int) -> torch.Tensor:
-        store, value = connect(server), torch.full((3,), float(number))
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=20)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group: Any = dist.ProcessGroupGloo(PrefixStore("g", store), number, 2, options)
-        (group.send([value], 1, 0) if number == 0 else group.recv([value], 0, 0)).wait()
-        return value
-
-    with ThreadPoolExecutor(2) as pool:
-        _, received = pool.map(rank, range(2))
-    assert received.tolist() == [0.0] * 3
 
 
 def test_strangers_and_impostors_are_refused(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_ranks import whole_plan
-from support.reshard_sides import GRAINS, LAYOUTS, TENSORS, model_table
+from support.engine_ranks import model_table, whole_plan
+from support.reshard_sides import GRAINS, LAYOUTS, TENSORS
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
@@ -61,12 +61,8 @@ def test_a_rank_makes_its_own_part_of_the_whole_plan(
 ) -> None:
     """Each rank's route, made alone, has the copies that the whole plan has for it."""
     table, tensor = found
-    shards = {
-        name: [shard.dim, *shard.edges]
-        for name, shard in training_shards(table, layout.tensor).items()
-    }
     spec = RouteSpec(
-        [layout.data, layout.sequence, layout.tensor], stage, shards, engines, tensor,
+        layout, stage, training_shards(table, layout.tensor), engines, tensor,
         "float32", 256, table_fingerprint(table), local,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -96,10 +92,10 @@ def test_a_plan_for_512_engines_is_small_and_quick() -> None:
     several times slower.
     """
     config = model_table((80, 512, 64, 8, 64, 1024, 128_000), 0, False, False, False)
-    shards = {name: [shard.dim, *shard.edges] for name, shard in training_shards(config, 8).items()}
+    shards = training_shards(config, 8)
     spec = RouteSpec(
-        [8, 1, 8], 3, shards, 512, 8, "bfloat16", 2**23, table_fingerprint(config)
-    )  # fmt: skip
+        Layout(8, 1, 8), 3, shards, 512, 8, "bfloat16", 2**23, table_fingerprint(config)
+    )
     for make in (Route.of_source, Route.of_destination):
         tracemalloc.start()
         started_at = time.process_time()

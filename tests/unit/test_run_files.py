@@ -19,13 +19,19 @@ from megarl.ledger.journal import FILE, SEAL, sealed
 STEP = 6
 
 
-def run_folder(folder: Path) -> Path:
-    """The folder of a run with 9 steps and a checkpoint of step 6; returns the checkpoint."""
+def ledger_of(run: str) -> list[bytes]:
+    """The lines of a run's ledger."""
     lines, before = [], 0
     for number in range(30):
-        record = {"event": "x", "value": number} if number else {"event": "ledger", "format": 1}
-        line, before = sealed(number, record, before)
+        record = {"event": "x", "value": number} if number else {"event": "ledger", "run": run}
+        line, before = sealed(number, {"format": 1} | record, before)
         lines.append(line)
+    return lines
+
+
+def run_folder(folder: Path) -> Path:
+    """The folder of a run with 9 steps and a checkpoint of step 6; returns the checkpoint."""
+    lines = ledger_of("this")
     (folder / FILE).write_bytes(b"".join(lines))
     records = "".join(json.dumps({"step": step, "x": step / 3}) + "\n" for step in range(1, 10))
     for name in ("metrics", "evaluations", "transcripts"):
@@ -112,9 +118,10 @@ def test_a_damaged_ledger_can_be_cut_behind_the_checkpoint(
         assert len(path.read_text().splitlines()) == at - 1
 
 
-def test_another_runs_ledger_is_refused(tmp_path: Path) -> None:
-    checkpoint, path = run_folder(tmp_path), tmp_path / FILE
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:12]))
+@pytest.mark.parametrize("lines", [ledger_of("this")[:12], ledger_of("that")])
+def test_another_runs_ledger_is_refused(tmp_path: Path, lines: list[bytes]) -> None:
+    checkpoint = run_folder(tmp_path)
+    (tmp_path / FILE).write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match="is not the ledger of checkpoint step_000006"):
         check_run_files(tmp_path, checkpoint)
 

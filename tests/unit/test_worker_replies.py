@@ -18,7 +18,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.types import Prompt, Verdict
 
 OWN = r"""
-import _thread, asyncio, ctypes, json, os, random, signal, sys, threading, time
+import _thread, asyncio, ctypes, json, os, random, signal, socket, sys, threading, time
 
 def sockets():
     found = []
@@ -39,10 +39,19 @@ def act(what):
         sys.exit(0)
     if what == "fork returns" and not os.fork():
         return -1.0
+    if what == "fork raises" and not os.fork():
+        raise ValueError("in the child")
     if what == "fork writes" and not os.fork():
         for number in sockets():
             try:
                 os.write(number, forged(1))
+            except OSError:
+                pass
+        os._exit(0)
+    if what == "fork reads" and not os.fork():
+        for number in sockets():
+            try:
+                socket.socket(fileno=number).recv(100, socket.MSG_DONTWAIT)
             except OSError:
                 pass
         os._exit(0)
@@ -72,6 +81,8 @@ def too_slow(*_):
 
 def leave(what):
     # something that acts after the call, while the next one is under way
+    if what == "alarm":
+        signal.alarm(1)
     if what == "timer":
         signal.signal(signal.SIGALRM, too_slow)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -128,7 +139,7 @@ async def score_later(prompt, response):
     await asyncio.sleep(random.random() * 0.02)
     return float(number)
 """
-HARMLESS = ["fork", "fork returns", "fork writes", "threads"]
+HARMLESS = ["fork", "fork returns", "fork raises", "fork writes", "fork reads", "threads"]
 """What leaves the verdict of the response as it is."""
 HARMFUL = ["dies", "garbage", "forges", "closes", "takes"]
 """What costs the response its verdict."""
@@ -177,7 +188,7 @@ async def test_every_verdict_belongs_to_its_response(own: str, function: str) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_a_plain_call_leaves_behind_fails_no_other(own: str) -> None:
-    pairs = ["leave timer", "sleep 0.3", "leave exit", "sleep 0.3"]
+    pairs = ["leave alarm", "sleep 1.1", "leave timer", "sleep 0.3", "leave exit", "sleep 0.3"]
     pairs += ["leave processor timer", "compute 0.2", "leave write", "sleep 0.3"]
     pairs += ["leave interrupt", "sleep 0.3"]
     config = EnvironmentConfig(rewards={f"{own}:leaves": 1.0, f"{own}:nothing": 1.0})

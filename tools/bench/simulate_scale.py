@@ -40,6 +40,7 @@ from scale_actors import STEPS, Fleet, Member, Ranks, build
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.parallel.layout import Layout
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.parameters import training_shards
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
@@ -141,11 +142,10 @@ def plans(engines: int) -> dict[str, Any]:
     (data 8 x tensor 8, ZeRO 3), engines of 8 ranks.
     """
     table = parameter_table(MODEL)
-    shards = {name: [one.dim, *one.edges] for name, one in training_shards(table, 8).items()}
     spec = RouteSpec(
-        degrees=[8, 1, 8],
+        layout=Layout(8, 1, 8),
         zero_stage=3,
-        shards=shards,
+        shards=training_shards(table, 8),
         engines=engines,
         engine_tensor=8,
         dtype="bfloat16",

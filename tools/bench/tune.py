@@ -2,12 +2,13 @@
 the same machine, model and data; CPU only.
 
     python tools/bench/tune.py [--json] [--kinds preference,sft] [--rounds 3] [--steps 8]
-                               [--trl-env FOLDER]
+                               [--rows 32] [--padded 8] [--model FOLDER] [--trl-env FOLDER]
 
-A step is 32 pairs, or 64 demonstrations, in float32, with one AdamW step. The model is the random
-Qwen2 of e2e.py. Prompts have 12 to 24 tokens, responses 20 to 400, most of them short. Both pack:
+A step is 32 pairs (`--rows`), or twice as many demonstrations, in float32, with one AdamW step. The
+model is the random Qwen2 of e2e.py, or that of `--model`, f.e. one that tools/real_model.py made.
+Prompts have 12 to 24 tokens, responses 20 to 400, most of them short. Both pack:
 megarl up to 8,192 tokens in a row; TRL's SFT in blocks of 2,048 (`packing`), while its DPO has no
-packing that runs on a CPU, and pads eight pairs to their longest. The reference's
+packing that runs on a CPU, and pads eight pairs (`--padded`) to their longest. The reference's
 log-probs are computed before training by both, and are not measured.
 
 What is measured: tokens of prompts and responses, padding not counted, by the seconds from a step's
@@ -38,10 +39,8 @@ from e2e_task import (
 )
 from studies import newest_model
 
-KINDS = {"preference": 32, "sft": 64}
-"""{kind: rows of one optimizer step}."""
-PADDED = 8
-"""Pairs of one forward pass of TRL's DPO."""
+KINDS = {"preference": 1, "sft": 2}
+"""{kind: rows of one optimizer step for each of `--rows`}."""
 BLOCK_TOKENS = 2048
 """Tokens of a row of TRL's packing."""
 SPREADS = (Setting(2, 1), Setting(1, 2))
@@ -56,22 +55,36 @@ OPTIONS = {
     "--kinds": (list(KINDS), "what is trained", tuple(KINDS)),
     "--rounds": (3, "runs of each system in each way"),
     "--steps": (8, "timed steps of a run"),
+    "--rows": (32, "pairs of a step; of demonstrations twice as many"),
+    "--padded": (8, "pairs of one forward pass of TRL's DPO; fewer where memory is short"),
+    "--model": ("", "folder of a model; without it a random one"),
     "--trl-env": (TRL_ENV, "folder of TRL's environment"),
 }
 
 
-def write_data(folder: Path, steps: int) -> dict[str, float]:
+def words_of(model: Path) -> list[str]:
+    """Texts of one token each, from which the data's texts are put together: letters for the random
+    model, else words of the model's vocabulary with the space before them.
+    """
+    from transformers import AutoTokenizer
+
+    vocabulary = sorted(AutoTokenizer.from_pretrained(model).get_vocab())
+    words = [f" {word[1:]}" for word in vocabulary if word[0] == "Ġ" and word[1:].isalpha()]
+    return [word for word in words if word.isascii()] or list(LETTERS)
+
+
+def write_data(folder: Path, words: list[str], rows: int, steps: int) -> dict[str, float]:
     """Rows for `steps` steps of both kinds; returns the mean tokens of a step of each."""
     draw, tokens = random.Random(SEED), {}
 
     def text(shortest: int, longest: int) -> tuple[str, int]:
         length = shortest + int((longest - shortest) * draw.random() ** 3)
-        return "".join(draw.choices(LETTERS, k=length)), length
+        return "".join(draw.choices(words, k=length)), length
 
-    for kind, rows in KINDS.items():
+    for kind, times in KINDS.items():
         names = ("chosen", "rejected") if kind == "preference" else ("completion",)
         count, lines = 0, []
-        for _ in range(rows * steps):
+        for _ in range(rows * times * steps):
             prompt, before = text(MAX_PROMPT_TOKENS // 2, MAX_PROMPT_TOKENS)
             row = {"prompt": prompt}
             for name in names:
@@ -91,8 +104,8 @@ def settings_of(kind: str, work: Path, setting: Setting, args: Args) -> dict[str
         own = {"demonstrations.response_column": "completion"}
     return {
         "steps": 1 + args.steps,
-        "samples_per_step": KINDS[kind],
-        "model.path": work / "task" / "model",
+        "samples_per_step": KINDS[kind] * args.rows,
+        "model.path": args.model,
         f"{section}.source": work / "task" / f"{kind}.jsonl",
         f"{section}.max_tokens": 4096,
         f"{section}.shuffle": False,
@@ -103,7 +116,7 @@ def settings_of(kind: str, work: Path, setting: Setting, args: Args) -> dict[str
 
 def trl_given(kind: str, work: Path, setting: Setting, args: Args, tokens: float) -> dict[str, Any]:
     """The run as trl_side.py takes it. `tokens`: of a step."""
-    rows = KINDS[kind] // setting.processes
+    rows = KINDS[kind] * args.rows // setting.processes
     arguments: dict[str, Any] = {
         "max_steps": 1 + args.steps,
         "learning_rate": LEARNING_RATE,
@@ -113,8 +126,8 @@ def trl_given(kind: str, work: Path, setting: Setting, args: Args, tokens: float
         arguments |= {
             "beta": 0.1,
             "max_length": 4096,
-            "per_device_train_batch_size": min(PADDED, rows),
-            "gradient_accumulation_steps": max(1, rows // PADDED),
+            "per_device_train_batch_size": min(args.padded, rows),
+            "gradient_accumulation_steps": max(1, rows // args.padded),
             "precompute_ref_log_probs": True,
         }
     else:
@@ -127,7 +140,7 @@ def trl_given(kind: str, work: Path, setting: Setting, args: Args, tokens: float
         }
     return {
         "trainer": "DPO" if kind == "preference" else "SFT",
-        "model": str(work / "task" / "model"),
+        "model": str(args.model),
         "rows": str(work / "task" / f"{kind}.jsonl"),
         "arguments": arguments,
     }
@@ -138,7 +151,8 @@ def measure(args: Args) -> dict[str, Any]:
     python, made = make_trl_environment(args.trl_env), []
     work = args.work
     parameters = write_task(work / "task")
-    tokens = write_data(work / "task", 1 + args.steps)
+    args.model = Path(args.model or work / "task" / "model").expanduser().absolute()
+    tokens = write_data(work / "task", words_of(args.model), args.rows, 1 + args.steps)
 
     def one_run(kind: str, system: str, setting: Setting) -> float:
         """Tokens a second."""
@@ -146,7 +160,7 @@ def measure(args: Args) -> dict[str, Any]:
             settings = settings_of(kind, work, setting, args)
             rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
             found = rows[1:]
-            change = weight_change(work / "task" / "model", newest_model(work / "run"))
+            change = weight_change(args.model, newest_model(work / "run"))
             seconds = [one["time/step_s"] for one in found]
             trained = sum(one["tokens/trained_per_s"] * one["time/step_s"] for one in found)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
 from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
-from megarl.checkpoints.lease import RUNS, Record, decode_lease, is_here, lives, newest
+from megarl.checkpoints.lease import RUNS, Record, is_here, lives, newest
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import Arguments, result
 from megarl.errors import UserError
@@ -47,9 +47,14 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         what = f"{folder} cannot be used: {error.strerror or error}"
         fix = "; the processes are asked by a file there: leave --stacks out"
+<<<<<<< HEAD
         raise UserError(what + (fix if wanted.stacks else "")) from error
     last = newest(run)
     owner = decode_lease(last[1].read_bytes()) if last is not None else None
+=======
+        raise UserError(what + (fix if "--stacks" in arguments else "")) from error
+    _, owner = newest(run)
+>>>>>>> hD
     told = status_summary(run, found, stacks, owner)
     if wanted.json:
         result(json.dumps(told))

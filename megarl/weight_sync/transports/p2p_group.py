@@ -43,7 +43,8 @@ CONNECT_TIMEOUT_S = 20.0
 """Seconds to connect to the store, in which it answers, and to connect to the ranks of a group."""
 
 ABORT_POLL_S = 0.05
-"""Seconds between two checks of the store for an abort, among up to `FEW` processes."""
+"""Seconds between two checks whether the version was given up: of the store, among up to `FEW`
+processes, and by a relay thread that waits for a bucket."""
 
 FEW, MANY_PAUSE_S = 64, 0.5
 """More processes than `FEW` ask the store proportionally less often, so that its load does not

@@ -33,6 +33,7 @@ from megarl.parallel.reshard.plan import Copy
 from megarl.weight_sync.route import Route, RouteSpec
 from megarl.weight_sync.transports import base
 from megarl.weight_sync.transports.p2p_group import (
+    ABORT_POLL_S,
     CANCEL_TIMEOUT_S,
     P2PGroup,
     PeerGone,
@@ -52,10 +53,6 @@ RELAY_BLOCKS = SLOTS + 1
 
 FANOUT = 2
 """Engines that an engine passes weights on to."""
-
-OFFER_POLL_S = 0.05
-"""Seconds after which a relay thread that waits for a bucket checks whether the version was given
-up."""
 
 
 def parent(engine: int) -> int | None:
@@ -301,7 +298,7 @@ class Relay:
         while not self._is_closed:
             self._watch()
             with contextlib.suppress(queue.Empty):
-                block, written = self._offered.get(timeout=OFFER_POLL_S)
+                block, written = self._offered.get(timeout=ABORT_POLL_S)
                 if written is not None:  # the current stream is per thread, vLLM has one of its own
                     torch.cuda.current_stream(block.device).wait_event(written)
                 return block

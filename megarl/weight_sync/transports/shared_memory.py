@@ -195,7 +195,21 @@ def open_counters(route: Route, senders: int, path: str = "") -> SharedCounters:
     return SharedCounters(senders, spec.engines * spec.engine_tensor, num_bytes, path)
 
 
-class Sender(base.Sender):
+class _End:
+    """What both ends have: the counters, and the memory as CUDA knows it."""
+
+    _counters: SharedCounters
+    _pinned: Pinned
+
+    def close(self) -> None:
+        """End this rank's part: undo the registration with CUDA, close the shared memory."""
+        try:
+            self._pinned.release()
+        finally:
+            self._counters.close()
+
+
+class Sender(_End, base.Sender):
     """Trainer rank's half of the transport `shared_memory`: writes its part of the weights to
     memory that engine ranks of the same host read. Rank 0 makes the memory.
     """
@@ -261,13 +275,6 @@ class Sender(base.Sender):
         tensor = self._route.spec.engine_tensor
         return min(self._counters.was_read(engine * tensor + rank) for rank in range(tensor))
 
-    def close(self) -> None:
-        """End this rank's part: undo the registration with CUDA, close the shared memory."""
-        try:
-            self._pinned.release()
-        finally:
-            self._counters.close()
-
     def _open(self) -> dict[int, torch.Tensor]:
         """The memory through which each engine rank receives its buckets: {number of the engine
         rank over all engines: uint8 [memory_bytes]}. It has at least the engine ranks that this
@@ -276,7 +283,7 @@ class Sender(base.Sender):
         return dict(enumerate(self._counters.memory().split(memory_bytes(self._route))))
 
 
-class Receiver:
+class Receiver(_End):
     """Engine rank's half of the transport `shared_memory`: reads weights from memory that trainer
     ranks of the same host write.
     """
@@ -305,13 +312,6 @@ class Receiver:
             yield bucket, block_of(self._slots, self._route, bucket)
             self._finish_reading()
             self._counters.read(self._number, bucket.number + 1)
-
-    def close(self) -> None:
-        """End this rank's part: undo the registration with CUDA, close the shared memory."""
-        try:
-            self._pinned.release()
-        finally:
-            self._counters.close()
 
     def _finish_reading(self) -> None:
         """Wait until a block has been read, also by copies to the GPU that were only started."""
