@@ -133,5 +133,10 @@ def put_in_place(finished: Path, final: Path) -> list[Path]:
             raise OSError(errno.EPERM, f"another run has removed {finished}")
         # Under another name first: a kill must not leave half of a checkpoint under its own.
         removed = [set_aside(final)]
-    os.rename(finished, final)
+    try:
+        os.rename(finished, final)
+    except OSError:
+        if removed and not final.exists():
+            os.rename(removed[0], final)
+        raise
     return removed

@@ -47,14 +47,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         what = f"{folder} cannot be used: {error.strerror or error}"
         fix = "; the processes are asked by a file there: leave --stacks out"
-<<<<<<< HEAD
         raise UserError(what + (fix if wanted.stacks else "")) from error
-    last = newest(run)
-    owner = decode_lease(last[1].read_bytes()) if last is not None else None
-=======
-        raise UserError(what + (fix if "--stacks" in arguments else "")) from error
     _, owner = newest(run)
->>>>>>> hD
     told = status_summary(run, found, stacks, owner)
     if wanted.json:
         result(json.dumps(told))
