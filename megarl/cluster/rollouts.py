@@ -1,8 +1,8 @@
 """The generating side of a run: engines and the rollout service on Ray, started from rank 0.
 
-generation = start_generation(...)   # rank 0: engines begin to load
+generation = start_generation(...)   # rank 0: engines and service begin to start
 ...build the model meanwhile...
-generation.start_service(...)        # rank 0: wait for the engines, start the service
+generation.wait()                    # rank 0: wait for them
 generation.join(stack)               # the other ranks connect to the same Ray cluster
 """
 
@@ -24,13 +24,14 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
-from megarl.cluster.service_process import build_service, with_ledger
+from megarl.cluster.service_process import service_arguments
 from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
 from megarl.config_checks import TELL_S
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
+from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import RolloutConfig
@@ -38,7 +39,7 @@ from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.trainer.threads import engine_threads
-from megarl.types import START, Cursor, Group
+from megarl.types import START, Group
 
 BYTES_PER_TOKEN = 8
 """Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
@@ -140,22 +141,7 @@ def start_generation(
         adapter_rank=lora.rank if adapts else 0,
         recording=recording,
     )
-    step, cursor, carried = 0, START, list[Group]()
-    if inputs.resume_from is not None:
-        progress = read_progress(inputs.resume_from)
-        step, cursor = progress.step, progress.cursor
-        carried = carried_groups(config, inputs, inputs.resume_from)
-    start_service(
-        config,
-        cluster,
-        engines,
-        inputs,
-        first_step=step,
-        cursor=cursor,
-        records=True,
-        recording=recording,
-        carried=carried,
-    )
+    start_service(config, cluster, engines, inputs, records=True, recording=recording)
     return Generation(config, mesh, cluster, engines)
 
 
@@ -254,43 +240,45 @@ def start_service(
     engines: EngineGroup,
     inputs: RunInputs,
     *,
-    first_step: int,
-    cursor: Cursor = START,
     records: bool = False,
     recording: Recording | None = None,
-    carried: Sequence[Group] = (),
 ) -> None:
     """Begin to start the rollout service in a Ray actor, and set `engines.service` to its handle.
     Called on rank 0; does not wait (`Cluster.wait_for_service` does). The prompts of `inputs`,
-    which only rank 0 has, are moved to the service, so that they are read and tokenised only once.
+    which only rank 0 has, are moved to the service, so that they are read and tokenised only once;
+    so are the position and the finished groups of the checkpoint to resume from, if there is one.
 
-    `first_step`: step, from 0, with which the run begins or is resumed. `cursor`: the prompts that
-    earlier steps have used. `records`: whether the service records what becomes of every group of
-    rollouts in the ledger, a file of the run folder. `recording`: the run's folder of activity
-    files, to which service and environment write what they do; None: they write none. `carried`:
-    finished groups, in the checkpoint from which the run is resumed, that no step has trained on.
+    `records`: whether the service records what becomes of every group of rollouts in the ledger, a
+    file of the run folder. `recording`: the run's folder of activity files, to which service and
+    environment write what they do; None: they write none.
     """
     assert inputs.prompts is not None
-    builder = functools.partial(
-        build_service,
-        config,
-        list(engines.handles),
-        inputs.layout,
-        inputs.prompts,
-        Codec.of(
-            inputs.tokenizer,
-            whole=config.environment.tools.are_used,
-            variables=config.prompts.parts[0].template_variables,
-        ),
-        first_step,
-        cursor,
-        client_token(config.environment),
-        recording,
-        carried,
-        layer_windows(inputs.hf),
+    step, cursor, carried = 0, START, list[Group]()
+    if inputs.resume_from is not None:
+        progress = read_progress(inputs.resume_from)
+        step, cursor = progress.step, progress.cursor
+        carried = carried_groups(config, inputs, inputs.resume_from)
+    codec = Codec.of(
+        inputs.tokenizer,
+        whole=config.environment.tools.are_used,
+        variables=config.prompts.parts[0].template_variables,
     )
-    if records:
-        claim = inputs.owner.claim if inputs.owner is not None else None
-        folder = Path(config.folder).absolute()
-        builder = functools.partial(with_ledger, builder, folder, claim)
-    engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))
+    engines.service = cluster.start_service(
+        functools.partial(
+            service_arguments,
+            config,
+            handles=list(engines.handles),
+            layout=inputs.layout,
+            prompts=inputs.prompts,
+            held_out=list(inputs.held_out or ()),
+            codec=codec,
+            token=client_token(config.environment),
+            windows=layer_windows(inputs.hf),
+            first_step=step,
+            cursor=cursor,
+            carried=carried,
+            ledger=Path(config.folder).absolute() / FILE if records else None,
+            claim=inputs.owner.claim if inputs.owner is not None else None,
+            recording=recording,
+        )
+    )

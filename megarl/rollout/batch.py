@@ -75,14 +75,7 @@ class StepGroups:
         mini-batch. Only where the token arrays of all segments are in this process, not references
         to them.
         """
-        return assemble(self.plans[data_rank], in_process)
-
-
-def in_process(arrays: Sequence[Any]) -> Sequence[TokenArrays]:
-    """Return `arrays` unchanged: the argument `fetch` of `assemble` where `Segment.arrays` are
-    token arrays in this process, and not references.
-    """
-    return arrays
+        return assemble(self.plans[data_rank], list)
 
 
 def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:

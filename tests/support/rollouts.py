@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,18 @@ def rollout_service(
     kind: type[RolloutService] = RolloutService,
     **settings: Any,
 ) -> RolloutService:
-    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`."""
-    usual: dict[str, Any] = dict(
-        seed=3, environment=OneStep(), num_data_ranks=1, num_mini_batches=1, micro_batch_tokens=40,
-        last_step=5, transcripts_per_step=0,
-    )  # fmt: skip
+    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`, and
+    `transcripts`, a number for each step.
+    """
+    ranks = settings.setdefault("num_data_ranks", 1)
+    deal = functools.partial(
+        shares,
+        num_data_ranks=ranks,
+        num_mini_batches=1,
+        micro_batch_tokens=40,
+        transcripts=settings.pop("transcripts", 0),
+    )
+    usual: dict[str, Any] = dict(seed=3, environment=OneStep(), deal=deal, last_step=5)
     return kind(config=config, prompts=prompts, engines=engines, **usual | settings)
 
 

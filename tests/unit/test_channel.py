@@ -31,8 +31,9 @@ from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.pauses import Pauses
+from megarl.rollout.inference_engine import Pauses
 from megarl.rollout.requests import EnginePool, RequestRoute
+from megarl.rollout.waits import Waits
 from megarl.schema import replace
 from megarl.types import Prompt, Segment
 
@@ -347,19 +348,16 @@ def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
     """Rank 0 asks again where it does not know whether the first call was heard."""
     with channel() as made:
-        handles, used = [Handle(), Handle()], list[Any]()
-        engines = [RemoteEngine(handles[0], made, deadline_s=7.0)]
-
-        def use_engine(number: int, engine: RemoteEngine) -> None:
-            engines[number] = engine
-            used.append(engine)
-
-        actor: Any = ServiceActor.__new__(ServiceActor)
-        known = SimpleNamespace(engines=engines)
-        actor._service = SimpleNamespace(engines=known, use_engine=use_engine)
+        handles, actor = [Handle(), Handle()], ServiceActor.__new__(ServiceActor)
+        engine = RemoteEngine(handles[0], made, deadline_s=7.0)
+        actor._waits, actor.engines = Waits(), EnginePool([engine], RolloutConfig())
+        found = []
         for _ in range(2):
-            await actor.use_engine(0, handles[1])
-        assert len(used) == 1 and used[0].handle is handles[1] and used[0].deadline_s == 7.0
+            actor.use_engine(0, handles[1])
+            found.append(actor.engines.engines[0])
+        first: Any = found[0]
+        assert found[1] is first is not engine
+        assert first.handle is handles[1] and first.deadline_s == 7.0
 
 
 class Paused(ChannelActor):

@@ -25,7 +25,6 @@ from support.rollouts import OneStep, Prompts, rollout_service, segment
 from megarl.apps.runs.audit import audit
 from megarl.apps.runs.ledger_command import main
 from megarl.checkpoints.lease import path_of, take
-from megarl.cluster.service_process import with_ledger
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
 from megarl.ledger.events import (
@@ -224,7 +223,7 @@ def test_a_journal_that_another_process_opened_gets_no_more_lines(tmp_path: Path
 def test_a_run_that_lost_its_folder_writes_no_line(tmp_path: Path) -> None:
     reasons = [""]
     recorder = Recorder(tmp_path / FILE, lambda: reasons[0])
-    recorder.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
+    recorder.start(Started(0, 0, 0, 1, 1))
     asyncio.run(recorder.durable())
     before = (tmp_path / FILE).read_bytes()
     reasons[0] = "the run folder was taken over by another run"
@@ -245,21 +244,13 @@ def test_a_folder_that_is_lost_while_its_journal_is_opened_keeps_the_file(tmp_pa
     assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]
 
 
-def test_a_service_records_while_its_run_owns_the_folder(tmp_path: Path) -> None:
-    def build() -> Any:
-        return service(None, seed=1, staleness=0), None
-
-    made, _ = with_ledger(build, tmp_path, None)
-    asyncio.run(made.ledger.end(None))
-    assert (tmp_path / FILE).exists()
+def test_a_recorder_knows_when_another_run_takes_the_folder(tmp_path: Path) -> None:
     mine = take(tmp_path, patience_s=1)
-    made, _ = with_ledger(build, tmp_path, mine.claim)
+    recorder = Recorder(tmp_path / FILE, mine.claim.problem)
     path_of(tmp_path, 2).write_text("{}")
-    made.ledger.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
+    recorder.start(Started(0, 0, 0, 1, 1))
     with pytest.raises(UserError, match="was taken over by another run"):
-        asyncio.run(made.ledger.durable())
-    with pytest.raises(UserError, match="was taken over by another run"):
-        with_ledger(build, tmp_path, mine.claim)
+        asyncio.run(recorder.durable())
     mine.release()
 
 
@@ -288,7 +279,7 @@ def test_a_disk_that_fails_fails_the_next_call(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / FILE)
     journal = recorder._journal
     assert journal is not None
-    recorder.start(step=0, cursor=START, max_staleness=0, groups_per_step=1, max_draws=1)
+    recorder.start(Started(0, 0, 0, 1, 1))
     journal.sync()
     journal._file.close()
     journal._file = io.FileIO("/dev/full", "wb")  # whose errors are the system's

@@ -74,7 +74,7 @@ def simulate(scale: argparse.Namespace, folder: Path) -> dict[str, Any]:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
-        handle = cluster.start_service(partial(build, scale, fleets, folder), held_out=[])
+        handle = cluster.start_service(partial(build, scale, fleets, folder))
         cluster.wait_for_service(120)
         ranks = ray.remote(Ranks).options(**options).remote()
         beat = folder / "heartbeat.json"
@@ -118,7 +118,7 @@ def cpu_s(process: psutil.Process) -> float:
 class Group:
     """What the supervisor needs of a group of engines."""
 
-    service, is_held, broken = None, False, ""
+    is_held, broken = False, ""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles, self.lock = handles, threading.RLock()
@@ -130,6 +130,9 @@ class Group:
     def restart(self, numbers: Sequence[int]) -> None:
         assert not numbers
 
+    def follow_starts(self) -> None:
+        pass
+
     def kill(self, number: int, handle: Any) -> None:
         raise AssertionError(f"engine {number} is taken for dead")
 
@@ -139,13 +142,16 @@ class TimedSupervisor(EngineSupervisor):
 
     def __init__(self, group: Any) -> None:
         self.looks: list[float] = []
-        super().__init__(group, stall_s=60.0, start_s=60.0, loads=True)
+        super().__init__(group, stall_s=60.0, loads=True)
 
     def _watch(self) -> int:
         started_at = time.monotonic()
         steps = super()._watch()
         self.looks.append(time.monotonic() - started_at)
         return steps
+
+    def _report(self, steps: int) -> None:
+        """There is no service to tell."""
 
 
 def supervise(members: list[Any], looks: int = 5) -> float:
