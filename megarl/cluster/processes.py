@@ -17,8 +17,6 @@ Process = tuple[str, int, float]
 """(host name, process id, start time in seconds since 1970) of a process. The process id alone is
 not unique: another host, or a later process, may have the same."""
 
-TRACKER_S = 2.0
-"""Seconds that resource trackers have to end after the processes that they serve."""
 END_TIMEOUT_S = 10.0
 """Seconds to wait for killed processes to disappear: they hold memory until then."""
 
@@ -51,20 +49,15 @@ def is_alive(process: Process) -> bool:
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
     """Wait `patience_s` seconds for these processes of this host to end by themselves, kill those
     that are left with SIGKILL, and wait at most `END_TIMEOUT_S` (10) seconds until they are gone.
-    Processes of other hosts, and those that have ended, are passed over. Python's resource
-    trackers, which remove the shared memory of killed processes, are killed only if they are still
-    there `TRACKER_S` (2) seconds after the others.
+    Processes of other hosts, and those that have ended, are passed over; so are Python's resource
+    trackers, which remove the shared memory of killed processes and then end.
     """
-    trackers = [process for process in processes if is_tracker(process)]
-    for meant, within_s in (
-        ([one for one in processes if one not in trackers], patience_s),
-        (trackers, TRACKER_S),
-    ):
-        _wait(meant, within_s)
-        for process in filter(is_alive, meant):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process[1], signal.SIGKILL)
-    _wait(processes, END_TIMEOUT_S)
+    meant = [process for process in processes if not is_tracker(process)]
+    _wait(meant, patience_s)
+    for process in filter(is_alive, meant):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)
+    _wait(meant, END_TIMEOUT_S)
 
 
 def _wait(processes: Sequence[Process], within_s: float) -> None:

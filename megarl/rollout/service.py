@@ -191,7 +191,10 @@ class RolloutService:
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, Cursor] = {first_step: cursor}
-        self._times = BatchTimes(self.limits.staleness, first_step)
+        self._closed_at = time.monotonic()
+        """When generation started, or the newest batch was complete."""
+        self._released_at = {first_step: self._closed_at}
+        """When each weight version was on the engines, as far as later batches need to know."""
         self._taken = first_step - 1
         """Newest step whose batch a rank has taken."""
         self._is_early_stop = False
@@ -237,7 +240,7 @@ class RolloutService:
         groups are being generated. `receipts`: digests of these weights, one of which each response
         must carry; empty to check nothing.
         """
-        self._times.start()
+        self._closed_at = time.monotonic()
         self.engines.version = self.window.version
         cursor = self.window.cursor()
         started = Started(
@@ -313,7 +316,10 @@ class RolloutService:
         self.window.release(version)
         self._finished.release(version)
         self.engines.version = self.window.version
-        self._times.release(version, min(self.window.step, version))
+        self._released_at.setdefault(version, time.monotonic())
+        oldest = min(self.window.step, version) - self.limits.staleness
+        for known in [known for known in self._released_at if known < oldest]:
+            del self._released_at[known]
         for step in [step for step in self._ready if step < version]:
             del self._ready[step]
             self._transcripts.pop(step).cancel()
@@ -471,12 +477,20 @@ class RolloutService:
             step=step,
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
-            seconds=self._times.close(step),
+            seconds=self._seconds(step),
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
             carried=self.engines.receipts.carried,
         )
+
+    def _seconds(self, step: int) -> float:
+        """Seconds that the batch of `step`, which is complete now, took since its groups might
+        first start, or since the batch before it was complete, whichever is later.
+        """
+        before, self._closed_at = self._closed_at, time.monotonic()
+        allowed = self._released_at.get(step - self.limits.staleness, before)
+        return self._closed_at - max(before, min(allowed, self._closed_at))
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
         """Generate and score one rollout of a group; the greedy one if `sample` is `GREEDY`."""
@@ -491,40 +505,3 @@ class RolloutService:
             verdict=verdict,
             dispatched_at=version,
         )
-
-
-class BatchTimes:
-    """Measures how long the batches of a rollout service take. The time of a batch begins when its
-    groups might first start, or when the batch before it was complete, whichever is later.
-    """
-
-    def __init__(self, staleness: int, first_step: int) -> None:
-        """`staleness`: by how many versions a group's weights may be older than those that train on
-        it; a batch of step k may begin once weights of version k - staleness are on the engines.
-        """
-        self._staleness = staleness
-        self._closed_at = time.monotonic()
-        self._released_at: dict[int, float] = {first_step: self._closed_at}
-        """Time at which each weight version was on the engines. Versions that no later batch needs
-        are removed."""
-
-    def start(self) -> None:
-        """Note that generation starts now, from which the time of the first batch is measured."""
-        self._closed_at = time.monotonic()
-
-    def release(self, version: int, oldest_step: int) -> None:
-        """Note, for the times of batches, that weights of `version` are on the engines now. Batches
-        of steps before `oldest_step` will not be timed any more.
-        """
-        self._released_at.setdefault(version, time.monotonic())
-        oldest = oldest_step - self._staleness
-        for known in [known for known in self._released_at if known < oldest]:
-            del self._released_at[known]
-
-    def close(self, step: int) -> float:
-        """Note that the batch of `step` is complete now; returns the time it took in seconds."""
-        now = time.monotonic()
-        allowed = min(self._released_at.get(step - self._staleness, self._closed_at), now)
-        started_at = max(self._closed_at, allowed)
-        self._closed_at = now
-        return now - started_at

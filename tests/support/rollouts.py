@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.rollout.batch import SharePlan, shares
 from megarl.rollout.config import RolloutConfig
+from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.rollout.service import RolloutService
 from megarl.types import Group, Prompt, Segment, TokenArrays, Verdict
 
@@ -26,6 +27,14 @@ def segment(
     return Segment(
         "model", count, arrays, **({"versions": [(version, count)], "finish": "stop"} | more)
     )
+
+
+async def requested(
+    pool: EnginePool, prompt: Prompt, seed: int, route: RequestRoute | None = None
+) -> Segment:
+    """The answer of an engine of the pool to a request of a rollout of `prompt`."""
+    settings: dict[str, Any] = dict(max_tokens=4, temperature=1.0, route=route or RequestRoute())
+    return await pool.generate(prompt, np.array([1, 2], np.int32), [], seed=seed, **settings)
 
 
 @dataclass

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 from support.commands import python, started, until
+from support.rollouts import requested
 
 from megarl.cluster import answers as answers_module
 from megarl.cluster import asking, rollout_client
@@ -135,20 +135,6 @@ class Engine:
         return Segment("model", count, None, self.spans, "stop")
 
 
-def request(
-    pool: EnginePool, seed: int, route: RequestRoute | None = None, *, prompt: Prompt = PROMPT
-) -> Any:
-    return pool.generate(
-        prompt,
-        np.asarray([1, 2]),
-        [],
-        seed=seed,
-        max_tokens=4,
-        temperature=1.0,
-        route=route or RequestRoute(),
-    )
-
-
 async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,22 +143,22 @@ async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
     away = EngineUnreachable("blip")
     engines = [Engine(EngineLost("gone")), Engine(away, away)]
     pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
-    await request(pool, 7, route)
+    await requested(pool, PROMPT, 7, route)
     assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7, 7, 7], 1)
-    await request(pool, 8)
+    await requested(pool, PROMPT, 8)
     assert engines[0].seeds == [7], "a lost engine gets no request"
     engines[1].errors = [EngineLost("gone")]
-    running = asyncio.create_task(request(pool, 9))
+    running = asyncio.create_task(requested(pool, PROMPT, 9))
     await asyncio.sleep(0.05)
     assert not running.done()
     pool.replace(0, fresh := Engine())
     await asyncio.wait_for(running, 1)
     pool._lose(0, engines[0])  # a late loss, of the engine before
-    await asyncio.wait_for(request(pool, 10), 1)
+    await asyncio.wait_for(requested(pool, PROMPT, 10), 1)
     assert fresh.seeds == [9, 10]
     doomed = [Engine(EngineLost("gone")) for _ in range(MOST_LOSSES + 1)]
     with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
-        await asyncio.wait_for(request(EnginePool(doomed, RolloutConfig()), 7), 5)
+        await asyncio.wait_for(requested(EnginePool(doomed, RolloutConfig()), PROMPT, 7), 5)
 
 
 async def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_another() -> None:
@@ -186,16 +172,14 @@ async def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_anot
     running = []
     for index in range(3):
         prompt = replace(PROMPT, index=index)
-        running += [
-            asyncio.create_task(request(pool, 10 * index + n, prompt=prompt)) for n in range(8)
-        ]
+        running += [asyncio.create_task(requested(pool, prompt, 10 * index + n)) for n in range(8)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert pool._load == [16, 8]
     assert engines[0].seeds == [*range(8), *range(20, 28)]
     assert engines[1].seeds == [*range(10, 18)]
     # The next samples of the first group find its engine too far ahead.
-    more = asyncio.create_task(request(pool, 99, prompt=replace(PROMPT, index=0)))
+    more = asyncio.create_task(requested(pool, replace(PROMPT, index=0), 99))
     await asyncio.sleep(0.01)
     assert engines[1].seeds[-1] == 99
     for engine in engines:
@@ -229,11 +213,13 @@ class Held(Engine):
 async def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
     config = replace(RolloutConfig(), request_timeout_s=0.2)
     engine = Held(0.7)
-    assert (await asyncio.wait_for(request(EnginePool([engine], config), 7), 60)).num_tokens == 1
+    assert (
+        await asyncio.wait_for(requested(EnginePool([engine], config), PROMPT, 7), 60)
+    ).num_tokens == 1
     assert 1 <= engine.asked <= 20, "not asked without end"
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"engine 0 did not answer prompt 3 within 0.2 s"):
-        await request(EnginePool([Held(0.7, answers=False)], config), 7)
+        await requested(EnginePool([Held(0.7, answers=False)], config), PROMPT, 7)
     assert 0.8 < time.monotonic() - began < 60, "held 0.7 s, and 0.2 s more"
 
 
@@ -375,9 +361,9 @@ async def test_tokens_of_older_weights_than_were_sent_are_refused(
     pool.version = on_engines
     if is_refused:
         with pytest.raises(RuntimeError, match=r"engine 0 has sampled .* it is not trained on"):
-            await request(pool, 7)
+            await requested(pool, PROMPT, 7)
     else:
-        assert (await request(pool, 7)).versions[0][0] == versions[0]
+        assert (await requested(pool, PROMPT, 7)).versions[0][0] == versions[0]
 
 
 # ------------------------------------------------------------------------- the engines of a group
@@ -684,4 +670,5 @@ def test_a_killed_process_leaves_no_shared_memory() -> None:
         assert len(processes) == 2
         until(lambda: any(map(is_tracker, processes)))  # forked, but not yet another program
         end(processes, patience_s=0.0)
-        assert not any(map(is_alive, processes)) and not segment.exists()
+        until(lambda: not any(map(is_alive, processes)))
+        assert not segment.exists()
