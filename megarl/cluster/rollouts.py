@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.activity.recording import Recording
 from megarl.checkpoints.group_files import read_groups
@@ -34,10 +35,12 @@ from megarl.environments.scoring import client_token
 from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
+from megarl.rollout.batch import shares
 from megarl.rollout.config import RolloutConfig
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.model_config import load_model_config, longest_sequence
+from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
 from megarl.types import START, Group
 
@@ -258,6 +261,32 @@ def start_service(
         progress = read_progress(inputs.resume_from)
         step, cursor = progress.step, progress.cursor
         carried = carried_groups(config, inputs, inputs.resume_from)
+    deal = functools.partial(
+        shares,
+        num_data_ranks=inputs.layout.data,
+        num_mini_batches=config.training.num_mini_batches,
+        micro_batch_tokens=config.training.micro_batch_tokens * inputs.layout.sequence,
+        transcripts=config.observe.transcripts_per_step,
+        skips_equal=config.skips_equal_groups,
+        prefix_saves=must_save(config.training.share_prefix),
+        windows=layer_windows(inputs.hf),
+    )
+    known: dict[str, Any] = dict(
+        config=config.rollout,
+        seed=config.seed,
+        prompts=inputs.prompts,
+        num_data_ranks=inputs.layout.data,
+        deal=deal,
+        last_step=config.steps - 1,
+        held_out=list(inputs.held_out or ()),
+        cursor=cursor,
+        first_step=step,
+        carried=carried,
+        group_filter=config.group_filter,
+        greedy_baseline=config.greedy_baseline,
+        max_turns=config.environment.max_turns,
+        max_failure_share=config.environment.max_failure_share,
+    )
     codec = Codec.of(
         inputs.tokenizer,
         whole=config.environment.tools.are_used,
@@ -266,17 +295,11 @@ def start_service(
     engines.service = cluster.start_service(
         functools.partial(
             service_arguments,
-            config,
+            known,
             handles=list(engines.handles),
-            layout=inputs.layout,
-            prompts=inputs.prompts,
-            held_out=list(inputs.held_out or ()),
+            environment=config.environment,
             codec=codec,
             token=client_token(config.environment),
-            windows=layer_windows(inputs.hf),
-            first_step=step,
-            cursor=cursor,
-            carried=carried,
             ledger=Path(config.folder).absolute() / FILE if records else None,
             claim=inputs.owner.claim if inputs.owner is not None else None,
             recording=recording,

@@ -4,7 +4,6 @@ while engines and trainer ranks need the CPU.
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -18,33 +17,23 @@ from megarl.checkpoints.lease import Claim
 from megarl.cluster.channel import Channel
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.stored_arrays import loaded, stored
-from megarl.config import RunConfig
-from megarl.data.source import PromptList
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.ledger.recorder import Recorder
-from megarl.parallel.layout import Layout
 from megarl.private_folder import MARK
-from megarl.rollout.batch import shares
 from megarl.rollout.service import RolloutService
-from megarl.trainer.prefixes import must_save
-from megarl.types import Cursor, Group, Prompt, Segment
+from megarl.types import Segment
 
 
 def service_arguments(
-    config: RunConfig,
+    known: dict[str, Any],
     *,
     handles: list[Any],
-    layout: Layout,
-    prompts: PromptList,
-    held_out: list[Prompt],
+    environment: EnvironmentConfig,
     codec: Codec,
     token: Token | None,
-    windows: Sequence[int | None],
-    first_step: int,
-    cursor: Cursor,
-    carried: Sequence[Group],
     ledger: Path | None,
     claim: Claim | None,
     recording: Recording | None,
@@ -52,55 +41,28 @@ def service_arguments(
     """The keyword arguments of a run's `RolloutService`, which has engines generate and the
     environment score rollouts, and deals them out to trainer ranks; made in the service's process.
 
-    `handles`: the Ray actors of the engines. `layout`: the policy's degrees of parallelism.
-    `held_out`: the problems of evaluations. `codec`: decodes and encodes token ids. `token`: bearer
-    token for reward servers, which only rank 0 can read. `windows`: the sliding window of each
-    layer of the policy in tokens, None for a layer without one. `first_step`: the step, from 0,
-    with which the run begins or is resumed. `cursor`: the prompts that earlier steps have used.
-    `carried`: finished groups in the checkpoint from which the run is resumed. `ledger`: the file
-    that records what becomes of each group of rollouts; None for no record. `claim`: says whether
-    this run still owns its folder; once it does not, the service fails instead of writing. None:
-    not checked. `recording`: the run's folder of activity files, to which the process writes what
-    it does, or None. Raises `OSError` or `ValueError` for a ledger that cannot be continued, and
-    `UserError` if another run owns the folder.
+    `known`: those that another process could make. `handles`: the Ray actors of the engines.
+    `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which only
+    rank 0 can read. `ledger`: the file that records what becomes of each group of rollouts; None
+    for no record. `claim`: says whether this run still owns its folder; once it does not, the
+    service fails instead of writing. None: not checked. `recording`: the run's folder of activity
+    files, to which the process writes what it does, or None. Raises `OSError` or `ValueError` for a
+    ledger that cannot be continued, and `UserError` if another run owns the folder.
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
-    deadline_s = config.rollout.request_timeout_s
+    deadline_s = known["config"].request_timeout_s
     if recording is not None:
         recording.open("service")
-    return dict(
-        config=config.rollout,
-        seed=config.seed,
-        prompts=prompts,
-        engines=[
+    return known | {
+        "engines": [
             RemoteEngine(handle, channel, number=number, deadline_s=deadline_s)
             for number, handle in enumerate(handles)
         ],
-        environment=ServiceEnvironment(config.environment, codec, token),
-        num_data_ranks=layout.data,
-        deal=functools.partial(
-            shares,
-            num_data_ranks=layout.data,
-            num_mini_batches=config.training.num_mini_batches,
-            micro_batch_tokens=config.training.micro_batch_tokens * layout.sequence,
-            transcripts=config.observe.transcripts_per_step,
-            skips_equal=config.skips_equal_groups,
-            prefix_saves=must_save(config.training.share_prefix),
-            windows=windows,
-        ),
-        last_step=config.steps - 1,
-        held_out=held_out,
-        cursor=cursor,
-        first_step=first_step,
-        carried=carried,
-        group_filter=config.group_filter,
-        greedy_baseline=config.greedy_baseline,
-        max_turns=config.environment.max_turns,
-        max_failure_share=config.environment.max_failure_share,
-        ledger=Recorder(ledger, claim.problem if claim is not None else str),
-        keep=stored,
-    )
+        "environment": ServiceEnvironment(environment, codec, token),
+        "ledger": Recorder(ledger, claim.problem if claim is not None else str),
+        "keep": stored,
+    }
 
 
 class ServiceEnvironment(Environment):

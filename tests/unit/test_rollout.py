@@ -653,13 +653,6 @@ def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
     assert failure_warning(verdicts[:97], 0.5, "step 1") == ""
 
 
-async def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
-    """Dynamic sampling would reject every group of one sample."""
-    made = service([Engine()], group_filter="all")
-    for (batch,) in await drive(made, range(3)):
-        assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0
-
-
 class Unpublished(Engine):
     """An engine that says that no version was ever published to it."""
 
