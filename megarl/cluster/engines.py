@@ -269,7 +269,6 @@ class EngineGroup:
         """
         with self.lock:
             self.is_held = True
-            self.restart(sorted(self.replaceable))
         self._find_members()
         return sorted(self.fresh & set(self.members))
 
@@ -279,6 +278,7 @@ class EngineGroup:
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
+            self.restart(sorted(self.replaceable))
             self.follow_starts()
             away = self.dead | self.starting.keys()
             self.members = [one for one in range(len(self.handles)) if one not in away]
