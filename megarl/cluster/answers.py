@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from megarl.cluster.deaths import DEATHS, why_dead
+from megarl.cluster.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.errors import EngineLost
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
@@ -46,7 +46,7 @@ class Answers:
         Raises `EngineLost` if an engine is dead, or has no result within `timeout_s`.
         """
         self._done(timeout_s)
-        found = {number: self._outcome(number) for number in range(len(self._references))}
+        found = self._outcomes()
         self._raise({number: why for number, (_, why, is_lost) in found.items() if is_lost})
         return {number: why for number, (_, why, _) in found.items() if why}
 
@@ -56,8 +56,11 @@ class Answers:
         error of its own and not because of the abort.
         """
         self._done(timeout_s)
-        found = {number: self._outcome(number)[1] for number in range(len(self._references))}
-        return [number for number, why in found.items() if why and GIVEN_UP not in why]
+        found = self._outcomes()
+        return [number for number, (_, why, _) in found.items() if why and GIVEN_UP not in why]
+
+    def _outcomes(self) -> dict[int, tuple[Any, str, bool]]:
+        return {number: self._outcome(number) for number in range(len(self._references))}
 
     def _done(self, timeout_s: float) -> list[int]:
         done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=timeout_s)
@@ -83,13 +86,7 @@ class Answers:
         except GetTimeoutError:
             return None, "it did not answer in time; raise weight_sync.timeout_s", True
         except RayTaskError as error:
-            return None, str(error.cause) or repr(error.cause), is_dead(error)
+            is_dead = type(error.cause).__name__ == ENGINE_DEAD
+            return None, str(error.cause) or repr(error.cause), is_dead
         except DEATHS as error:
             return None, f"its process died ({why_dead(error)})", True
-
-
-def is_dead(error: RayTaskError) -> bool:
-    """Whether the error of an engine's Ray call means that one of vLLM's processes is dead.
-    Compares the name of the exception's class, since vLLM must not be imported here.
-    """
-    return type(error.cause).__name__ == "EngineDeadError"

@@ -31,7 +31,7 @@ from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
 from megarl.activity.busy import Busy
-from megarl.cluster.deaths import DEATHS, why_dead
+from megarl.cluster.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.errors import EngineLost, EngineUnreachable
 
 MAX_AT_ONCE = 64
@@ -57,10 +57,6 @@ OPTIONS = {
     zmq.TCP_KEEPALIVE_IDLE: 60,
     zmq.TCP_KEEPALIVE_INTVL: 10,
 }
-
-ENGINE_DEAD = "EngineDeadError"
-"""Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
-since vLLM is not imported here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from megarl.cluster.answers import Answers
-from megarl.cluster.asking import ActorDied, ask, ask_service, kill_actor
+from megarl.cluster.asking import KILL_S, POLL_S, ActorDied, ask, ask_service, done_within
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.console import say
 from megarl.errors import EngineLost
@@ -23,12 +23,6 @@ from megarl.rollout.config import ENGINE_STARTS
 
 ActorHandle = Any
 """A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
-
-ADMIT_TIMEOUT_S = 120.0
-"""Seconds the rollout service has to accept an engine that replaces a dead one."""
-
-START_POLL_S = 0.5
-"""Seconds between two looks whether an engine can still be started."""
 
 
 class EngineGroup:
@@ -60,25 +54,27 @@ class EngineGroup:
         """Numbers of the engines that get weights in the present publication, ascending."""
         self.given_up: set[int] = set()
         """Numbers of the engines without which the run goes on, since they cannot be started."""
-        self.started_at: dict[int, float] = {}
-        """{engine: time at which the engine that has this number was started, if it replaces
-        another}, by `time.monotonic`."""
-        self._failures: dict[int, int] = {}
+        self._failures = dict.fromkeys(range(count), 0)
         """{engine: starts in a row that have failed}."""
         self.handles = [start(number) for number in range(count)]
-        self._starting = {
+        self.starting = {
             number: handle.start.remote() for number, handle in enumerate(self.handles)
         }
+        """{engine: Ray object reference} of the engines that are starting. A reference is ready
+        when the start has ended: {"processes": the engine's, "seconds": that it took}, or the
+        start's error."""
+        self._started_at = dict.fromkeys(self.starting, time.monotonic())
         self._processes: dict[int, list[Process]] = {}
-        self._fresh: set[int] = set()
-        """Engines that have replaced others and that the rollout service does not know yet."""
+        self.fresh: set[int] = set()
+        """Numbers of the engines that have replaced others and get no requests yet from the rollout
+        service, because they lack the current weights or the service was not told of them."""
         self.dead: set[int] = set()
         """Numbers of the engines that have died or were killed, and are not yet started again."""
         self._replaced = 0
-        self._is_under_way = False
-        """Whether all engines have been ready once."""
         self._born = {number: handle.process.remote() for number, handle in enumerate(self.handles)}
         """{engine number: object reference of its actor's process}."""
+        self._is_under_way = False
+        """Whether all engines have been ready once."""
         self.broken = ""
         """Why no engine can be started any more; empty as long as it is possible."""
         self.is_held = False
@@ -96,18 +92,15 @@ class EngineGroup:
         """
         slowest, deadline = 0.0, time.monotonic() + self._timeout_s
         again: type[RuntimeError] = RuntimeError if self._is_under_way else ActorDied
-        for number in sorted(self._starting):
-            for attempt in range(1, ENGINE_STARTS + 1):
+        for number in range(len(self.handles)):
+            while number in self.starting:
                 left_s = deadline - time.monotonic()
                 try:
                     slowest = max(slowest, self.finish_start(number, left_s))
-                    break
                 except again as error:
-                    late = time.monotonic() > deadline
-                    if attempt == ENGINE_STARTS or late or self.broken:
+                    if time.monotonic() > deadline or self.broken:
                         raise
-                    say(f"megarl: {error}; it is started again")
-                    self.restart([number])
+                    self.start_failed(number, str(error), fewest=len(self.handles))
         self._is_under_way = True
         return slowest
 
@@ -116,32 +109,32 @@ class EngineGroup:
         its start-up time in seconds. Raises `ActorDied` if its process dies, and `RuntimeError` if
         it cannot start or is late.
         """
-        reference, deadline = self._starting[number], time.monotonic() + timeout_s
-        while not ray.wait([reference], timeout=START_POLL_S)[0]:
+        reference, deadline = self.starting[number], time.monotonic() + timeout_s
+        while not ray.wait([reference], timeout=POLL_S)[0]:
             if self.broken:
                 raise RuntimeError(f"engine {number} cannot start: {self.broken}")
             if time.monotonic() > deadline:
                 raise self._late(f"engine {number} did not answer")
-        answer = ask({f"engine {number}": reference}, START_POLL_S, "starting")[0]
-        del self._starting[number]
-        self._failures.pop(number, None)
-        self._processes[number] = [(host, pid, born) for host, pid, born in answer["processes"]]
+        answer = ask(f"engine {number}", reference, POLL_S, "starting")
+        del self.starting[number]
+        self._failures[number] = 0
+        self._processes[number] = answer["processes"]
         return answer["seconds"]
 
-    @property
-    def starting(self) -> dict[int, Any]:
-        """{engine number: Ray object reference} of the engines that are starting. A reference is
-        ready when the start has ended: {"processes": the engine's, "seconds": that it took}, or the
-        start's error.
+    def follow_starts(self) -> None:
+        """Take note of the engines whose start has ended by now, without waiting, and start those
+        again whose start has failed or takes too long. Raises `RuntimeError` if too few engines for
+        the run can be started.
         """
-        return dict(self._starting)
-
-    @property
-    def fresh(self) -> set[int]:
-        """Numbers of the engines that have replaced others and get no requests yet from the rollout
-        service, because they lack the current weights or the service was not told of them.
-        """
-        return set(self._fresh)
+        for number, reference in list(self.starting.items()):
+            if ray.wait([reference], timeout=0)[0]:
+                try:
+                    seconds = self.finish_start(number, POLL_S)
+                    say(f"megarl: engine {number} is ready again after {seconds:.0f} s")
+                except RuntimeError as error:
+                    self.start_failed(number, str(error))
+            elif time.monotonic() - self._started_at[number] > self._timeout_s:
+                self.start_failed(number, str(self._late(f"engine {number} did not answer")))
 
     @property
     def replaceable(self) -> set[int]:
@@ -157,12 +150,13 @@ class EngineGroup:
         """
         return len(self.handles) - len(self.members)
 
-    def start_failed(self, number: int, problem: str) -> None:
+    def start_failed(self, number: int, problem: str, fewest: int | None = None) -> None:
         """Start engine `number` again, whose start has failed because of `problem`, a sentence for
-        the log; returns at once. After 3 failures in a row the run goes on without
-        the engine. Raises `RuntimeError` if fewer engines than the run needs are left then.
+        the log; returns at once. After 3 failures in a row the run goes on without the engine.
+        Raises `RuntimeError` if fewer than `fewest` engines, by default those that a publication
+        needs, are left then.
         """
-        self._failures[number] = self._failures.get(number, 0) + 1
+        self._failures[number] += 1
         if self._failures[number] < ENGINE_STARTS:
             say(f"megarl: {problem}; it is started again")
             self.restart([number])
@@ -170,11 +164,11 @@ class EngineGroup:
         reason = f"{ENGINE_STARTS} starts of engine {number} failed; the last: {problem}"
         self.kill(number, self.handles[number])
         left = len(self.handles) - len(self.given_up) - 1
-        if left < self._fewest:
+        if left < (self._fewest if fewest is None else fewest):
             raise RuntimeError(reason)
         with self.lock:
             self.given_up.add(number)
-            self._fresh.discard(number)
+            self.fresh.discard(number)
         say(
             f"megarl: warning: {reason}; the run goes on with {left} of {len(self.handles)} engines"
         )
@@ -194,9 +188,8 @@ class EngineGroup:
         Raises `EngineLost` if an engine is dead or has no answer within `timeout_s` seconds, and
         `RuntimeError` if a living engine cannot receive weights.
         """
-        answers = Answers(
-            [handle.connect.remote(info(position)) for position, handle in self._numbered()]
-        )
+        handles = enumerate(self._members())
+        answers = Answers([handle.connect.remote(info(position)) for position, handle in handles])
         refused = answers.refused(timeout_s=timeout_s)
         if refused:  # it lives, and another in its place would say the same
             raise RuntimeError(
@@ -213,7 +206,7 @@ class EngineGroup:
         each tensor), "seconds" and "problem" (error message or ""). An engine itself gives up after
         `timeout_s` seconds.
         """
-        return Answers([handle.update.remote(version, timeout_s) for _, handle in self._numbered()])
+        return Answers([one.update.remote(version, timeout_s) for one in self._members()])
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Answers:
         """Have every engine of `members` (those that are to get weights) begin to load LoRA
@@ -222,9 +215,7 @@ class EngineGroup:
         {"version", "receipt": digest of the adapters, as hex text}. `timeout_s` is unused.
         """
         shared = ray.put(files)
-        return Answers(
-            [handle.load_adapter.remote(version, shared) for _, handle in self._numbered()]
-        )
+        return Answers([one.load_adapter.remote(version, shared) for one in self._members()])
 
     def sleep(self, *, timeout_s: float) -> None:
         """Have every engine free its GPU memory for a colocated trainer, and block until it has, at
@@ -253,9 +244,7 @@ class EngineGroup:
         temperature 1. With `adapted` False without LoRA adapters. Raises `EngineLost` if an engine
         is dead, fails or has no answer within `timeout_s` seconds.
         """
-        answers = Answers(
-            [handle.score.remote(token_ids, adapted) for _, handle in self._numbered()]
-        )
+        answers = Answers([one.score.remote(token_ids, adapted) for one in self._members()])
         return answers.result(timeout_s=timeout_s)
 
     def processes(self) -> list[Process]:
@@ -280,35 +269,27 @@ class EngineGroup:
         """
         with self.lock:
             self.is_held = True
-            self.restart(sorted(self.replaceable))
         self._find_members()
-        return sorted(self._fresh & set(self.members))
+        return sorted(self.fresh & set(self.members))
 
     def _find_members(self) -> None:
         """Set `members`; see `hold`. Raises `RuntimeError` if too few engines are ready within one
         start's time limit, or can be started.
         """
-        if self._fewest == len(self.handles):
-            self.wait()
-            self.members = list(range(len(self.handles)))
-            return
         deadline = time.monotonic() + self._timeout_s
         while True:
-            for number, reference in self.starting.items():
-                if ray.wait([reference], timeout=0)[0]:
-                    try:
-                        self.finish_start(number, START_POLL_S)
-                    except RuntimeError as error:
-                        self.start_failed(number, str(error))
+            self.restart(sorted(self.replaceable))
+            self.follow_starts()
             away = self.dead | self.starting.keys()
             self.members = [one for one in range(len(self.handles)) if one not in away]
             if len(self.members) >= self._fewest:
                 return
             if self.broken:
-                raise RuntimeError(f"no engine can start: {self.broken}")
+                raise RuntimeError(f"an engine cannot start: {self.broken}")
             if time.monotonic() > deadline:
-                raise self._late("no engine is ready")
-            ray.wait(list(self.starting.values()), timeout=START_POLL_S)
+                first = f"engine {min(away)} did not answer"
+                raise self._late(first if self.members else "no engine is ready")
+            ray.wait(list(self.starting.values()), timeout=POLL_S)
 
     def _late(self, what: str) -> RuntimeError:
         """The error of a start that took too long. `what`: what has not happened in time."""
@@ -316,9 +297,9 @@ class EngineGroup:
             f"{what} within {self._timeout_s:g} s (starting; raise rollout.engine.start_timeout_s)"
         )
 
-    def _numbered(self) -> list[tuple[int, ActorHandle]]:
-        """(position, actor) of each member."""
-        return list(enumerate(self.handles[number] for number in self.members))
+    def _members(self) -> list[ActorHandle]:
+        """The actor of each member."""
+        return [self.handles[number] for number in self.members]
 
     def let_go(self) -> None:
         """End what `hold` or `sleep` began: from now on the supervisor, a thread of rank 0 that
@@ -335,9 +316,9 @@ class EngineGroup:
             if self.handles[number] is not handle:
                 return
             self.dead.add(number)
-            self._starting.pop(number, None)
+            self.starting.pop(number, None)
             processes = self._processes.pop(number, None) or self._begun(number)
-        kill_actor(handle)
+        done_within(KILL_S, partial(ray.kill, handle))
         end(processes, patience_s=0.0)
 
     def restart(self, numbers: Sequence[int]) -> None:
@@ -349,10 +330,10 @@ class EngineGroup:
         with self.lock:
             for number in numbers:
                 self.handles[number] = self._start(number)
-                self._starting[number] = self.handles[number].start.remote()
+                self.starting[number] = self.handles[number].start.remote()
                 self._born[number] = self.handles[number].process.remote()
-                self._fresh.add(number)
-                self.started_at[number] = time.monotonic()
+                self.fresh.add(number)
+                self._started_at[number] = time.monotonic()
                 self._replaced += 1
                 self.dead.discard(number)
 
@@ -377,12 +358,12 @@ class EngineGroup:
         blocks until the service has answered. Returns how many engines were replaced in the run so
         far.
         """
-        fresh = sorted((self._fresh & set(self.members)) - set(self._starting) - self.dead)
+        fresh = sorted((self.fresh & set(self.members)) - self.starting.keys() - self.dead)
         if self.service is not None:
             for number in fresh:
                 tell = partial(self.service.use_engine.remote, number, self.handles[number])
-                ask_service(tell, ADMIT_TIMEOUT_S, "hearing of fresh engines")
-        self._fresh.difference_update(fresh)
+                ask_service(tell, "hearing of fresh engines")
+        self.fresh.difference_update(fresh)
         return self._replaced
 
     def _each(self, method: str, timeout_s: float) -> None:
@@ -399,6 +380,5 @@ class EngineGroup:
                 self.kill(number, handles[number])
             return
         if refused:
-            raise RuntimeError(
-                "; ".join(f"engine {number} failed: {why}" for number, why in refused.items())
-            )
+            failed = (f"engine {number} failed: {why}" for number, why in refused.items())
+            raise RuntimeError("; ".join(failed))

@@ -17,7 +17,6 @@ Process = tuple[str, int, float]
 """(host name, process id, start time in seconds since 1970) of a process. The process id alone is
 not unique: another host, or a later process, may have the same."""
 
-TRACKER_S = 2.0
 END_TIMEOUT_S = 10.0
 """Seconds to wait for killed processes to disappear: they hold memory until then."""
 
@@ -26,14 +25,10 @@ def with_descendants(process: Process) -> list[Process]:
     """`process` and all its descendants that run now, each as (host name, process id, start time in
     seconds since 1970); empty if `process` has ended or belongs to another host.
     """
-    if not is_alive(process):
-        return []
     with contextlib.suppress(psutil.Error):
-        found = psutil.Process(process[1])
-        return [
-            (process[0], one.pid, one.create_time())
-            for one in (found, *found.children(recursive=True))
-        ]
+        found = psutil.Process(process[1]) if is_alive(process) else None
+        below = [found, *found.children(recursive=True)] if found is not None else []
+        return [(process[0], one.pid, one.create_time()) for one in below]
     return []
 
 
@@ -54,36 +49,29 @@ def is_alive(process: Process) -> bool:
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
     """Wait `patience_s` seconds for these processes of this host to end by themselves, kill those
     that are left with SIGKILL, and wait at most `END_TIMEOUT_S` (10) seconds until they are gone.
-    Processes of other hosts, and those that have ended, are passed over. Python's resource
-    trackers, which remove the shared memory of killed processes, are killed only if they are still
-    there `TRACKER_S` (2) seconds after the others.
+    Processes of other hosts, and those that have ended, are passed over; so are Python's resource
+    trackers, which remove the shared memory of killed processes and then end.
     """
-    deadline = time.monotonic() + patience_s
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    trackers = [process for process in processes if is_tracker(process)]
-    _kill([process for process in processes if process not in trackers])
-    deadline = time.monotonic() + TRACKER_S
-    while any(map(is_alive, trackers)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    _kill(trackers)
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _kill(processes: Sequence[Process]) -> None:
-    for process in filter(is_alive, processes):
+    meant = [process for process in processes if not is_tracker(process)]
+    _wait(meant, patience_s)
+    for process in filter(is_alive, meant):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process[1], signal.SIGKILL)
+    _wait(meant, END_TIMEOUT_S)
+
+
+def _wait(processes: Sequence[Process], within_s: float) -> None:
+    """Wait until `processes` have ended, at most `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def is_tracker(process: Process) -> bool:
     """Whether `process` runs on this host and is a resource tracker of Python's multiprocessing,
     the helper that removes the shared memory of ended processes.
     """
-    if not is_alive(process):
-        return False
     with contextlib.suppress(psutil.Error):
-        return "multiprocessing.resource_tracker" in " ".join(psutil.Process(process[1]).cmdline())
+        words = psutil.Process(process[1]).cmdline() if is_alive(process) else []
+        return "multiprocessing.resource_tracker" in " ".join(words)
     return False

@@ -8,8 +8,7 @@ import contextlib
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import ray
 from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.asking import KILL_S, ask, done_within
+from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import use_cluster_token, without_variable
@@ -33,7 +32,6 @@ from megarl.errors import UserError
 from megarl.private_folder import refuse_open, run_folder
 from megarl.rollout.config import RolloutConfig
 from megarl.signals import SIGNALS, ignore_while_closing
-from megarl.types import Prompt
 
 RAY_ATTEMPTS = 3
 """How often Ray is started where it is late, before its error is raised and ends the run."""
@@ -51,33 +49,23 @@ def _leave() -> None:
 os.register_at_fork(after_in_child=_leave)
 
 
-@contextlib.contextmanager
-def own_process_groups() -> Iterator[None]:
-    """A context manager: processes that Ray starts in its block get process groups of their own,
-    which their child processes share. torchrun sends SIGTERM to the whole process group of each
-    rank: engines in that group would end before the rank has finished the step and saved its
-    checkpoint.
-    """
-    global _leaves_group
-    _leaves_group = True
-    try:
-        yield
-    finally:
-        _leaves_group = False
-
-
 def start_ray(folder: Path, **options: Any) -> None:
     """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
     until it runs. `folder`: an absolute path, a folder with mode 700, in which Ray's files go to
     ray/. `options`: further arguments of `ray.init`. Ray gives itself 30 s, which cannot be set and
     which a busy machine exceeds: then it is started again, up to 3 times in all.
+
+    Ray's processes get process groups of their own, which their child processes share. torchrun
+    sends SIGTERM to the whole process group of each rank: engines in that group would end before
+    the rank has finished the step and saved its checkpoint.
     Raises `UserError` if Ray opens the folder to other users, and Ray's own error otherwise.
     """
+    global _leaves_group
     for attempt in range(1, RAY_ATTEMPTS + 1):
+        _leaves_group = True
         try:
             # Without "local", Ray joins whatever `ray start` last started on this machine.
-            with own_process_groups():
-                ray.init(address="local", _temp_dir=f"{folder}/ray", **options)
+            ray.init(address="local", _temp_dir=f"{folder}/ray", **options)
             refuse_open(folder)
             return
         except Exception as error:
@@ -85,6 +73,8 @@ def start_ray(folder: Path, **options: Any) -> None:
             if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
                 raise
             say("megarl: warning: Ray did not start within 30 s; starting it again")
+        finally:
+            _leaves_group = False
 
 
 STOP_TIMEOUT_S = 5.0
@@ -200,26 +190,21 @@ class Cluster:
         hang; returns at once. `loads`: the engines read their weights from disk and the trainer
         sends none, so that a new engine serves requests as soon as it is ready.
         """
-        supervisor = EngineSupervisor(
-            engines,
-            stall_s=config.engine.stall_timeout_s,
-            start_s=config.engine.start_timeout_s,
-            loads=loads,
-        )
-        self._supervisors.append(supervisor)
+        stall_s = config.engine.stall_timeout_s
+        self._supervisors.append(EngineSupervisor(engines, stall_s=stall_s, loads=loads))
 
-    def start_service(self, build: Callable[[], Any], *, held_out: list[Prompt]) -> ActorHandle:
+    def start_service(self, arguments: Callable[[], dict[str, Any]]) -> ActorHandle:
         """Start the rollout service as a Ray actor named "rollouts", on this process's node, and
-        return its handle at once; call `wait_for_service` before use. `build`: is pickled and
-        called in the actor; returns (`RolloutService`, `Environment`). `held_out`: the problems
-        that the service evaluates on. The service must be on this node, since it writes the ledger,
-        the record of what became of every prompt, to the run folder.
+        return its handle at once; call `wait_for_service` before use. `arguments`: is pickled and
+        called in the actor; returns the keyword arguments of `RolloutService`. The service must be
+        on this node, since it writes the ledger, the record of what became of every prompt, to the
+        run folder.
         """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         handle = (
             ray.remote(ServiceActor)
             .options(name=SERVICE, num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
-            .remote(build, held_out)
+            .remote(arguments)
         )
         self._owned.insert(0, handle)
         self._service_ready = handle.build.remote()
@@ -229,8 +214,8 @@ class Cluster:
         """Block until the rollout service that `start_service` has started is ready. Raises
         `RuntimeError` if its start fails or takes longer than `timeout_s` seconds from now.
         """
-        starting = {"the rollout service": self._service_ready}
-        ask(starting, timeout_s, "starting", "raise rollout.engine.start_timeout_s")
+        fix = "raise rollout.engine.start_timeout_s"
+        ask(THE_SERVICE, self._service_ready, timeout_s, "starting", fix)
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the actors that this process started, then end Ray, then kill the processes of vLLM
@@ -241,18 +226,15 @@ class Cluster:
         done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
         self._owned = []
         shut_down()
-        end([process for group in self._groups for process in group.processes()], patience_s=1.0)
+        left = [process for group in self._groups for process in group.processes()]
+        end(left, patience_s=LINGER_S)
         self._stack.close()
 
     def _stop_actors(self, stop_timeout_s: float) -> None:
-        owned, stops = self._owned, []
-        for handle in owned:
-            with contextlib.suppress(Exception):
-                stops.append(handle.stop.remote())
-        if stops:
-            with contextlib.suppress(Exception):
-                ray.wait(stops, num_returns=len(stops), timeout=stop_timeout_s)
-        for handle in owned:
+        with contextlib.suppress(Exception):
+            stops = [handle.stop.remote() for handle in self._owned]
+            ray.wait(stops, num_returns=len(stops), timeout=stop_timeout_s)
+        for handle in self._owned:
             with contextlib.suppress(Exception):
                 ray.kill(handle)
 
@@ -293,15 +275,7 @@ def shut_down(timeout_s: float = SHUTDOWN_S) -> None:
     a few seconds after that at the latest.
     """
     processes = started_processes()
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-
-    thread = threading.Thread(target=work, name="end of Ray", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    if not done_within(timeout_s, ray.shutdown):
         say(f"megarl: Ray has not shut down within {timeout_s:g} s; its processes are killed")
         end(processes, patience_s=0.0)
     end(processes, patience_s=LINGER_S)

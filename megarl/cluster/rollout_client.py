@@ -13,7 +13,14 @@ import ray
 
 from megarl.activity.spans import Span, activity
 from megarl.checkpoints.group_files import segments_of, with_arrays
-from megarl.cluster.asking import ActorDied, ActorUnreachable, ask, ask_service
+from megarl.cluster.asking import (
+    SERVICE_TIMEOUT_S,
+    THE_SERVICE,
+    ActorDied,
+    ActorUnreachable,
+    ask,
+    ask_service,
+)
 from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
@@ -27,9 +34,6 @@ SERVICE = "rollouts"
 STOP_POLL_S = 0.2
 """Seconds between two checks for a stop signal while waiting for the rollout service. An answer
 of the service ends the wait at once."""
-
-SERVICE_TIMEOUT_S = 120.0
-"""Seconds the rollout service has to answer a call that does not wait for rollouts."""
 
 PROGRESS_POLL_S, POLL_SHARE = 5.0, 1 / 60
 """Seconds between two questions of data rank 0 whether the rollouts that it waits for make
@@ -56,8 +60,8 @@ class RolloutClient:
         self._service = ray.get_actor(SERVICE)
         self._data_rank, self._silence_s = data_rank, silence_s
         self._poll_s = max(PROGRESS_POLL_S, POLL_SHARE * silence_s if data_rank else 0.0)
-        self.stop = Stop()
-        """Set by a signal that ends the run."""
+        self.stop, self._is_told = Stop(), False
+        """Set by a signal that ends the run; whether the service knows."""
 
     def start(self, receipts: Sequence[str] = ()) -> None:
         """Have the rollout service start to generate; one rank calls it, once the engines have the
@@ -65,8 +69,8 @@ class RolloutClient:
         response must carry; empty to check nothing.
         """
         # Not asked twice: a service starts once.
-        started = {"the rollout service": self._service.start.remote(receipts)}
-        ask(started, SERVICE_TIMEOUT_S, "starting rollouts")
+        started = self._service.start.remote(receipts)
+        ask(THE_SERVICE, started, SERVICE_TIMEOUT_S, "starting rollouts")
 
     def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
         """Wait for the batch of `step` and return the samples that this rank trains on: a
@@ -76,7 +80,7 @@ class RolloutClient:
         was replaced meanwhile. Raises `RuntimeError` if generation failed or makes no progress, and
         `UserError` if the verifier failed for too many responses.
         """
-        plan = self._ask_unless_stopped(
+        plan = self._await(
             lambda count: self._service.take.remote(step, self._data_rank, count),
             f"rollouts of step {step + 1}",
             publish_again,
@@ -122,7 +126,7 @@ class RolloutClient:
         `publish_again`: sends the trainer's present weights to all engines, by collectives; called
         on all ranks alike whenever an engine was replaced while they wait.
         """
-        return self._ask_unless_stopped(
+        return self._await(
             lambda count: self._service.evaluate.remote(temperature, name, count),
             f"responses of evaluation '{name}'",
             publish_again,
@@ -139,7 +143,7 @@ class RolloutClient:
         try:
             return self._ask(self._service.is_early_stop.remote, "asking why the run ended")
         except ActorDied:
-            if self.stop:  # see `_ask_unless_stopped`
+            if self.stop:  # see `_await`
                 return False
             raise
 
@@ -171,69 +175,58 @@ class RolloutClient:
                 watch = self._progress_watch(span)
                 while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
                     watch()
-            found = {"the rollout service": reference}
-            yield ask(found, SERVICE_TIMEOUT_S, "collecting responses")[0]
+            yield ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, "collecting responses")
 
     def _fetch(self, what: str, arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
         """As `fetch`, in pieces, between which signals are seen. A signal is told to the service,
         so that the run ends after this step, which other ranks train as well.
         """
-        told, refs = False, list({one.ref: None for one in arrays})
+        refs = list({one.ref: None for one in arrays})
         deadline = time.monotonic() + self._silence_s
-        with activity(
-            f"token arrays of {what}", kind="wait", of="service", deadline_s=self._silence_s
-        ):
-            left_s = self._silence_s
-            while refs:
-                if self.stop and not told:
-                    self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
-                    told = True
-                left_s = deadline - time.monotonic()
-                some_s = max(0.0, min(STOP_POLL_S, left_s))
-                if left_s <= 0 or not ray.wait(refs, num_returns=len(refs), timeout=some_s)[1]:
+        with self._wait(f"token arrays of {what}"):
+            while refs and time.monotonic() < deadline:
+                self._tell_stop()
+                if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
                     break
-            return fetch(arrays, max(STOP_POLL_S, left_s), what)
+            return fetch(arrays, max(STOP_POLL_S, deadline - time.monotonic()), what)
 
-    def _ask_unless_stopped(
+    def _tell_stop(self) -> None:
+        """Tell the service, once, if the run is to end."""
+        if self.stop and not self._is_told:
+            self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
+            self._is_told = True
+
+    def _await(
         self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
     ) -> Any:
         """The answer to `call`, which gets the number of publications so far; before and while
         waiting, tells the service if the run is to end. None if the service is dead by then:
         torchrun passes a signal on to Ray's processes too, which may end before this one.
         """
+        count, reference, doing = 0, None, f"waiting for {what}"
         try:
-            return self._answer(call, what, publish_again)
+            with self._wait(what) as span:
+                watch = self._progress_watch(span)
+                while True:
+                    self._tell_stop()
+                    reference = reference or call(count)
+                    if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                        watch()
+                        continue
+                    try:
+                        answer = ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, doing)
+                    except ActorUnreachable:  # asked again, unless it stays away
+                        self._ask(self._service.progress.remote, doing)
+                        reference = None
+                        continue
+                    if not isinstance(answer, PublishAgain):
+                        return answer
+                    publish_again()
+                    reference, count, watch = None, count + 1, self._progress_watch(span)
         except ActorDied:
             if self.stop:
                 return None
             raise
-
-    def _answer(
-        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
-    ) -> Any:
-        """As `_ask_unless_stopped`; raises `ActorDied` if the service is dead."""
-        told, count, reference = False, 0, None
-        with self._wait(what) as span:
-            watch = self._progress_watch(span)
-            while True:
-                if self.stop and not told:
-                    self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
-                    told = True
-                reference = reference or call(count)
-                if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
-                    watch()
-                    continue
-                try:
-                    found = {"the rollout service": reference}
-                    answer = ask(found, SERVICE_TIMEOUT_S, f"waiting for {what}")[0]
-                except ActorUnreachable:  # asked again, unless it stays away
-                    self._ask(self._service.progress.remote, f"waiting for {what}")
-                    reference = None
-                    continue
-                if not isinstance(answer, PublishAgain):
-                    return answer
-                publish_again()
-                reference, count, watch = None, count + 1, self._progress_watch(span)
 
     def _wait(self, what: str) -> Span:
         """A context manager that records a wait for the rollout service."""
@@ -267,6 +260,6 @@ class RolloutClient:
         return watch
 
     def _ask(self, call: Callable[[], Any], doing: str) -> Any:
-        """The service's answer to `call`, which may be asked twice; see `ask_service`."""
+        """The service's answer to `call`, which may be made twice; see `ask_service`."""
         with activity(doing, kind="wait", of="service", deadline_s=SERVICE_TIMEOUT_S, quiet=True):
-            return ask_service(call, SERVICE_TIMEOUT_S, doing)
+            return ask_service(call, doing)

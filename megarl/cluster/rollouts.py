@@ -1,8 +1,8 @@
 """The generating side of a run: engines and the rollout service on Ray, started from rank 0.
 
-generation = start_generation(...)   # rank 0: engines begin to load
+generation = start_generation(...)   # rank 0: engines and service begin to start
 ...build the model meanwhile...
-generation.start_service(...)        # rank 0: wait for the engines, start the service
+generation.wait()                    # rank 0: wait for them
 generation.join(stack)               # the other ranks connect to the same Ray cluster
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.activity.recording import Recording
 from megarl.checkpoints.group_files import read_groups
@@ -24,21 +25,24 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
-from megarl.cluster.service_process import build_service, with_ledger
+from megarl.cluster.service_process import service_arguments
 from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
 from megarl.config_checks import TELL_S
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
+from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
+from megarl.rollout.batch import shares
 from megarl.rollout.config import RolloutConfig
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.model_config import load_model_config, longest_sequence
+from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
-from megarl.types import START, Cursor, Group
+from megarl.types import START, Group
 
 BYTES_PER_TOKEN = 8
 """Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
@@ -140,22 +144,7 @@ def start_generation(
         adapter_rank=lora.rank if adapts else 0,
         recording=recording,
     )
-    step, cursor, carried = 0, START, list[Group]()
-    if inputs.resume_from is not None:
-        progress = read_progress(inputs.resume_from)
-        step, cursor = progress.step, progress.cursor
-        carried = carried_groups(config, inputs, inputs.resume_from)
-    start_service(
-        config,
-        cluster,
-        engines,
-        inputs,
-        first_step=step,
-        cursor=cursor,
-        records=True,
-        recording=recording,
-        carried=carried,
-    )
+    start_service(config, cluster, engines, inputs, records=True, recording=recording)
     return Generation(config, mesh, cluster, engines)
 
 
@@ -254,43 +243,65 @@ def start_service(
     engines: EngineGroup,
     inputs: RunInputs,
     *,
-    first_step: int,
-    cursor: Cursor = START,
     records: bool = False,
     recording: Recording | None = None,
-    carried: Sequence[Group] = (),
 ) -> None:
     """Begin to start the rollout service in a Ray actor, and set `engines.service` to its handle.
     Called on rank 0; does not wait (`Cluster.wait_for_service` does). The prompts of `inputs`,
-    which only rank 0 has, are moved to the service, so that they are read and tokenised only once.
+    which only rank 0 has, are moved to the service, so that they are read and tokenised only once;
+    so are the position and the finished groups of the checkpoint to resume from, if there is one.
 
-    `first_step`: step, from 0, with which the run begins or is resumed. `cursor`: the prompts that
-    earlier steps have used. `records`: whether the service records what becomes of every group of
-    rollouts in the ledger, a file of the run folder. `recording`: the run's folder of activity
-    files, to which service and environment write what they do; None: they write none. `carried`:
-    finished groups, in the checkpoint from which the run is resumed, that no step has trained on.
+    `records`: whether the service records what becomes of every group of rollouts in the ledger, a
+    file of the run folder. `recording`: the run's folder of activity files, to which service and
+    environment write what they do; None: they write none.
     """
     assert inputs.prompts is not None
-    builder = functools.partial(
-        build_service,
-        config,
-        list(engines.handles),
-        inputs.layout,
-        inputs.prompts,
-        Codec.of(
-            inputs.tokenizer,
-            whole=config.environment.tools.are_used,
-            variables=config.prompts.parts[0].template_variables,
-        ),
-        first_step,
-        cursor,
-        client_token(config.environment),
-        recording,
-        carried,
-        layer_windows(inputs.hf),
+    step, cursor, carried = 0, START, list[Group]()
+    if inputs.resume_from is not None:
+        progress = read_progress(inputs.resume_from)
+        step, cursor = progress.step, progress.cursor
+        carried = carried_groups(config, inputs, inputs.resume_from)
+    deal = functools.partial(
+        shares,
+        num_data_ranks=inputs.layout.data,
+        num_mini_batches=config.training.num_mini_batches,
+        micro_batch_tokens=config.training.micro_batch_tokens * inputs.layout.sequence,
+        transcripts=config.observe.transcripts_per_step,
+        skips_equal=config.skips_equal_groups,
+        prefix_saves=must_save(config.training.share_prefix),
+        windows=layer_windows(inputs.hf),
     )
-    if records:
-        claim = inputs.owner.claim if inputs.owner is not None else None
-        folder = Path(config.folder).absolute()
-        builder = functools.partial(with_ledger, builder, folder, claim)
-    engines.service = cluster.start_service(builder, held_out=list(inputs.held_out or ()))
+    known: dict[str, Any] = dict(
+        config=config.rollout,
+        seed=config.seed,
+        prompts=inputs.prompts,
+        num_data_ranks=inputs.layout.data,
+        deal=deal,
+        last_step=config.steps - 1,
+        held_out=list(inputs.held_out or ()),
+        cursor=cursor,
+        first_step=step,
+        carried=carried,
+        group_filter=config.group_filter,
+        greedy_baseline=config.greedy_baseline,
+        max_turns=config.environment.max_turns,
+        max_failure_share=config.environment.max_failure_share,
+    )
+    codec = Codec.of(
+        inputs.tokenizer,
+        whole=config.environment.tools.are_used,
+        variables=config.prompts.parts[0].template_variables,
+    )
+    engines.service = cluster.start_service(
+        functools.partial(
+            service_arguments,
+            known,
+            handles=list(engines.handles),
+            environment=config.environment,
+            codec=codec,
+            token=client_token(config.environment),
+            ledger=Path(config.folder).absolute() / FILE if records else None,
+            claim=inputs.owner.claim if inputs.owner is not None else None,
+            recording=recording,
+        )
+    )

@@ -1,5 +1,5 @@
 """Watches the engines of a run, ends those that hang, and replaces those that are dead; watches
-Ray too (`RayHealth`).
+Ray too (`ray_problem`).
 
     starting -> ready, without weights -> serving -> dead -> starting ...
 
@@ -12,7 +12,6 @@ itself; the supervisor then only ends dead engines, so that the publication need
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -23,60 +22,32 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError
 
 from megarl.cluster.asking import ask_service
-from megarl.cluster.deaths import DEATHS, others_filled_memory, why_dead
-from megarl.cluster.engines import ADMIT_TIMEOUT_S, EngineGroup
+from megarl.cluster.deaths import DEATHS, why_dead
+from megarl.cluster.engines import EngineGroup
 from megarl.console import say
+from megarl.files import in_thread
 from megarl.rollout.inference_engine import Pulse
 
 ANSWER_S = 20.0
 """Seconds that Ray's head has to list the cluster's nodes."""
 
-ASK_EVERY_S = 3.0
-"""Seconds between two questions to Ray's head."""
 
-
-class RayHealth:
-    """Asks Ray's head (GCS) whether it answers and whether this machine's node is alive, in threads
-    of its own, since the question may never be answered. Call `problem` again and again.
+def ray_problem() -> str:
+    """Ask Ray's head (GCS) whether it answers and whether this machine's node is alive. Returns why
+    Ray cannot be relied on, as a phrase for an error message, or "". Blocks for at most `ANSWER_S`
+    (20) seconds; the question itself, which may never be answered, is asked in a thread.
     """
-
-    def __init__(self) -> None:
-        self._node: str = ray.get_runtime_context().get_node_id()
-        self._asked_at = -ASK_EVERY_S
-        self._thread: threading.Thread | None = None
-        self._found: dict[str, Any] = {}
-
-    def problem(self) -> str:
-        """Why Ray cannot be relied on, as a phrase for an error message; empty if nothing is wrong
-        as far as is known by now. Does not wait: it judges the last answer and asks again, at most
-        every `ASK_EVERY_S` (3) seconds.
-        """
-        now = time.monotonic()
-        if self._thread is not None and self._thread.is_alive():
-            silent_s = now - self._asked_at
-            if silent_s < ANSWER_S:
-                return ""
-            return f"Ray's head (GCS) has not answered for {silent_s:.0f} s"
-        found, self._found = self._found, {}
-        if now - self._asked_at >= ASK_EVERY_S:
-            self._asked_at = now
-            self._thread = threading.Thread(target=self._ask, name="Ray's health", daemon=True)
-            self._thread.start()
-        return self._judge(found)
-
-    def _judge(self, found: dict[str, Any]) -> str:
-        if "error" in found:
-            return f"Ray's head (GCS) cannot be reached: {found['error']}"
-        alive = {node["NodeID"]: node["Alive"] for node in found.get("nodes", ())}
-        if alive.get(self._node) is False:
-            return "Ray's node of this machine is dead: its raylet was ended, or hangs"
-        return ""
-
-    def _ask(self) -> None:
-        try:
-            self._found = {"nodes": ray.nodes()}
-        except Exception as error:
-            self._found = {"error": str(error).splitlines()[0] if str(error) else repr(error)}
+    node = ray.get_runtime_context().get_node_id()
+    try:
+        nodes = in_thread("Ray's health", ray.nodes).result(ANSWER_S)
+    except TimeoutError:
+        return f"Ray's head (GCS) has not answered for {ANSWER_S:.0f} s"
+    except Exception as error:
+        why = (str(error).splitlines() or [repr(error)])[0]
+        return f"Ray's head (GCS) cannot be reached: {why}"
+    if any(one["NodeID"] == node and not one["Alive"] for one in nodes):
+        return "Ray's node of this machine is dead: its raylet was ended, or hangs"
+    return ""
 
 
 GOES_ON = "`--resume auto` goes on from the newest checkpoint"
@@ -134,21 +105,17 @@ class EngineSupervisor:
     run by having whoever waits for rollouts or engines get an error.
     """
 
-    def __init__(self, group: EngineGroup, *, stall_s: float, start_s: float, loads: bool) -> None:
+    def __init__(self, group: EngineGroup, *, stall_s: float, loads: bool) -> None:
         """Start the thread. `stall_s`: seconds without progress after which an engine is taken for
-        hung. `start_s`: seconds that an engine may take to start. `loads`: the engines read their
-        weights from disk, so that a new one serves requests as soon as it is ready; otherwise it
-        needs the trainer's weights first.
+        hung. `loads`: the engines read their weights from disk, so that a new one serves requests
+        as soon as it is ready; otherwise it needs the trainer's weights first.
         """
-        self._group, self._stall_s, self._start_s, self._loads = group, stall_s, start_s, loads
+        self._group, self._stall_s, self._loads = group, stall_s, loads
         self._watched: dict[int, Watched] = {}
         self._told: dict[int, Any] = {}
         """{number: actor} of the new engines of which the service knows that they are ready."""
-        self._starved: set[int] = set()
-        """Engines that were ended since the machine's memory was full."""
-        self._steps, self._telling = 0, None
-        """Engine steps that the service has not been told, and the reference of a call that tells
-        it of others."""
+        self._telling: Any = None
+        """Reference of the call that tells the service of engine steps."""
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         # By itself: where Ray hangs, so may a call of the other thread.
@@ -163,9 +130,8 @@ class EngineSupervisor:
         self._thread.join(timeout_s)
 
     def _watch_ray(self) -> None:
-        health = RayHealth()
         while not self._close.wait(BEAT_S):
-            if problem := health.problem():
+            if (problem := ray_problem()) and not self._close.is_set():
                 self._fail(f"{problem}; {GOES_ON}")
                 return
 
@@ -209,31 +175,22 @@ class EngineSupervisor:
         if asked:
             ray.wait(list(asked), num_returns=len(asked), timeout=BEAT_S)
         for number, known in list(self._watched.items()):
+            problem = ""
             try:
                 steps += known.hears(ray.get(known.asked, timeout=0), time.monotonic())
                 known.asked = None
-                problem = known.problem(time.monotonic(), self._stall_s)
             except GetTimeoutError:
-                problem = known.problem(time.monotonic(), self._stall_s)
+                pass
             except ActorUnavailableError:  # unreachable for a moment; it counts as silence
                 known.asked, known.is_away = None, True
-                problem = known.problem(time.monotonic(), self._stall_s)
             except DEATHS as error:
                 problem = f"is dead ({why_dead(error)})"
-                if isinstance(error, OutOfMemoryError) and not self._once_more(number, error):
+                if isinstance(error, OutOfMemoryError):  # another one would be ended as well
                     self._fail(f"engine {number} {problem}; {GOES_ON}")
                     return steps
-            if problem:
+            if problem := problem or known.problem(time.monotonic(), self._stall_s):
                 self._lose(number, known, problem)
         return steps
-
-    def _once_more(self, number: int, error: OutOfMemoryError) -> bool:
-        """Whether an engine that was ended for want of memory is replaced: once, if others than
-        this run had filled the memory. Another one would be ended as well.
-        """
-        again = number not in self._starved and others_filled_memory(error)
-        self._starved.add(number)
-        return again
 
     def _lose(self, number: int, known: Watched, problem: str) -> None:
         """Kill an engine that is dead or hangs, unless it has been replaced meanwhile."""
@@ -251,13 +208,8 @@ class EngineSupervisor:
             if group.is_held or self._close.is_set():
                 return
             group.restart(sorted(group.replaceable))
-            for number, reference in group.starting.items():
-                if ray.wait([reference], timeout=0)[0]:
-                    self._finish(number)
-                elif time.monotonic() - group.started_at.get(number, 0.0) > self._start_s:
-                    late = f"engine {number} was not ready within {self._start_s:g} s"
-                    group.start_failed(number, f"{late} (rollout.engine.start_timeout_s)")
-            new = group.fresh - set(group.starting)
+            group.follow_starts()
+            new = group.fresh - group.starting.keys()
         for number in sorted(new - group.dead):
             if self._told.get(number) is group.handles[number]:
                 continue
@@ -265,43 +217,29 @@ class EngineSupervisor:
             if self._loads:
                 group.admit()
             else:
-                self._ask_service("engine_is_ready", number)
+                ready = partial(group.service.engine_is_ready.remote, number)
+                ask_service(ready, "hearing of the engines")
         for number in self._told.keys() - group.fresh:
             del self._told[number]
-
-    def _finish(self, number: int) -> None:
-        """Take note that the start of an engine has ended."""
-        try:
-            seconds = self._group.finish_start(number, self._start_s)
-        except RuntimeError as error:
-            self._group.start_failed(number, str(error))
-        else:
-            say(f"megarl: engine {number} is ready again after {seconds:.0f} s")
 
     def _report(self, steps: int) -> None:
         """Tell the service that the engines make progress: its callers wait as long as they do.
         Does not wait for the service's answer.
         """
-        self._steps += steps
-        service = self._group.service
-        if service is None or (self._telling and not ray.wait([self._telling], timeout=0)[0]):
-            return
-        with contextlib.suppress(ActorUnavailableError):  # unreachable for a moment
+        try:
             if self._telling is not None:
-                ray.get(self._telling)
-        self._telling, self._steps = service.progress.remote(self._steps), 0
-
-    def _ask_service(self, method: str, *arguments: Any) -> None:
-        service = self._group.service
-        if service is not None:
-            tell = partial(getattr(service, method).remote, *arguments)
-            ask_service(tell, ADMIT_TIMEOUT_S, "hearing of the engines")
+                ray.get(self._telling, timeout=0)
+        except GetTimeoutError:
+            return  # told again with the next step
+        except ActorUnavailableError:  # for a moment
+            pass
+        self._telling = self._group.service.progress.remote(steps)
 
     def _fail(self, reason: str) -> None:
         """End the run: whoever waits for rollouts, or for an engine, gets `reason` as an error."""
         self._group.broken = reason
         say(f"megarl: {reason}")
         try:
-            self._ask_service("fail", reason)
+            ask_service(partial(self._group.service.fail.remote, reason), "ending the run")
         except Exception as error:
             say(f"megarl: the rollout service could not be told: {error}")

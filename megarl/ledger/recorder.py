@@ -6,21 +6,16 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
 from megarl.ledger.events import (
-    ORDERED,
     STALE,
     Accepted,
-    Carried,
-    Dispatched,
     Ended,
     Event,
     Finished,
-    Published,
     Rejected,
     Restored,
     RolloutRecord,
@@ -29,7 +24,7 @@ from megarl.ledger.events import (
     to_record,
 )
 from megarl.ledger.journal import Journal
-from megarl.types import Cursor, Group, Rollout
+from megarl.types import Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
 """Reason why dynamic sampling (`rollout.filter: differing`) rejects a group."""
@@ -40,10 +35,9 @@ LONGEST_FAILURE = 300
 
 class Recorder:
     """Writes the events of the rollout service, the process that generates a run's rollouts, to the
-    run's ledger, the file `path`: `start` first, then one call for each thing that happens to a
-    group (all rollouts of one prompt), then `end`. The service counts steps from 0; the file counts
-    them from 1. Every method but `durable` and `end` returns at once. Without a `path` nothing is
-    recorded.
+    run's ledger, the file `path`: `start` first, then what happens to groups (all rollouts of one
+    prompt), then `end`. The service counts steps from 0; the file counts them from 1. Every method
+    but `durable` and `end` returns at once. Without a `path` nothing is recorded.
 
     No method waits for the disk before a batch is trained. If a crash loses the events of a batch,
     no checkpoint has that batch: the resumed run generates it again. The events that a checkpoint
@@ -62,49 +56,20 @@ class Recorder:
         self._version = 0
         self._is_started = False
 
-    def start(
-        self,
-        *,
-        step: int,
-        cursor: Cursor,
-        max_staleness: int,
-        groups_per_step: int,
-        max_draws: int,
-        dispatch: str = ORDERED,
-        max_open: int = 0,
-    ) -> None:
-        """Write to the run's ledger that generation of rollouts starts after `step` steps, which
-        have used the groups (prompts with their rollouts) that `cursor` lists. The other arguments
-        are settings of the run: how many versions old the weights of a rollout may be, groups of a
-        batch, groups after which a batch is complete even if fewer are accepted,
-        `rollout.dispatch`, and the largest number of groups that may be under way (0: no limit).
+    def start(self, settings: Started) -> None:
+        """Write to the run's ledger that generation of rollouts starts, or goes on in a resumed
+        run, after `settings.step` steps. Which of both, and what was cut off the file, is added.
         """
         if self._journal is not None:
-            kind = Started if self._journal.is_new and step == 0 else Restored
-            cut = self._journal.cut_bytes
-            started = kind(step, cursor.first, max_staleness, groups_per_step, max_draws, cut)
-            if dispatch != ORDERED:
-                used = list(cursor.beyond)
-                started = replace(started, dispatch=dispatch, used=used, max_open=max_open)
-            self._put(started)
-            self._version, self._is_started = step, True
+            kind = Started if self._journal.is_new and settings.step == 0 else Restored
+            self.put(kind(**vars(settings) | {"cut_bytes": self._journal.cut_bytes}))
+            self._version, self._is_started = settings.step, True
 
-    def dispatch(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
-        """Write to the run's ledger that the requests of a group (all rollouts of one prompt) are
-        sent to the engines. `ordinal`: position of the prompt in the training order, from 0;
-        `prompt`: index of its row in the data set; `version`: version of the trainer's weights now;
-        `seed`: sampling seed of the group's first rollout.
+    def put(self, event: Event) -> None:
+        """Write `event` to the run's ledger, what happened to a group (all rollouts of one prompt)
+        or to the run.
         """
-        self._put(Dispatched(ordinal, prompt, version, seed))
-
-    def carry(self, ordinal: int, prompt: int, version: int, seed: int) -> None:
-        """Write to the run's ledger that a finished group (all rollouts of one prompt) is taken
-        from the checkpoint that the run is resumed from. `ordinal`: position of the prompt in the
-        training order, from 0; `prompt`: index of its row in the data set; `version`: version of
-        the trainer's weights when the group was sent to the engines; `seed`: sampling seed of its
-        first rollout. Called after `start` and before the first `dispatch`.
-        """
-        self._put(Carried(ordinal, prompt, version, seed))
+        self._append(functools.partial(to_record, event))
 
     def finish(self, group: Group) -> None:
         """Write to the run's ledger that all rollouts of `group`, a prompt with its rollouts, are
@@ -128,13 +93,10 @@ class Recorder:
         rejected too, because every later step would find their weights too old.
         """
         for ordinal in drawn:
-            self._put(
-                Accepted(ordinal, step + 1)
-                if ordinal in accepted
-                else Rejected(ordinal, step + 1, reason)
-            )
+            rejected = Rejected(ordinal, step + 1, reason)
+            self.put(Accepted(ordinal, step + 1) if ordinal in accepted else rejected)
         for ordinal in swept:
-            self._put(Rejected(ordinal, step + 1, STALE))
+            self.put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
         """Write to the run's ledger (the file that tells what became of every group of rollouts)
@@ -143,15 +105,8 @@ class Recorder:
         first call for a version counts.
         """
         for done in range(self._version + 1, version + 1):
-            self._put(Trained(done, done))
+            self.put(Trained(done, done))
         self._version = max(self._version, version)
-
-    def publish(self, version: int, receipts: Sequence[str]) -> None:
-        """Write to the run's ledger that the weights of version `version` are on the engines.
-        `receipts`: digests of these weights, in hexadecimal, by which an engine's weights are
-        compared with the trainer's.
-        """
-        self._put(Published(version, list(receipts)))
 
     async def durable(self) -> None:
         """Wait until every event recorded so far is on the disk (fsync), in the ledger's file."""
@@ -168,12 +123,9 @@ class Recorder:
         if self._is_started:
             reason = str(failure) or type(failure).__name__ if failure is not None else ""
             with contextlib.suppress(UserError):  # said where it came up
-                self._put(Ended(self._version, reason[:LONGEST_FAILURE]))
+                self.put(Ended(self._version, reason[:LONGEST_FAILURE]))
         journal, self._journal = self._journal, None
         await asyncio.to_thread(journal.close)
-
-    def _put(self, event: Event) -> None:
-        self._append(functools.partial(to_record, event))
 
     def _append(self, record: Callable[[], Mapping[str, Any]]) -> None:
         if self._journal is not None:

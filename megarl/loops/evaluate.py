@@ -121,7 +121,7 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
         with console.phase(f"engines of {config.model.path}"):
             stops = inputs.stop_token_ids
             engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, inputs, first_step=0)
+            start_service(config, cluster, engines, inputs)
             engines.wait()
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
         probe = 2 * prompt.token_ids[:24]

@@ -9,7 +9,6 @@ Model tokens are handed on as sampled; they are never tokenised again.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -131,17 +130,25 @@ class Attempts:
             return await self._attempt(key, prompt, place, temperature)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
-                end = asyncio.ensure_future(self.environment.cut_off(key, 0))
-                end.add_done_callback(_ignore)
+                asyncio.gather(self.environment.cut_off(key, 0), return_exceptions=True)
             raise
 
     async def _attempt(
         self, key: str, prompt: Prompt, place: tuple[int | str, ...], temperature: float
     ) -> tuple[list[Segment], Verdict]:
-        ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        generate = functools.partial(
-            self._generate, prompt, ids, place=place, temperature=temperature, route=RequestRoute()
-        )
+        ids, route = np.asarray(prompt.token_ids, dtype=np.int32), RequestRoute()
+
+        async def generate(earlier: list[Segment], turn: int, max_tokens: int) -> Segment:
+            return await self.engines.generate(
+                prompt,
+                ids,
+                earlier,
+                seed=self.seed(*place, *([turn] if turn else [])),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                route=route,
+            )
+
         segments: list[Segment] = []
         if self.environment.has_start:
             with self.scoring.request():
@@ -149,7 +156,7 @@ class Attempts:
             self.progress += 1
             if isinstance(first, Verdict):
                 # A rollout ends with a model segment: one token, trained with the failure's reward.
-                return [await generate([], turn=0, max_tokens=1)], first
+                return [await generate([], 0, 1)], first
             if first is not None:
                 segments.append(first)
                 if first.num_tokens >= self.max_new_tokens:
@@ -159,27 +166,25 @@ class Attempts:
                         f" rollout.max_new_tokens is {self.max_new_tokens}; set it higher, or make"
                         " the observation shorter"
                     )
-                    part = await generate([], turn=0, max_tokens=1)
-                    return [part], replace(verdict, failure="error", detail=detail, judged=True)
+                    return [await generate([], 0, 1)], replace(
+                        verdict, failure="error", detail=detail, judged=True
+                    )
         turn, used = 0, sum(part.num_tokens for part in segments)
         while True:
-            part = await generate(segments, turn=turn, max_tokens=self.max_new_tokens - used)
+            part = await generate(segments, turn, self.max_new_tokens - used)
             segments.append(part)
             used += part.num_tokens
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             with self.scoring.request():
                 answer = await self.environment.step(key, prompt, part, num_tokens=said)
             self.progress += 2
-            if isinstance(answer, Segment):
-                reached = self._limit_reached(part, turn, used + answer.num_tokens)
-                if reached:
-                    segments[-1] = replace(part, finish=reached)
-                    verdict = await self.environment.cut_off(key, said)
-                    return segments, replace(verdict, reward=verdict.reward + answer.reward)
             if isinstance(answer, Verdict):
-                if answer.finish:
-                    segments[-1] = replace(part, finish=answer.finish)
+                segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer
+            if reached := self._limit_reached(part, turn, used + answer.num_tokens):
+                segments[-1] = replace(part, finish=reached)
+                verdict = await self.environment.cut_off(key, said)
+                return segments, replace(verdict, reward=verdict.reward + answer.reward)
             segments.append(answer)
             used += answer.num_tokens
             turn += 1
@@ -191,31 +196,3 @@ class Attempts:
         if part.finish == "length" or used >= self.max_new_tokens:
             return "length"
         return "turns" if turn + 1 == self.max_turns else ""
-
-    async def _generate(
-        self,
-        prompt: Prompt,
-        prompt_ids: np.ndarray,
-        segments: list[Segment],
-        *,
-        place: tuple[int | str, ...],
-        turn: int,
-        max_tokens: int,
-        temperature: float,
-        route: RequestRoute,
-    ) -> Segment:
-        return await self.engines.generate(
-            prompt,
-            prompt_ids,
-            segments,
-            seed=self.seed(*place, *([turn] if turn else [])),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            route=route,
-        )
-
-
-def _ignore(task: asyncio.Future[Verdict]) -> None:
-    """Read the error of a task that nobody awaits, so that it is not reported."""
-    if not task.cancelled():
-        task.exception()

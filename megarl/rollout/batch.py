@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains
+from megarl.rollout.transcripts import about, record_of
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
@@ -75,14 +76,7 @@ class StepGroups:
         mini-batch. Only where the token arrays of all segments are in this process, not references
         to them.
         """
-        return assemble(self.plans[data_rank], in_process)
-
-
-def in_process(arrays: Sequence[Any]) -> Sequence[TokenArrays]:
-    """Return `arrays` unchanged: the argument `fetch` of `assemble` where `Segment.arrays` are
-    token arrays in this process, and not references.
-    """
-    return arrays
+        return assemble(self.plans[data_rank], list)
 
 
 def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:
@@ -297,7 +291,6 @@ def describe(
     less the oldest weight version that generated a token of the rollout.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_tokens for rollout in rollouts]
     greedy = [group.greedy for group in drawn if group.greedy is not None]
     failures = [rollout.verdict.failure for rollout in (*rollouts, *greedy)]
@@ -315,12 +308,8 @@ def describe(
     generated_now = generated - sum(one.num_tokens for one in before)
     return (
         {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "accuracy": statistics.fmean(rollout.verdict.correct for rollout in rollouts),
-            "length/mean": statistics.fmean(lengths),
+            "reward/std": statistics.pstdev(rollout.reward for rollout in rollouts),
             "length/max": max(lengths),
-            "length/truncated_share": statistics.fmean(rollout.truncated for rollout in rollouts),
             "length/penalty": statistics.fmean(rollout.verdict.penalty for rollout in rollouts),
             "groups/drawn": len(drawn),
             "groups/rejected": len(drawn) - len(accepted),
@@ -335,18 +324,11 @@ def describe(
         }
         | token_ages(step, accepted)
         | of_greedy
-        | own_metrics([rollout.verdict.metrics for rollout in rollouts])
-        | source_metrics(
+        | response_metrics(
             [
-                (
-                    group.prompt.environment,
-                    rollout.verdict.correct,
-                    rollout.verdict.reward,
-                    rollout.num_tokens,
-                    rollout.truncated,
-                )
+                about(group.prompt) | record_of(one.segments, one.verdict, ())
                 for group in drawn
-                for rollout in group.rollouts
+                for one in group.rollouts
             ]
         )
     )
@@ -384,25 +366,26 @@ def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
-def source_metrics(
-    responses: Sequence[tuple[str, bool, float, int, bool]],
-) -> dict[str, float]:
-    """Metrics by verifier, where `environment.mixture` has several: {"source/<name>/<metric>": mean
-    over its responses} with the metrics accuracy, reward/mean, length/mean and
-    length/truncated_share, and "source/<name>/responses", their number. `responses`: (name of the
-    verifier, whether the response is correct, reward, tokens, whether it was cut off at the token
-    limit); those with an empty name are left out.
+def response_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics {name: value} of a step's or an evaluation's responses: means "accuracy",
+    "reward/mean", "length/mean" and "length/truncated_share", and those of the verifier's own
+    metrics. Where `environment.mixture` has several verifiers, also "source/<name>/<mean>" for the
+    responses of each, and "source/<name>/responses", their number. `records`: a dict for each
+    response, as `record_of` and `about` make them; texts are not needed.
     """
-    found: dict[str, float] = {}
-    for name in sorted({one[0] for one in responses if one[0]}):
-        _, correct, rewards, lengths, truncated = zip(
-            *(one for one in responses if one[0] == name), strict=True
-        )
-        found |= {
-            f"source/{name}/accuracy": statistics.fmean(correct),
-            f"source/{name}/reward/mean": statistics.fmean(rewards),
-            f"source/{name}/length/mean": statistics.fmean(lengths),
-            f"source/{name}/length/truncated_share": statistics.fmean(truncated),
-            f"source/{name}/responses": float(len(correct)),
-        }
+    found = _means(records) | own_metrics([one.get("metrics", {}) for one in records])
+    for name in sorted({one.get("environment", "") for one in records} - {""}):
+        chosen = [one for one in records if one.get("environment") == name]
+        found |= {f"source/{name}/{mean}": value for mean, value in _means(chosen).items()}
+        found[f"source/{name}/responses"] = float(len(chosen))
     return found
+
+
+def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    count = max(1, len(records))
+    return {
+        "accuracy": sum(one["correct"] for one in records) / count,
+        "reward/mean": sum(one["reward"] for one in records) / count,
+        "length/mean": sum(one["tokens"] for one in records) / count,
+        "length/truncated_share": sum(one["finish"] != "stop" for one in records) / count,
+    }

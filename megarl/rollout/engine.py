@@ -8,6 +8,7 @@ that no engine reads a checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -18,8 +19,7 @@ import numpy as np
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
 from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
 from megarl.rollout.engine_core import VllmProcess, vllm_imports
-from megarl.rollout.inference_engine import Pulse
-from megarl.rollout.pauses import Pauses
+from megarl.rollout.inference_engine import Pauses, Pulse
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
 
@@ -78,7 +78,7 @@ class Engine(VllmProcess):
         self._receipts: dict[int, str] = {}
         """{version: receipt} of the weights that the engine's ranks have received."""
         self._adapts = bool(adapter_rank)
-        self._requests, self._asleep = 0, False
+        self._numbers, self._asleep = itertools.count(1), False
         self._open = 0
         """Requests that are not yet answered."""
         self._pauses = Pauses()
@@ -326,10 +326,6 @@ class Engine(VllmProcess):
         """
         await self._llm.wake_up(tags=["weights"])
 
-    def _name(self, kind: str) -> str:
-        self._requests += 1
-        return f"{kind}-{self._requests}"
-
     async def _run(
         self, prompt: dict[str, Any], sampling: Any, kind: str, *, adapted: bool = True
     ) -> Any:
@@ -342,7 +338,7 @@ class Engine(VllmProcess):
             async for final in self._llm.generate(
                 prompt,  # pyright: ignore[reportArgumentType]
                 sampling,
-                self._name(kind),
+                f"{kind}-{next(self._numbers)}",
                 lora_request=self._lora if adapted else None,
             ):
                 pass

@@ -68,19 +68,15 @@ def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
     process that imports vLLM meanwhile if `on_cpu`, else spawned.
     """
     if on_cpu:
-        import_core_ahead()
+        preload_openmp()
+        multiprocessing.set_forkserver_preload([CORE_IMPORTS])
+        forkserver.ensure_running()
     with quick_imports():
         yield
-    fork_core() if on_cpu else spawn_core()
+    from vllm.v1.engine import utils
 
-
-def import_core_ahead() -> None:
-    """Start a process that imports vLLM's engine core while this process imports the rest of vLLM;
-    returns at once. Call it before vLLM is imported, and `fork_core` after.
-    """
-    preload_openmp()
-    multiprocessing.set_forkserver_preload([CORE_IMPORTS])
-    forkserver.ensure_running()
+    context = CoreContext if on_cpu else SpawnedCoreContext
+    utils.get_mp_context = context  # pyright: ignore[reportPrivateImportUsage]
 
 
 def preload_openmp() -> None:
@@ -96,35 +92,23 @@ def preload_openmp() -> None:
         os.environ["LD_PRELOAD"] = ":".join(filter(None, [before, found[0]]))
 
 
-def fork_core() -> None:
-    """Have vLLM fork its engine core, the process in which it computes, from the process that
-    `import_core_ahead` has started. Call it after vLLM is imported, before its engine is made.
-    """
-    from vllm.v1.engine import utils
-
-    utils.get_mp_context = CoreContext  # pyright: ignore[reportPrivateImportUsage]
-
-
-def spawn_core() -> None:
-    """Have vLLM spawn its engine core, the process in which it computes, as it does by itself in a
-    Ray actor, but so that the core ends with this process. Call it after vLLM is imported, before
-    its engine is made.
-    """
-    from vllm.v1.engine import utils
-
-    utils.get_mp_context = SpawnedCoreContext  # pyright: ignore[reportPrivateImportUsage]
-
-
 class SpawnedCoreContext(SpawnContext):
-    """The multiprocessing context by which vLLM spawns its engine core on a GPU. Processes that it
-    makes are killed when the process that made them ends.
+    """The multiprocessing context by which vLLM spawns its engine core on a GPU, and this one its
+    tensor-parallel workers, which are daemons. Processes that it makes are killed when the process
+    that made them ends.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any]
+        self,
+        *,
+        target: Callable[..., None],
+        name: str,
+        kwargs: dict[str, Any],
+        daemon: bool = False,
     ) -> SpawnProcess:
-        arguments = (None, os.getpid(), target, kwargs, Recording.beside("core"))
-        return SpawnProcess(target=run_in_environment, name=name, args=arguments)
+        recording = None if daemon else Recording.beside("core")
+        arguments = (None, os.getpid(), target, kwargs, recording)
+        return SpawnProcess(target=run_in_environment, name=name, args=arguments, daemon=daemon)
 
 
 class CoreContext(ForkServerContext):
@@ -176,19 +160,7 @@ def name_shared_memory() -> None:
     file = f"file://{tempfile.gettempdir()}/{shared_name()}"
     multiproc_executor.get_file_store_init_method = lambda: file
     if multiproc_executor.get_mp_context().get_start_method() == "spawn":
-        multiproc_executor.get_mp_context = SpawnedWorkerContext
-
-
-class SpawnedWorkerContext(SpawnContext):
-    """The multiprocessing context by which an engine core on a GPU spawns its tensor-parallel
-    workers. Processes that it makes are killed when the engine core ends.
-    """
-
-    def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, *, target: Callable[..., None], name: str, kwargs: dict[str, Any], daemon: bool
-    ) -> SpawnProcess:
-        arguments = (None, os.getpid(), target, kwargs, None)
-        return SpawnProcess(target=run_in_environment, name=name, args=arguments, daemon=daemon)
+        multiproc_executor.get_mp_context = SpawnedCoreContext
 
 
 def end_with(owner: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import comb
 from typing import Any
 
 from megarl.errors import UserError
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.batch import own_metrics, source_metrics
+from megarl.rollout.batch import response_metrics
 from megarl.rollout.transcripts import about, record_of
 from megarl.types import Prompt, Segment, Verdict
 
@@ -87,34 +87,10 @@ def summarise_records(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics {name: value} over an evaluation's responses, such as "accuracy" and "reward/mean".
     `records`: a dict for each response, as `answers` returns them, texts not needed.
     """
-    count = max(1, len(records))
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / count
-
-    return (
-        {
-            "accuracy": mean(one["correct"] for one in records),
-            "reward/mean": mean(one["reward"] for one in records),
-            "length/mean": mean(one["tokens"] for one in records),
-            "length/truncated_share": mean(one["finish"] != "stop" for one in records),
-            "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
-            "problems": float(len(records)),
-        }
-        | own_metrics([one["metrics"] for one in records])
-        | source_metrics(
-            [
-                (
-                    one.get("environment", ""),
-                    one["correct"],
-                    one["reward"],
-                    one["tokens"],
-                    one["finish"] != "stop",
-                )
-                for one in records
-            ]
-        )
-    )
+    return response_metrics(records) | {
+        "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
+        "problems": float(len(records)),
+    }
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

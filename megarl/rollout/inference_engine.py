@@ -1,5 +1,6 @@
-"""The interface of an inference engine. vLLM's is `megarl.rollout.engine.Engine`; another one is a
-class in a file of your own, which a recipe names as `rollout.engine.kind: my_engine.py:MyEngine`.
+"""The interface of an inference engine, and what tells its pauses. vLLM's engine is
+`megarl.rollout.engine.Engine`; another one is a class in a file of your own, which a recipe names
+as `rollout.engine.kind: my_engine.py:MyEngine`.
 
 An engine is made in a process of its own, a Ray actor, and all its methods run in one event loop
 there, where they may run at the same time. Token ids in, token ids and their log-probs out.
@@ -7,10 +8,15 @@ there, where they may run at the same time. Token ids in, token ids and their lo
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.types import Segment
+
+MOST_PAUSES = 4096
+"""Number of ended pauses that an engine remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +124,44 @@ class InferenceEngine(Protocol):
     async def stop(self) -> None:
         """End the engine's processes; called once, at the end of the run."""
         ...
+
+
+class Pauses:
+    """When an engine's generation was paused on purpose: the intervals of pauses so far. Times are
+    those of the calls, by `time.monotonic`.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[float, float]] = deque(maxlen=MOST_PAUSES)
+        """(begin, end) of each pause, by `time.monotonic`."""
+        self._began: float | None = None
+        """Begin of the present pause; None if there is none."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine's generation is paused now."""
+        return self._began is not None
+
+    def begin(self) -> None:
+        """Note that the engine's generation pauses now; in a pause the call changes nothing."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Note that the engine's generation goes on now; outside of a pause the call changes
+        nothing.
+        """
+        if self._began is not None:
+            self._ended.append((self._began, time.monotonic()))
+            self._began = None
+
+    def within(self, last_s: float) -> float:
+        """For how many of the last `last_s` seconds the engine's generation was paused."""
+        now = time.monotonic()
+        since = now - last_s
+        found = now - max(self._began, since) if self._began is not None else 0.0
+        for began, ended in reversed(self._ended):
+            if ended <= since:
+                break
+            found += ended - max(began, since)
+        return found

@@ -5,17 +5,19 @@ another engine where one is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.pauses import before_deadline
 from megarl.rollout.receipts import Receipts
 from megarl.types import Prompt, Segment
+
+T = TypeVar("T")
 
 MOST_LOSSES = 5
 """Number of engines that may be lost while they answer the same request, before the request counts
@@ -23,6 +25,10 @@ as the cause and ends the run."""
 
 UNREACHABLE_S = 1.0
 """Seconds to wait before a request is sent again after its engine could not be reached."""
+
+LOOKS = 20
+"""After the deadline of a request whose engine was paused, the engine is asked again at the
+earliest after this fraction of the deadline."""
 
 
 class EngineHandle(Protocol):
@@ -202,6 +208,29 @@ class EnginePool:
             self._lost.add(number)
             if len(self._lost) == len(self.engines):
                 self._has_living.clear()
+
+
+async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: EngineHandle) -> T:
+    """Wait for `answer`, the result of a request to `engine`, and return it. Raises `TimeoutError`,
+    and cancels `answer`, once the engine has had `deadline_s` seconds in which its generation was
+    not paused. The engine is asked for its pauses only once `deadline_s` have passed; errors of
+    that question are raised too.
+    """
+    began, left_s = time.monotonic(), deadline_s
+    task = asyncio.ensure_future(answer)
+    try:
+        while True:
+            if (await asyncio.wait([task], timeout=left_s))[0]:
+                return task.result()
+            passed_s = time.monotonic() - began
+            left_s = deadline_s - (passed_s - await engine.paused_s(passed_s))
+            if task.done():
+                return task.result()
+            if left_s <= 0:
+                raise TimeoutError
+            left_s = max(left_s, deadline_s / LOOKS)
+    finally:
+        task.cancel()
 
 
 def refuse_older(answer: Segment, wanted: int | None, number: int) -> None:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.environments.user_code import function_of
+from megarl.ledger.events import Carried, Dispatched, Published, Started
 from megarl.ledger.recorder import EQUAL_REWARDS, Recorder
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
-from megarl.rollout.batch import SharePlan, StepGroups, shares
+from megarl.rollout.batch import SharePlan, StepGroups
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
@@ -52,13 +52,6 @@ FILTERS: dict[str, Callable[[Group], bool]] = {"differing": differing, "all": ev
 """{name in `rollout.filter`: function of a finished group that returns True for one to train on;
 the others are replaced}. The group has rewards, verdicts and lengths, but no tokens:
 `Segment.arrays` is a reference."""
-
-
-async def as_it_is(group: Group) -> Group:
-    """Return the group unchanged: its token arrays stay in this process. The default of
-    `RolloutService`'s argument `keep`.
-    """
-    return group
 
 
 @dataclass
@@ -151,46 +144,36 @@ class RolloutService:
         engines: Sequence[EngineHandle],
         environment: EnvironmentHandle,
         num_data_ranks: int,
-        num_mini_batches: int,
-        micro_batch_tokens: int,
-        prefix_saves: float = math.inf,
-        windows: Sequence[int | None] = (),
+        deal: Callable[..., StepGroups],
         last_step: int,
-        transcripts_per_step: int,
+        held_out: Sequence[Prompt] = (),
         cursor: Cursor = START,
         first_step: int = 0,
         carried: Sequence[Group] = (),
         group_filter: str = "differing",
-        skips_equal_groups: bool = False,
         greedy_baseline: Literal["", "reward", "tokens"] = "",
         max_turns: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
-        keep: Callable[[Group], Awaitable[Group]] = as_it_is,
+        keep: Callable[[Group], Awaitable[Group]] | None = None,
     ) -> None:
-        """`first_step`: step, from 0, with which the run begins or is resumed; earlier steps have
-        used the groups of `cursor`. `carried`: finished groups in the checkpoint, ascending.
-        `prefix_saves`: fraction of samples' tokens that common beginnings of prompts must save to
-        be computed once, infinite to share none. `windows`: each layer's sliding window or None.
-        `group_filter`: which groups dynamic sampling keeps, from `FILTERS` or file.py:function.
-        `skips_equal_groups`: do not send groups of equal rewards to the ranks. `greedy_baseline`:
-        whether each group has a greedy response to compare with, of which the trainer gets the
-        reward or, for its reward models, the tokens too. `max_turns`: limit of model segments in a
-        rollout, 0 for none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or
-        evaluation from which the service fails. `ledger`: records what becomes of every group; None
-        records nothing. `keep`: moves the token arrays of a finished group to where ranks read
-        them. Raises `ValueError` if a carried group is one that `cursor` says is used.
+        """`deal`: divides a step's groups over the data ranks, `megarl.rollout.batch.shares` with
+        the settings of the run. `held_out`: the problems of evaluations. `first_step`: step, from
+        0, with which the run begins or is resumed; earlier steps have used the groups of `cursor`.
+        `carried`: finished groups in the checkpoint, ascending. `group_filter`: which groups
+        dynamic sampling keeps, from `FILTERS` or file.py:function. `greedy_baseline`: whether each
+        group has a greedy response to compare with, of which the trainer gets the reward or, for
+        its reward models, the tokens too. `max_turns`: limit of model segments in a rollout, 0 for
+        none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or evaluation from
+        which the service fails. `ledger`: records what becomes of every group; None records
+        nothing. `keep`: moves the token arrays of a finished group to where ranks read them; None
+        leaves them in this process. Raises `ValueError` if a carried group is one that `cursor`
+        says is used.
         """
         refuse_used(carried, cursor)
-        self._greedy_baseline, self._skips_equal = greedy_baseline, skips_equal_groups
+        self._greedy_baseline, self._deal, self._held_out = greedy_baseline, deal, held_out
         self.config, self.prompts, self.environment = config, prompts, environment
-        self.num_data_ranks, self.num_mini_batches, self.micro_batch_tokens = (
-            num_data_ranks,
-            num_mini_batches,
-            micro_batch_tokens,
-        )
-        self.prefix_saves, self.windows = prefix_saves, windows
-        self.transcripts_per_step = transcripts_per_step
+        self.num_data_ranks = num_data_ranks
         kept = group_filter if config.dynamic_sampling.enabled else "all"
         self._accepts = function_of(kept, FILTERS, "rollout.filter")
         self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
@@ -208,11 +191,13 @@ class RolloutService:
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, Cursor] = {first_step: cursor}
-        self._times = BatchTimes(self.limits.staleness, first_step)
+        self._closed_at = time.monotonic()
+        """When generation started, or the newest batch was complete."""
+        self._released_at = {first_step: self._closed_at}
+        """When each weight version was on the engines, as far as later batches need to know."""
         self._taken = first_step - 1
         """Newest step whose batch a rank has taken."""
-        self.is_early_stop = False
-        """Whether the run ends because its metric is good enough, and not by a signal."""
+        self._is_early_stop = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """{ordinal: task} of each group that is being generated."""
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
@@ -255,37 +240,43 @@ class RolloutService:
         groups are being generated. `receipts`: digests of these weights, one of which each response
         must carry; empty to check nothing.
         """
-        self._times.start()
+        self._closed_at = time.monotonic()
         self.engines.version = self.window.version
-        self.ledger.start(
+        cursor = self.window.cursor()
+        started = Started(
             step=self.window.step,
-            cursor=self.window.cursor(),
+            cursor=cursor.first,
             max_staleness=self.limits.staleness,
             groups_per_step=self.limits.per_step,
             max_draws=self.limits.max_draws,
             dispatch=self.config.dispatch,
+            used=list(cursor.beyond),
             max_open=self.limits.max_open,
         )
-        if self.engines.receipts.publish(self.window.version, receipts):
-            self.ledger.publish(self.window.version, receipts)
+        self.ledger.start(started)
+        self._publish(self.window.version, receipts)
         for version, group in by_version(self._carried):
             if self.window.adopt(group.ordinal, version, self._accepts(group)):
                 seed = self._attempts.seed(group.ordinal, 0)
-                self.ledger.carry(group.ordinal, group.prompt.index, version, seed)
+                self.ledger.put(Carried(group.ordinal, group.prompt.index, version, seed))
                 self.engines.receipts.carried.add(group.ordinal)
                 await self._add(group)
         self._carried = []
         await self._dispatch()
 
-    async def interrupt(self, *, is_early_stop: bool = False) -> None:
+    async def interrupt(self, is_early_stop: bool = False) -> None:
         """Give out no further batch and no further evaluation, so that the run ends. A step that
         one rank has taken is still given to the others: all ranks end after the same step.
         `is_early_stop`: whether the reason is a metric that is good enough, and not a signal.
         """
         if not self._waits.is_interrupted:
-            self.is_early_stop = is_early_stop
+            self._is_early_stop = is_early_stop
         self._waits.is_interrupted = True
         await self._waits.notify()
+
+    def is_early_stop(self) -> bool:
+        """Whether the run ends because its metric is good enough, and not by a signal."""
+        return self._is_early_stop
 
     async def take(
         self, step: int, data_rank: int, publications: int = 0
@@ -321,12 +312,14 @@ class RolloutService:
         unknown.
         """
         self.ledger.release(version)
-        if self.engines.receipts.publish(version, receipts):
-            self.ledger.publish(version, receipts)
+        self._publish(version, receipts)
         self.window.release(version)
         self._finished.release(version)
         self.engines.version = self.window.version
-        self._times.release(version, min(self.window.step, version))
+        self._released_at.setdefault(version, time.monotonic())
+        oldest = min(self.window.step, version) - self.limits.staleness
+        for known in [known for known in self._released_at if known < oldest]:
+            del self._released_at[known]
         for step in [step for step in self._ready if step < version]:
             del self._ready[step]
             self._transcripts.pop(step).cancel()
@@ -336,6 +329,11 @@ class RolloutService:
             self._evaluations.pop(key).cancel()
             self._given.discard(key)
         await self._dispatch()
+
+    def _publish(self, version: int, receipts: Sequence[str]) -> None:
+        """Note the receipts of weights that are on the engines, unless they are known."""
+        if self.engines.receipts.publish(version, receipts):
+            self.ledger.put(Published(version, list(receipts)))
 
     async def cursor(self, step: int) -> Cursor:
         """Which prompts the first `step` steps have used, as positions in the training order: all
@@ -358,12 +356,12 @@ class RolloutService:
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], temperature: float, name: str, publications: int = 0
+        self, temperature: float, name: str, publications: int = 0
     ) -> Evaluated | PublishAgain | None:
-        """Generate and score one response to each of `prompts` with the present weights. Returns
-        (metrics {name: value}, a list with a dict for each of the first 128 prompts: "prompt",
-        "response", "reward" and others); None if the run was interrupted. Every rank may call it,
-        and all get the result of the one evaluation of this `name` and weight version.
+        """Generate and score one response to each held-out problem with the present weights.
+        Returns (metrics {name: value}, a list with a dict for each of the first 128 problems:
+        "prompt", "response", "reward" and others); None if the run was interrupted. Every rank may
+        call it, and all get the result of the one evaluation of this `name` and weight version.
 
         Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
         engines, together with the other ranks, and to call again. `publications`: how often it has
@@ -371,8 +369,9 @@ class RolloutService:
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
-            work = functools.partial(evaluate_problems, self._attempts, prompts, temperature, name)
-            self._evaluations[key] = asyncio.create_task(self._waits.noticed(work))
+            asked = self._attempts, self._held_out, temperature, name
+            work = self._waits.noticed(lambda: evaluate_problems(*asked))
+            self._evaluations[key] = asyncio.create_task(work)
         task = self._evaluations[key]
         again = await self._waits.until(f"{name} {key[1]}", publications, task.done)
         if again is not None or (self._waits.is_interrupted and key not in self._given):
@@ -387,7 +386,6 @@ class RolloutService:
         prompts: Sequence[Prompt],
         temperature: float,
         name: str,
-        *,
         inspects: bool = False,
     ) -> list[dict[str, Any]]:
         """Generate and score one response to each of `prompts`. Returns a dict for each, in their
@@ -396,16 +394,9 @@ class RolloutService:
         failed for too many responses; not with `inspects`, where each dict also has "segments", the
         response's `Segment` objects (token ids, log-probs, weight versions).
         """
+        asked = prompts, temperature, name
         return await self._waits.result(
-            functools.partial(
-                answers,
-                self._attempts,
-                prompts,
-                temperature,
-                name,
-                num_texts=len(prompts),
-                inspects=inspects,
-            )
+            lambda: answers(self._attempts, *asked, num_texts=len(prompts), inspects=inspects)
         )
 
     async def stop(self) -> None:
@@ -425,7 +416,7 @@ class RolloutService:
         while self._waits.failure is None and self.window.may_start():
             ordinal, version = self.window.start(), self.window.version
             prompt, seed = self.prompts.at(ordinal), self._attempts.seed(ordinal, 0)
-            self.ledger.dispatch(ordinal, prompt.index, version, seed)
+            self.ledger.put(Dispatched(ordinal, prompt.index, version, seed))
             task = asyncio.create_task(self._collect(ordinal, prompt, version))
             self._tasks[ordinal] = task
             task.add_done_callback(lambda _, ordinal=ordinal: self._tasks.pop(ordinal))
@@ -443,13 +434,12 @@ class RolloutService:
             rollouts = await asyncio.gather(*running)
             greedy = rollouts.pop() if self._greedy_baseline else None
             group = Group(ordinal, prompt, rollouts, greedy)
-            group = await self._keep(group)
+            if self._keep is not None:
+                group = await self._keep(group)
             self.window.finish(ordinal, self._accepts(group))
             await self._add(group)
             await self._dispatch()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
+        except Exception as error:
             await self._waits.fail(error)
 
     async def _add(self, group: Group) -> None:
@@ -483,23 +473,24 @@ class RolloutService:
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
         self._cursors[step + 1] = self.window.cursor()
         return functools.partial(
-            shares,
+            self._deal,
             step=step,
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
-            seconds=self._times.close(step),
-            num_data_ranks=self.num_data_ranks,
-            num_mini_batches=self.num_mini_batches,
-            micro_batch_tokens=self.micro_batch_tokens,
-            prefix_saves=self.prefix_saves,
-            windows=self.windows,
-            transcripts=self.transcripts_per_step,
+            seconds=self._seconds(step),
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
-            skips_equal=self._skips_equal,
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
             carried=self.engines.receipts.carried,
         )
+
+    def _seconds(self, step: int) -> float:
+        """Seconds that the batch of `step`, which is complete now, took since its groups might
+        first start, or since the batch before it was complete, whichever is later.
+        """
+        before, self._closed_at = self._closed_at, time.monotonic()
+        allowed = self._released_at.get(step - self.limits.staleness, before)
+        return self._closed_at - max(before, min(allowed, self._closed_at))
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
         """Generate and score one rollout of a group; the greedy one if `sample` is `GREEDY`."""
@@ -514,40 +505,3 @@ class RolloutService:
             verdict=verdict,
             dispatched_at=version,
         )
-
-
-class BatchTimes:
-    """Measures how long the batches of a rollout service take. The time of a batch begins when its
-    groups might first start, or when the batch before it was complete, whichever is later.
-    """
-
-    def __init__(self, staleness: int, first_step: int) -> None:
-        """`staleness`: by how many versions a group's weights may be older than those that train on
-        it; a batch of step k may begin once weights of version k - staleness are on the engines.
-        """
-        self._staleness = staleness
-        self._closed_at = time.monotonic()
-        self._released_at: dict[int, float] = {first_step: self._closed_at}
-        """Time at which each weight version was on the engines. Versions that no later batch needs
-        are removed."""
-
-    def start(self) -> None:
-        """Note that generation starts now, from which the time of the first batch is measured."""
-        self._closed_at = time.monotonic()
-
-    def release(self, version: int, oldest_step: int) -> None:
-        """Note, for the times of batches, that weights of `version` are on the engines now. Batches
-        of steps before `oldest_step` will not be timed any more.
-        """
-        self._released_at.setdefault(version, time.monotonic())
-        oldest = oldest_step - self._staleness
-        for known in [known for known in self._released_at if known < oldest]:
-            del self._released_at[known]
-
-    def close(self, step: int) -> float:
-        """Note that the batch of `step` is complete now; returns the time it took in seconds."""
-        now = time.monotonic()
-        allowed = min(self._released_at.get(step - self._staleness, self._closed_at), now)
-        started_at = max(self._closed_at, allowed)
-        self._closed_at = now
-        return now - started_at

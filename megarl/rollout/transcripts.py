@@ -60,38 +60,25 @@ def turns(
     return found
 
 
-def group_record(step: int, group: Group, texts: Sequence[str]) -> dict[str, Any]:
-    """The dict for one group, all rollouts of a prompt, in the transcripts: "step" (the number
-    given), "ordinal" (position in the training order), "prompt", "answer", and "rollouts", a list
-    of dicts (`record_of`) with also "versions", [weight version, number of tokens] pairs. `texts`:
-    the text of every segment, one rollout after another.
-    """
-    left, rollouts = iter(texts), []
-    for rollout in group.rollouts:
-        of_rollout = [next(left) for _ in rollout.segments]
-        record = record_of(rollout.segments, rollout.verdict, of_rollout)
-        record["versions"] = [list(span) for part in rollout.segments for span in part.versions]
-        rollouts.append(record)
-    return {
-        "step": step,
-        "ordinal": group.ordinal,
-        **about(group.prompt),
-        "rollouts": rollouts,
-    }
-
-
 async def group_records(
     step: int,
     groups: Sequence[Group],
     decode: Callable[[Sequence[Segment]], Awaitable[Sequence[str]]],
 ) -> list[dict[str, Any]]:
-    """The dicts of several groups of rollouts for the transcripts, one for each: "step", "ordinal"
-    (position in the training order), "prompt", "answer", "rollouts". `decode`: async function that
-    returns the text of each of the segments it gets.
+    """The dicts of several groups of rollouts for the transcripts, one for each: "step" (the number
+    given), "ordinal" (position in the training order), "prompt", "answer", and "rollouts", a list
+    of dicts (`record_of`) with also "versions", [weight version, number of tokens] pairs. `decode`:
+    async function that returns the text of each of the segments it gets.
     """
     segments = [part for group in groups for one in group.rollouts for part in one.segments]
     texts = iter(await decode(segments) if segments else [])
-    return [
-        group_record(step, group, [next(texts) for one in group.rollouts for _ in one.segments])
-        for group in groups
-    ]
+    found = []
+    for group in groups:
+        rollouts = []
+        for one in group.rollouts:
+            record = record_of(one.segments, one.verdict, [next(texts) for _ in one.segments])
+            record["versions"] = [list(span) for part in one.segments for span in part.versions]
+            rollouts.append(record)
+        about_group = {"step": step, "ordinal": group.ordinal, **about(group.prompt)}
+        found.append(about_group | {"rollouts": rollouts})
+    return found

@@ -13,9 +13,9 @@ from support.ranks import run_ranks
 from support.tiny import write_model
 
 from megarl.checkpoints.progress import read_progress
+from megarl.ledger.events import Dispatched, Published, Started
 from megarl.ledger.journal import FILE, Reader, difference
 from megarl.ledger.recorder import Recorder
-from megarl.types import Cursor
 
 STEPS = 3
 GROUPS = 2
@@ -24,10 +24,7 @@ GROUPS = 2
 
 def started(ledger: Recorder, step: int) -> None:
     """Tell the ledger that the run starts after `step` steps."""
-    cursor = Cursor(step * GROUPS)
-    ledger.start(
-        step=step, cursor=cursor, max_staleness=0, groups_per_step=GROUPS, max_draws=GROUPS
-    )
+    ledger.start(Started(step, step * GROUPS, 0, GROUPS, GROUPS))
 
 
 def save_steps(model: str, folder: str) -> list[int]:
@@ -35,7 +32,7 @@ def save_steps(model: str, folder: str) -> list[int]:
     run, lines = Path(folder), list[int]()
     ledger = Recorder(run / FILE)
     started(ledger, 0)
-    ledger.publish(0, ["r0"])
+    ledger.put(Published(0, ["r0"]))
     with on_mesh(1) as (mesh, device):
         engine = make_role(model, mesh, device, steps=1).engine
         place = run / "checkpoints"
@@ -43,10 +40,10 @@ def save_steps(model: str, folder: str) -> list[int]:
         for step in range(STEPS):
             groups = range(step * GROUPS, (step + 1) * GROUPS)
             for ordinal in groups:
-                ledger.dispatch(ordinal, ordinal, step, seed=ordinal)
+                ledger.put(Dispatched(ordinal, ordinal, step, ordinal))
             ledger.close(step, groups, set(groups))
             ledger.release(step + 1)
-            ledger.publish(step + 1, [f"r{step + 1}"])
+            ledger.put(Published(step + 1, [f"r{step + 1}"]))
             asyncio.run(ledger.durable())
             checkpoints.save(step=step + 1, next_ordinal=groups.stop)
             lines.append((run / FILE).read_bytes().count(b"\n"))
@@ -90,6 +87,6 @@ def test_a_checkpoint_knows_the_last_record_before_it(
     here.write_bytes(b"".join(whole[: count - 1]))
     assert f"and had {len(before)} when the checkpoint was written" in difference(here, at)
     recorder = Recorder(here)
-    recorder.publish(step, ["of other weights"])
+    recorder.put(Published(step, ["of other weights"]))
     asyncio.run(recorder.end(None))
     assert "is another one than when it was written" in difference(here, at)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from megarl.cluster.engines import EngineGroup
@@ -19,8 +20,8 @@ from megarl.cluster.ray_cluster import Cluster
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.rollout.config import PLAIN, EngineConfig, Sampling
-from megarl.types import Samples
+from megarl.rollout.config import PLAIN, EngineConfig
+from megarl.types import Samples, Segment
 from megarl.weight_sync.config import WeightSyncConfig
 from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.probe import Probe
@@ -117,19 +118,42 @@ class Side:
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
         return self.policy.logprobs(Samples.one(0, tokens), temperature).tolist()
 
-    def start(
-        self,
-        prompt: list[int],
-        seed: int,
-        *,
-        max_tokens: int = 24,
-        temperature: float = 1.0,
-        sampling: Sampling = PLAIN,
-    ) -> Any:
+    def start(self, prompt: list[int], count: int, **settings: Any) -> list[Any]:
+        """Begin to sample `count` responses, whose seeds are their numbers."""
         (handle,) = self.engines.handles
-        return handle.generate.remote(
-            prompt, seed=seed, max_tokens=max_tokens, temperature=temperature, sampling=sampling
-        )
+        usual: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "sampling": PLAIN}
+        asked = usual | settings
+        return [handle.generate.remote(prompt, seed=seed, **asked) for seed in range(count)]
+
+    def sample(self, prompt: list[int], count: int, **settings: Any) -> list[Segment]:
+        return ray.get(self.start(prompt, count, **settings), timeout=90)
+
+
+def engines_in(
+    cluster: Cluster,
+    folder: Path,
+    config: EngineConfig,
+    max_tokens: int,
+    *,
+    count: int = 1,
+    on_cpu: bool = True,
+    **more: Any,
+) -> EngineGroup:
+    """`count` engines of the model in `folder`, which begin to start. `max_tokens`: of a request,
+    prompt and response. `more`: further arguments of the engines.
+    """
+    return cluster.start_engines(
+        own_seats(count, tensor=config.tensor, gpus=not on_cpu, timeout_s=60),
+        timeout_s=200 if on_cpu else 300,
+        model=str(folder),
+        config=config,
+        max_tokens=max_tokens,
+        stop_token_ids=[1],
+        trust_remote_code=False,
+        seed=0,
+        environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
+        **more,
+    )
 
 
 @contextlib.contextmanager
@@ -150,24 +174,12 @@ def opened(
     prepare_environment(1)
     device = mesh_module.initialise(timeout_s=120)
     assert on_cpu == (device.type == "cpu")
+    more = {"tokenizer": str(folder), "load": adapter_rank > 0, "adapter_rank": adapter_rank}
     with (
         ProcessMesh(Layout(), timeout_s=120) as mesh,
         Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster,
     ):
-        group = cluster.start_engines(
-            own_seats(1, tensor=1, gpus=not on_cpu, timeout_s=60),
-            timeout_s=120 if on_cpu else 300,
-            model=str(folder),
-            config=config,
-            max_tokens=max_tokens,
-            stop_token_ids=[1],
-            trust_remote_code=False,
-            seed=0,
-            tokenizer=str(folder),
-            load=adapter_rank > 0,
-            adapter_rank=adapter_rank,
-            environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
-        )
+        group = engines_in(cluster, folder, config, max_tokens, on_cpu=on_cpu, **more)
         group.wait()
         made = Side(folder, group, mesh, device, config.dtype, probe_tolerance)
         yield made

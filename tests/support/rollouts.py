@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from megarl.rollout.batch import SharePlan, shares
 from megarl.rollout.config import RolloutConfig
+from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.rollout.service import RolloutService
 from megarl.types import Group, Prompt, Segment, TokenArrays, Verdict
 
@@ -25,6 +27,14 @@ def segment(
     return Segment(
         "model", count, arrays, **({"versions": [(version, count)], "finish": "stop"} | more)
     )
+
+
+async def requested(
+    pool: EnginePool, prompt: Prompt, seed: int, route: RequestRoute | None = None
+) -> Segment:
+    """The answer of an engine of the pool to a request of a rollout of `prompt`."""
+    settings: dict[str, Any] = dict(max_tokens=4, temperature=1.0, route=route or RequestRoute())
+    return await pool.generate(prompt, np.array([1, 2], np.int32), [], seed=seed, **settings)
 
 
 @dataclass
@@ -60,11 +70,18 @@ def rollout_service(
     kind: type[RolloutService] = RolloutService,
     **settings: Any,
 ) -> RolloutService:
-    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`."""
-    usual: dict[str, Any] = dict(
-        seed=3, environment=OneStep(), num_data_ranks=1, num_mini_batches=1, micro_batch_tokens=40,
-        last_step=5, transcripts_per_step=0,
-    )  # fmt: skip
+    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`, and
+    `transcripts`, a number for each step.
+    """
+    ranks = settings.setdefault("num_data_ranks", 1)
+    deal = functools.partial(
+        shares,
+        num_data_ranks=ranks,
+        num_mini_batches=1,
+        micro_batch_tokens=40,
+        transcripts=settings.pop("transcripts", 0),
+    )
+    usual: dict[str, Any] = dict(seed=3, environment=OneStep(), deal=deal, last_step=5)
     return kind(config=config, prompts=prompts, engines=engines, **usual | settings)
 
 

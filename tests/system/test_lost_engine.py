@@ -158,7 +158,7 @@ if __name__ == "__main__":
         group.service = cluster.start_service(lambda: (Service(), Service()), held_out=[])
         cluster.wait_for_service(60)
         (service,) = processes("ray::ServiceActor")
-        supervisor = EngineSupervisor(group, stall_s=600.0, start_s=600.0, loads=False)
+        supervisor = EngineSupervisor(group, stall_s=600.0, loads=False)
         time.sleep(3.0)
         group.is_held = True  # as in a publication, which replaces an engine itself
         group.restart([1])

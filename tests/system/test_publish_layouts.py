@@ -33,23 +33,20 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from unittest.mock import patch
 
     import torch
+    from support.engine_side import PlainPolicy, engines_in
     from support.policy import Policy
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from support.rollouts import dealt
+    from transformers import AutoConfig
 
-    from megarl.cluster.placement import own_seats
-    from megarl.cluster.process_env import (
-        engine_environment,
-        own_cluster_token,
-        prepare_environment,
-    )
+    from megarl.cluster.process_env import own_cluster_token, prepare_environment
     from megarl.cluster.ray_cluster import Cluster
     from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.batch import shares
     from megarl.rollout.config import EngineConfig
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.types import Samples
     from megarl.weight_sync.config import WeightSyncConfig
     from megarl.weight_sync.families import parameter_table
     from megarl.weight_sync.probe import Probe
@@ -69,17 +66,7 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
                 Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token())
             )
             engines = [
-                cluster.start_engines(
-                    own_seats(count, tensor=tensor, gpus=False, timeout_s=60),
-                    timeout_s=200,
-                    model=folder,
-                    config=EngineConfig(tensor=tensor),
-                    max_tokens=64,
-                    stop_token_ids=[1],
-                    trust_remote_code=False,
-                    seed=0,
-                    environment=engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1),
-                )
+                engines_in(cluster, Path(folder), EngineConfig(tensor=tensor), 64, count=count)
                 for count, tensor in TOPOLOGIES
             ]
         policy = Policy(
@@ -126,40 +113,20 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
         ).tolist()
         for version in range(PUBLISHES):
             made = groups(8, 4, seed=version)
-            batch = shares(
-                step=version,
-                drawn=made,
-                accepted=made,
-                seconds=1.0,
-                num_data_ranks=2,
-                num_mini_batches=1,
-                micro_batch_tokens=200,
-                transcripts=0,
-            )
+            batch = dealt(made, step=version, num_data_ranks=2, micro_batch_tokens=200)
             policy.train(batch.share(mesh.data.rank))
-            metrics = [publisher.publish(version) for publisher in publishers]
+            for publisher in publishers:
+                publisher.publish(version)
             whole = {name: tensor.clone() for name, tensor in policy.engine.weights()}
             if mesh.rank == 0:
                 # The other way round: every tensor gathered whole, put into a model that
                 # transformers makes.
-                fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-                missing, unexpected = fresh.load_state_dict(whole, strict=False)
+                fresh = PlainPolicy(Path(folder), device)
+                missing, unexpected = fresh.model.load_state_dict(whole, strict=False)
                 assert not unexpected and set(missing) <= {"lm_head.weight"}
-                with torch.no_grad():
-                    logits = fresh(torch.tensor([tokens])).logits[0, :-1].double()
-                expected = (
-                    logits.log_softmax(-1)
-                    .gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-                    .tolist()
-                )
+                expected = fresh.logprobs(Samples.one(0, tokens)).tolist()
                 scores = [score for group in engines for score in group.score(tokens, timeout_s=60)]
-                found.append(
-                    {
-                        "expected": expected,
-                        "scores": scores,
-                        "bytes": [m["publish/bytes"] for m in metrics],
-                    }
-                )
+                found.append({"expected": expected, "scores": scores})
         if mesh.rank == 0:
             for publisher in publishers:
                 spec = publisher.route.spec

@@ -55,13 +55,6 @@ def made(lengths: list[list[int]], step: int = 0, seed: int = 0) -> StepBatch:
     )
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two arrays have the same dtype, shape and bits."""
-    assert isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and one.tobytes() == other.tobytes()
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), max_size=3),
@@ -75,16 +68,15 @@ def test_a_batch_is_read_bit_by_bit(
     write_batch(path, batch, num_data_ranks=5)
     found, data_ranks = read_batch(path)
     assert data_ranks == 5
-    for one in fields(StepBatch):
-        wanted, got = getattr(batch, one.name), getattr(found, one.name)
-        if isinstance(wanted, np.ndarray):
-            assert same(wanted, got), one.name
-        elif one.name == "samples":
-            for whole, part in zip(wanted, got, strict=True):
-                for column in fields(Samples):
-                    assert same(getattr(whole, column.name), getattr(part, column.name))
-        else:
-            assert repr(wanted) == repr(got), one.name
+    pairs = [(batch, found), *zip(batch.samples, found.samples, strict=True)]
+    for whole, part in pairs:
+        for name in (one.name for one in fields(whole) if one.name != "samples"):
+            wanted, got = getattr(whole, name), getattr(part, name)
+            if isinstance(wanted, np.ndarray):
+                assert (wanted.dtype, wanted.shape) == (got.dtype, got.shape), name
+                assert wanted.tobytes() == got.tobytes(), name
+            else:
+                assert repr(wanted) == repr(got), name
 
 
 def test_files_of_a_version_that_told_no_prompts_are_read(
@@ -107,17 +99,9 @@ def test_a_flipped_bit_is_found(before: bytes, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"step_000001.rank_000.safetensors is damaged"):
         read_batch(path)
-    path.write_bytes(content[:-8])
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_batch(path)
-
-
-def test_a_header_without_its_keys_is_named(tmp_path: Path) -> None:
-    path = batch_file(tmp_path, 0, 0)
-    write_batch(path, made([[5]]), num_data_ranks=1)
-    whole = path.read_bytes()
-    for key in (b"format", b"digest", b"megarl"):
-        path.write_bytes(whole.replace(key, key[:-1] + b"_", 1))
+    keys = [content.replace(key, key[:-1] + b"_", 1) for key in (b"format", b"digest", b"megarl")]
+    for torn in (content[:-8], *keys):
+        path.write_bytes(torn)
         with pytest.raises(ValueError, match="cannot be read"):
             read_batch(path)
 
@@ -143,12 +127,18 @@ def test_gaps_are_named(tmp_path: Path) -> None:
 
 
 def test_a_start_removes_what_counts_no_longer(tmp_path: Path) -> None:
-    """A run is resumed after step 1 with two data ranks instead of three."""
+    """A run is resumed after step 1 with two data ranks instead of three; what a killed rank was
+    writing is removed too.
+    """
+    ends = [f"step_000001.rank_00{rank}.safetensors.0123abcd.writing" for rank in (0, 1)]
     for step in range(3):
         for rank in range(3):
             write_batch(batch_file(tmp_path, step, rank), made([[3]], step), num_data_ranks=3)
+    for end in ends:
+        (tmp_path / "batches" / end).touch()
     BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(1)
     assert recorded(tmp_path) == {0: {0, 1, 2}, 1: {1}, 2: {1}}
+    assert [(tmp_path / "batches" / end).exists() for end in ends] == [False, True]
     BatchWriter(tmp_path, data_rank=1, num_data_ranks=2).start(1)
     assert recorded(tmp_path) == {0: {0, 1, 2}}
 
@@ -171,17 +161,6 @@ def test_a_run_that_lost_its_folder_changes_no_batch(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="taken over"):
         writer.start(0)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
-
-
-def test_what_a_killed_run_was_writing_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "batches"
-    folder.mkdir()
-    mine = folder / "step_000001.rank_000.safetensors.0123abcd.writing"
-    other = folder / "step_000001.rank_001.safetensors.0123abcd.writing"
-    mine.touch()
-    other.touch()
-    BatchWriter(tmp_path, data_rank=0, num_data_ranks=2).start(5)
-    assert list(folder.iterdir()) == [other]
 
 
 def test_a_disk_that_does_not_answer_ends_the_wait_for_a_batch(

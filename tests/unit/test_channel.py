@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError
-from support.rollouts import segment
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from support.rollouts import requested, segment
 
 from megarl.activity.busy import Busy
 from megarl.activity.recording import Recording
@@ -28,13 +28,15 @@ from megarl.cluster import channel as channel_module
 from megarl.cluster.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
 from megarl.cluster.service_process import ServiceActor
-from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.pauses import Pauses
-from megarl.rollout.requests import EnginePool, RequestRoute
+from megarl.rollout.inference_engine import Pauses
+from megarl.rollout.requests import EnginePool
+from megarl.rollout.waits import Waits
 from megarl.schema import replace
 from megarl.types import Prompt, Segment
+
+PROMPT = Prompt(3, "p", [1, 2], "a")
 
 
 class Echo(ChannelActor):
@@ -333,33 +335,19 @@ async def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
             processes[0].kill()
 
 
-def test_a_rank_says_whose_arrays_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(refs: Any, timeout: float) -> Any:
-        raise ObjectLostError("00ff", b"an address", "a call site")
-
-    monkeypatch.setattr("megarl.cluster.stored_arrays.ray.get", get)
-    arrays = [StoredArrays("gone", 0), StoredArrays("gone", 1)]
-    wanted = r"of 2 segments of step 7 were lost with the node .*`--resume auto` goes on"
-    with pytest.raises(RuntimeError, match=wanted):
-        fetch(arrays, 1.0, "segments of step 7")
-
-
 async def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
     """Rank 0 asks again where it does not know whether the first call was heard."""
     with channel() as made:
-        handles, used = [Handle(), Handle()], list[Any]()
-        engines = [RemoteEngine(handles[0], made, deadline_s=7.0)]
-
-        def use_engine(number: int, engine: RemoteEngine) -> None:
-            engines[number] = engine
-            used.append(engine)
-
-        actor: Any = ServiceActor.__new__(ServiceActor)
-        known = SimpleNamespace(engines=engines)
-        actor._service = SimpleNamespace(engines=known, use_engine=use_engine)
+        handles, actor = [Handle(), Handle()], ServiceActor.__new__(ServiceActor)
+        engine = RemoteEngine(handles[0], made, deadline_s=7.0)
+        actor._waits, actor.engines = Waits(), EnginePool([engine], RolloutConfig())
+        found = []
         for _ in range(2):
-            await actor.use_engine(0, handles[1])
-        assert len(used) == 1 and used[0].handle is handles[1] and used[0].deadline_s == 7.0
+            actor.use_engine(0, handles[1])
+            found.append(actor.engines.engines[0])
+        first: Any = found[0]
+        assert found[1] is first is not engine
+        assert first.handle is handles[1] and first.deadline_s == 7.0
 
 
 class Paused(ChannelActor):
@@ -377,19 +365,6 @@ class Paused(ChannelActor):
 
     async def paused_s(self, last_s: float) -> float:
         return self.pauses.within(last_s)
-
-
-async def one_token(pool: EnginePool) -> Segment:
-    """The answer of an engine of the pool to prompt 3."""
-    return await pool.generate(
-        Prompt(3, "p", [1, 2], "a"),
-        np.array([1, 2], np.int32),
-        [],
-        seed=1,
-        max_tokens=1,
-        temperature=1.0,
-        route=RequestRoute(),
-    )
 
 
 @contextlib.contextmanager
@@ -417,7 +392,7 @@ async def test_a_report_counts_an_engines_pauses_as_the_deadline_does(
     config = replace(RolloutConfig(), request_timeout_s=0.6)
     with recorded(tmp_path), channel() as made:
         engine = RemoteEngine(handle, made, deadline_s=config.request_timeout_s)
-        asked = one_token(EnginePool([engine], config))
+        asked = requested(EnginePool([engine], config), PROMPT, 1)
         if not is_late:
             assert (await asked).num_tokens == 1
         else:
@@ -456,7 +431,7 @@ async def test_a_stopped_engine_is_named_soon_after_the_deadline_of_its_request(
     with recorded(tmp_path), channel() as made:
         engine = RemoteEngine(handle, made, number=3, deadline_s=deadline_s)
         pool = EnginePool([engine], RolloutConfig(request_timeout_s=deadline_s))
-        asked = asyncio.ensure_future(one_token(pool))
+        asked = asyncio.ensure_future(requested(pool, PROMPT, 1))
         began = time.monotonic()
         while not list(tmp_path.glob("waits-*.txt")):
             assert not asked.done()

@@ -1,5 +1,5 @@
-"""The dispatch policies against one model of a run, in any order of finishing, training, losing an
-engine and resuming; and what the rollout service makes of them.
+"""The dispatch policies against one model of a run, in any order of finishing, training and
+resuming; and what the rollout service makes of them.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,18 +23,11 @@ from megarl.ledger.events import Carried, Dispatched, Rejected, from_record
 from megarl.ledger.journal import FILE, Reader
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.batch import SharePlan
-from megarl.rollout.config import DispatchName, DynamicSamplingConfig, RolloutConfig
+from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of, refusal
 from megarl.rollout.service import RolloutService, by_version
 from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, Verdict
-
-
-def test_the_names_in_recipes_are_the_policies() -> None:
-    assert list(get_args(DispatchName)) == list(POLICIES)
-    assert RolloutConfig().dispatch in POLICIES
-    assert all(policy.__doc__ for policy in POLICIES.values())
-
 
 # ------------------------------------------------------------------------------- state machines
 
@@ -65,8 +58,6 @@ class Run(RuleBasedStateMachine):
         self.produced: set[int] = set()
         """Groups that are dispatched, but those that resuming has made void."""
         self.flying: set[int] = set()
-        self.held: set[int] = set()
-        """Groups in flight on a lost engine, which finish only once it is replaced."""
         self.finished: dict[int, bool] = {}
         """{ordinal: accepted} of the groups that no batch has used."""
         self.used: dict[int, int] = {}
@@ -97,11 +88,11 @@ class Run(RuleBasedStateMachine):
             if not several:
                 break
 
-    @precondition(lambda self: self.flying - self.held)
+    @precondition(lambda self: self.flying)
     @rule(data=st.data(), count=st.integers(1, 4), accepted=st.booleans())
     def finish(self, data: st.DataObject, count: int, accepted: bool) -> None:
         for _ in range(count):
-            if able := sorted(self.flying - self.held):
+            if able := sorted(self.flying):
                 self.end(data.draw(st.sampled_from(able)), accepted)
                 accepted = True
 
@@ -122,16 +113,6 @@ class Run(RuleBasedStateMachine):
         unused = {o for o in self.outcomes if self.used.get(o, done) >= done}
         self.carried.setdefault(done, {o: (self.versions[o], self.outcomes[o]) for o in unused})
 
-    @precondition(lambda self: self.flying and not self.held)
-    @rule(data=st.data())
-    def lose_an_engine(self, data: st.DataObject) -> None:
-        self.held = set(data.draw(st.lists(st.sampled_from(sorted(self.flying)), unique=True)))
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def replace_the_engine(self) -> None:
-        self.held = set()
-
     @precondition(lambda self: self.policy.version > 0)
     @rule(data=st.data(), wants_gaps=st.booleans())
     def resume(self, data: st.DataObject, wants_gaps: bool) -> None:
@@ -140,7 +121,7 @@ class Run(RuleBasedStateMachine):
         gaps = [step for step in trained if self.cursors[step].beyond]
         step = data.draw(st.sampled_from(gaps if gaps and wants_gaps else trained))
         self.policy = POLICIES[self.name].restore(self.limits, self.cursors[step], step)
-        self.versions, self.flying, self.held, self.finished = {}, set(), set(), {}
+        self.versions, self.flying, self.finished = {}, set(), {}
         self.used = {ordinal: at for ordinal, at in self.used.items() if at < step}
         self.produced = set(self.used)
         self.num_accepted = {at: count for at, count in self.num_accepted.items() if at < step}
@@ -185,7 +166,6 @@ class Run(RuleBasedStateMachine):
             assert age <= limits.staleness, f"group {ordinal} is trained {age} versions old"
         for ordinal in batch.swept:
             self.flying.remove(ordinal)
-            self.held.discard(ordinal)
             age = step + 1 - self.versions[ordinal]
             assert age > limits.staleness, f"group {ordinal} could still be trained"
         for ordinal in self.flying:
@@ -219,11 +199,9 @@ class Run(RuleBasedStateMachine):
         untrained = [n for step, n in self.num_accepted.items() if step >= self.policy.version]
         assert len(untrained) <= limits.staleness + 1, "too many batches wait for the trainer"
         num_open = len(self.flying) + sum(self.finished.values()) + sum(untrained)
-        assert num_open <= self.most_open()
+        in_order = (limits.staleness + 1) * limits.per_step  # that steps can use
+        assert num_open <= (in_order if self.name == "ordered" else limits.max_open)
         assert len(self.finished) <= (limits.staleness + 1) * limits.max_draws
-
-    def most_open(self) -> int:
-        return self.limits.max_open
 
     @invariant()
     def no_group_is_started_that_no_step_uses(self) -> None:
@@ -237,7 +215,6 @@ class Run(RuleBasedStateMachine):
         """From any state, if the groups in flight finish and the trainer trains, the run ends."""
         if not hasattr(self, "policy"):
             return
-        self.held = set()
         # Among runs that differ only in this, one trains at once and one as late as possible.
         is_eager, rejects = self.limits.max_open % 2 == 0, self.limits.max_open % 3
         turn = 0
@@ -257,10 +234,6 @@ class Run(RuleBasedStateMachine):
 
 class OrderedRun(Run):
     name = "ordered"
-
-    def most_open(self) -> int:
-        """As many as the steps can use that may train them."""
-        return (self.limits.staleness + 1) * self.limits.per_step
 
     def look_at(self, batch: Batch, step: int) -> None:
         first = len(self.used)
@@ -376,17 +349,6 @@ async def test_a_group_that_never_ends_is_swept_and_the_run_goes_on(tmp_path: Pa
     again = [one for one in told if isinstance(one, Dispatched)]
     assert len({one.seed for one in again if one.ordinal == 1}) == 1, "resuming changes no seed"
     assert max(found.ages) <= 1
-
-
-async def test_the_ordered_policy_waits_for_the_group(tmp_path: Path) -> None:
-    made = service(tmp_path / FILE, "ordered", Engine(stuck=1))
-    await made.start()
-    waiting = asyncio.create_task(made.take(0, 0))
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert not waiting.done() and len(made._tasks) == 1
-    waiting.cancel()
-    await made.stop()
 
 
 @pytest.mark.parametrize("dispatch", ["ordered", "windowed"])

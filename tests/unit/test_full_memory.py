@@ -1,5 +1,5 @@
-"""An actor that Ray ends as the machine's memory is full: one line, and one replacement; and
-the process in which vLLM computes ends with its owner, even one that is killed.
+"""An actor that Ray ends as the machine's memory is full: one line; and the process in which vLLM
+computes ends with its owner, even one that is killed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ from ray.exceptions import OutOfMemoryError
 from support.commands import python
 
 from megarl.cluster.deaths import why_dead
-from megarl.cluster.supervisor import EngineSupervisor
 
 FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: {ip}, \
 ID: 138a) was 22.50GB used / 23.54GB limit (0.955)
@@ -53,16 +51,6 @@ def test_a_full_memory_is_one_line() -> None:
     assert why_dead(OutOfMemoryError("other words\nof Ray")) == "other words"
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_an_engine_that_others_left_no_memory_is_replaced_once(is_own: bool) -> None:
-    supervisor: Any = object.__new__(EngineSupervisor)  # without its threads
-    supervisor._starved = set()
-    error = full(os.getpid(), 15.0, "" if is_own else "203.0.113.9")
-    for number in (0, 1):
-        assert supervisor._once_more(number, error) is not is_own
-        assert not supervisor._once_more(number, error)
-
-
 KILLED = """
 import os
 os.environ |= {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
@@ -79,7 +67,7 @@ class Holds:
 with run_folder():
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     actor = ray.remote(Holds).options(max_concurrency=4).remote()
-    for call in (lambda: ask({"engine 0": actor.pulse.remote()}, 50, "x"),
+    for call in (lambda: ask("engine 0", actor.pulse.remote(), 50, "x"),
                  lambda: Answers([actor.pulse.remote()]).result(timeout_s=50)):
         try:
             call()

@@ -32,7 +32,7 @@ from megarl.observe.config import (
 )
 from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
-from megarl.rollout.batch import assemble, describe, in_process
+from megarl.rollout.batch import assemble, describe
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
@@ -127,7 +127,7 @@ def service(
         dynamic_sampling=DynamicSamplingConfig(max_draws=4.0),
         request_timeout_s=timeout_s,
     )
-    settings = {"environment": Parity(), "transcripts_per_step": 1} | more
+    settings = {"environment": Parity(), "transcripts": 1} | more
     return rollout_service(engines, config, PROMPTS, kind=Service, **settings)
 
 
@@ -136,7 +136,7 @@ async def drive(made: RolloutService, steps: range) -> list[list[StepBatch]]:
     ranks = made.num_data_ranks
     taken = []
     for step in steps:
-        taken.append([assemble(await made.take(step, rank), in_process) for rank in range(ranks)])
+        taken.append([assemble(await made.take(step, rank), list) for rank in range(ranks)])
         await made.release(step + 1)
     await made.stop()
     return taken
@@ -172,7 +172,7 @@ async def test_resumed_service_goes_on_where_the_cursor_says() -> None:
     await made.start()
     batches, cursor = [], START
     for step in range(4):
-        batches.append([assemble(await made.take(step, 0), in_process)])
+        batches.append([assemble(await made.take(step, 0), list)])
         await made.release(step + 1)
         if step == 1:
             cursor = await made.cursor(2)
@@ -318,17 +318,6 @@ def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
     assert plan.share(1).samples == [] and len(plan.share(0).rewards) == 0
 
 
-def test_request_seeds_differ_by_place_and_run() -> None:
-    seeds = {
-        request_seed(run, ordinal, sample)
-        for run in range(3)
-        for ordinal in range(50)
-        for sample in range(8)
-    }
-    assert len(seeds) == 3 * 50 * 8
-    assert all(0 <= seed < 2**62 for seed in seeds)
-
-
 SESSION = """
 from megarl.environments.session import Observation
 
@@ -437,18 +426,18 @@ async def test_the_service_does_not_grow() -> None:
     """Over many steps, what it keeps is of the steps under way only."""
     held_out = [PROMPTS.at(number) for number in range(3)]
 
-    made = service([Engine()], last_step=39)
+    made = service([Engine()], last_step=39, held_out=held_out)
     await made.start()
     for step in range(40):
         plan = await made.take(step, 0)
         assert len(plan.batch.transcripts) == 1
         for name in ("eval", "eval_sampled"):
-            _, transcripts = await made.evaluate(held_out, 1.0, name)
+            _, transcripts = await made.evaluate(1.0, name)
             assert len(transcripts) == 3
         await made.release(step + 1)
         kept = (made._ready, made._transcripts, made._cursors, made._finished.open)
         assert all(len(found) <= 2 * 12 for found in kept)
-        assert len(made._times._released_at) <= 4 and not made._evaluations
+        assert len(made._released_at) <= 4 and not made._evaluations
         assert len(made.window.known) <= 2 * 12
     assert not made._ready and not made._finished.open and not made._transcripts
     await made.stop()
@@ -456,7 +445,7 @@ async def test_the_service_does_not_grow() -> None:
 
 async def test_answers_of_a_large_held_out_set_are_counted_and_not_all_kept() -> None:
     held_out = [PROMPTS.at(number) for number in range(400)]
-    metrics, transcripts = await service([Engine()]).evaluate(held_out, 1.0, "eval")
+    metrics, transcripts = await service([Engine()], held_out=held_out).evaluate(1.0, "eval")
     assert metrics["problems"] == 400 and set(metrics) == set(EVALUATION_METRICS)
     assert [one["prompt"] for one in transcripts] == [f"p{n}" for n in range(NUM_TRANSCRIPTS)]
     odd = sum(one["correct"] for one in transcripts) / len(transcripts)
@@ -472,16 +461,10 @@ async def test_an_interrupted_run_ends_after_the_same_step_on_all_ranks() -> Non
     assert await made.take(0, 1) is not None
     await made.release(1)
     assert [await made.take(1, rank) for rank in range(2)] == [None, None]
-    assert await made.evaluate([PROMPTS.at(0)], 1.0, "eval") is None
+    assert await made.evaluate(1.0, "eval") is None
     await made.stop()
-
-
-async def test_an_interrupted_rank_does_not_wait_for_rollouts() -> None:
-    made = service([Engine()], last_step=5)  # never started: no batch comes
-    waiting = [
-        asyncio.create_task(made.take(0, 0)),
-        asyncio.create_task(made.evaluate([PROMPTS.at(0)], 1.0, "eval")),
-    ]
+    made = service([Engine()])  # never started: no batch comes
+    waiting = [asyncio.create_task(one) for one in (made.take(0, 0), made.evaluate(1.0, "eval"))]
     await asyncio.sleep(0)
     await made.interrupt()
     assert await asyncio.gather(*waiting) == [None, None]
@@ -670,13 +653,6 @@ def test_responses_that_were_cut_off_do_not_hide_failures() -> None:
     assert failure_warning(verdicts[:97], 0.5, "step 1") == ""
 
 
-async def test_groups_of_equal_rewards_stay_where_the_advantage_does_not_compare_them() -> None:
-    """Dynamic sampling would reject every group of one sample."""
-    made = service([Engine()], group_filter="all")
-    for (batch,) in await drive(made, range(3)):
-        assert batch.metrics["groups/drawn"] == 3 and batch.metrics["groups/rejected"] == 0
-
-
 class Unpublished(Engine):
     """An engine that says that no version was ever published to it."""
 
@@ -694,9 +670,8 @@ async def test_the_first_groups_are_held_to_the_version_that_the_run_begins_with
 async def test_an_evaluation_that_one_rank_has_is_given_to_all() -> None:
     """An interrupt between the questions of two ranks would part them otherwise."""
     made = service([Engine()])
-    prompts = [PROMPTS.at(0)]
-    first = await made.evaluate(prompts, 1.0, "eval")
+    first = await made.evaluate(1.0, "eval")
     await made.interrupt()
-    assert first is not None and await made.evaluate(prompts, 1.0, "eval") is first
-    assert await made.evaluate(prompts, 1.0, "eval_sampled") is None
+    assert first is not None and await made.evaluate(1.0, "eval") is first
+    assert await made.evaluate(1.0, "eval_sampled") is None
     await made.stop()

@@ -43,6 +43,8 @@ def test_trainer_and_engines_take_turns_or_share(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert chosen("--rollout.num_engines", "4") == (4, 8)
     assert chosen("--rollout.num_engines", "4", "--rollout.max_staleness", "1") == (2, 4)
+    config = read(RunConfig, LAUNCH / "grpo.yaml", (*OPEN, "--rollout.max_staleness", "1"))
+    assert threads.engine_threads(config, trains=False) == 16, "as in `megarl eval`"
     sft = read(SftConfig, LAUNCH / "quickstart_sft.yaml", ("--training.num_threads", "0"))
     assert threads.process_threads(sft) == 4
 
@@ -56,37 +58,35 @@ def test_what_is_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == (16, 16)
 
 
+JOB = {"cgroup": "0::/slurm/job/step\n", "slurm/job/step/cpu.max": "max 100000"}
+FIRST = {
+    "cgroup": "4:cpu,cpuacct:/job\n3:memory:/\n",
+    "cpu/job/cpu.cfs_period_us": "100000",
+}
+
+
 @pytest.mark.parametrize(
-    ("quota", "wanted"),
-    [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("", 16)],
+    ("files", "wanted"),
+    [
+        ({"cpu.max": "max 100000"}, 16),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": ""}, 16),
+        (JOB | {"slurm/job/cpu.max": "300000 100000"}, 3),
+        (FIRST | {"cpu/job/cpu.cfs_quota_us": "-1"}, 16),
+        (FIRST | {"cpu/job/cpu.cfs_quota_us": "500000"}, 5),
+    ],
 )
-def test_a_container_may_use_fewer_cores(quota: str, wanted: int, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
+def test_a_container_or_job_may_use_fewer_cores(
+    files: dict[str, str], wanted: int, tmp_path: Path
+) -> None:
+    """The tightest limit counts, of this process's group and of all above; in both versions of
+    control groups.
+    """
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
     assert chosen() == (wanted, wanted)
-
-
-def test_a_job_may_use_fewer_cores_than_its_machine(tmp_path: Path) -> None:
-    """The tightest limit counts, of this process's group and of all above."""
-    (tmp_path / "cgroup").write_text("0::/slurm/job/step\n")
-    (tmp_path / "slurm" / "job" / "step").mkdir(parents=True)
-    (tmp_path / "slurm" / "job" / "step" / "cpu.max").write_text("max 100000")
-    (tmp_path / "slurm" / "job" / "cpu.max").write_text("300000 100000")
-    assert chosen() == (3, 3)
-
-
-@pytest.mark.parametrize(("quota", "wanted"), [("-1", 16), ("500000", 5)])
-def test_the_first_version_of_control_groups(quota: str, wanted: int, tmp_path: Path) -> None:
-    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/\n")
-    (tmp_path / "cpu" / "job").mkdir(parents=True)
-    (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota)
-    (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000")
-    assert chosen() == (wanted, wanted)
-
-
-def test_engines_alone_have_all_cores() -> None:
-    """As in `megarl eval`, whatever the recipe says of training."""
-    config = read(RunConfig, LAUNCH / "grpo.yaml", (*OPEN, "--rollout.max_staleness", "1"))
-    assert threads.engine_threads(config, trains=False) == 16
 
 
 def test_a_number_of_the_recipe_is_the_one_that_libraries_get(

@@ -24,9 +24,9 @@ from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
 from megarl.cluster.stored_arrays import stored
 from megarl.ledger.recorder import Recorder
 from megarl.private_folder import MARK
+from megarl.rollout.batch import shares
 from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.inference_engine import Pulse
-from megarl.rollout.service import RolloutService
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 SILENCE_S = 1800.0
@@ -154,8 +154,8 @@ async def heartbeat(file: Path) -> None:
             file.write_text(json.dumps(found))
 
 
-def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
-    """The service, made inside its process, which also begins to time its event loop."""
+def build(scale: Namespace, fleets: list[Any], folder: Path) -> dict[str, Any]:
+    """The service's arguments, made in its process, which also begins to time its event loop."""
     channel = Channel(os.environ[MARK])
     members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
     config = RolloutConfig(
@@ -165,20 +165,23 @@ def build(scale: Namespace, fleets: list[Any], folder: Path) -> Any:
         dynamic_sampling=DynamicSamplingConfig(enabled=False),
     )
     environment: Any = SimulatedEnvironment()
-    service = RolloutService(
+    beat = heartbeat(folder / "heartbeat.json")
+    environment.beat = asyncio.get_running_loop().create_task(beat)
+    return dict(
         config=config,
         seed=0,
         prompts=SimulatedPrompts(),
         engines=[RemoteEngine(one, channel, number=n) for n, one in enumerate(members)],
         environment=environment,
         num_data_ranks=scale.ranks,
-        num_mini_batches=1,
-        micro_batch_tokens=2 * scale.tokens,
+        deal=partial(
+            shares,
+            num_data_ranks=scale.ranks,
+            num_mini_batches=1,
+            micro_batch_tokens=2 * scale.tokens,
+            transcripts=2,
+        ),
         last_step=STEPS - 1,
-        transcripts_per_step=2,
         ledger=Recorder(folder / "ledger.jsonl"),
         keep=stored,
     )
-    beat = heartbeat(folder / "heartbeat.json")
-    service.__dict__["heartbeat"] = asyncio.get_running_loop().create_task(beat)
-    return service, service.environment

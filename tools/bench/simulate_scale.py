@@ -70,7 +70,7 @@ def simulate(scale: Args, folder: Path) -> dict[str, Any]:
         actor = ray.remote(Fleet).options(**options)
         sizes = [len(range(n, scale.engines, FLEETS)) for n in range(min(FLEETS, scale.engines))]
         fleets = [actor.remote(size, scale.seconds) for size in sizes]
-        handle = cluster.start_service(partial(build, scale, fleets, folder), held_out=[])
+        handle = cluster.start_service(partial(build, scale, fleets, folder))
         cluster.wait_for_service(120)
         ranks = ray.remote(Ranks).options(**options).remote()
         beat = folder / "heartbeat.json"
@@ -110,13 +110,16 @@ class TimedSupervisor(EngineSupervisor):
 
     def __init__(self, group: Any) -> None:
         self.looks: list[float] = []
-        super().__init__(group, stall_s=60.0, start_s=60.0, loads=True)
+        super().__init__(group, stall_s=60.0, loads=True)
 
     def _watch(self) -> int:
         started_at = time.monotonic()
         steps = super()._watch()
         self.looks.append(time.monotonic() - started_at)
         return steps
+
+    def _report(self, steps: int) -> None:
+        """There is no service to tell."""
 
 
 def refuse(*given: object) -> None:
@@ -130,6 +133,7 @@ def supervise(members: list[Any], looks: int = 5) -> float:
     fixed = {"service": None, "is_held": False, "broken": "", "starting": {}, **sets}
     group = SimpleNamespace(handles=members, lock=threading.RLock(), **fixed)
     group.restart = group.kill = refuse
+    group.follow_starts = lambda: None
     started_at, watched = time.monotonic(), TimedSupervisor(group)
     while len(watched.looks) <= looks and time.monotonic() < started_at + 120:
         time.sleep(0.1)
