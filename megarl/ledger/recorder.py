@@ -62,7 +62,8 @@ class Recorder:
         """
         if self._journal is not None:
             kind = Started if self._journal.is_new and settings.step == 0 else Restored
-            self.put(kind(**vars(settings) | {"cut_bytes": self._journal.cut_bytes}))
+            fields: dict[str, Any] = vars(settings) | {"cut_bytes": self._journal.cut_bytes}
+            self.put(kind(**fields))
             self._version, self._is_started = settings.step, True
 
     def put(self, event: Event) -> None:

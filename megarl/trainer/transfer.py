@@ -229,7 +229,7 @@ class BatchTransfer:
         for part, samples in enumerate(parts):
             columns = (samples.ids, samples.lengths, _chosen(samples), samples.prompts)
             rows = zip(*(column.tolist() for column in columns), strict=True)
-            mine += [_Fact(*row, part) for row in rows]
+            mine += [_Fact(*row, part=part) for row in rows]
         own = self._beginnings(parts)
         told = gather_objects((mine, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}

@@ -125,11 +125,17 @@ from megarl.cluster.ray_cluster import started_processes
 from megarl.cluster.remote import own_process
 from megarl.cluster.service_process import ServiceActor
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.inference_engine import Pulse
 
-class Service:
-    def progress(self, steps): return steps
-    async def start(self): pass  # of the environment, for which this class stands too
+class Environment:
+    async def start(self): pass
+
+def arguments():
+    "Of a service that makes nothing."
+    config = RolloutConfig(groups_per_step=1, max_new_tokens=1)
+    return dict(config=config, seed=0, prompts=None, engines=[], environment=Environment(),
+                num_data_ranks=1, deal=None, last_step=1)
 
 class Engine:
     '''Makes a step a second; `starts`: whether its start ends.'''
@@ -155,7 +161,7 @@ if __name__ == "__main__":
                 len(made) <= 2)
         group = EngineGroup(2, engine, 600.0)
         group.wait()
-        group.service = cluster.start_service(lambda: (Service(), Service()), held_out=[])
+        group.service = cluster.start_service(arguments)
         cluster.wait_for_service(60)
         (service,) = processes("ray::ServiceActor")
         supervisor = EngineSupervisor(group, stall_s=600.0, loads=False)
@@ -170,7 +176,7 @@ if __name__ == "__main__":
             print("test:", error)
         assert time.monotonic() - began < 60
 
-        other = ray.remote(ServiceActor).remote(lambda: (Service(), Service()), [])
+        other = ray.remote(ServiceActor).remote(arguments)
         ray.get(other.build.remote())
         service = psutil.Process(processes("ray::ServiceActor")[0])
         raylet = psutil.Process(processes("raylet --raylet")[0])

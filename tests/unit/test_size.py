@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 30_494, "apps": 8_219, "tests": 37_965, "tools": 8_227}
+LIMITS = {"core": 29_462, "apps": 8_039, "tests": 34_318, "tools": 7_892}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

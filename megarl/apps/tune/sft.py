@@ -8,6 +8,7 @@ response tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class SftTask(Task):
         held_out = self.batch([rows.at(n) for n in range(len(rows))]) if rows is not None else None
         self._held_out = broadcast_object(held_out, context.mesh.world)
 
-    def batch(self, rows: Sequence[Demonstration]) -> Samples:
+    def batch(self, rows: Sequence[Any]) -> Samples:
         """The demonstrations as token sequences, about 13 bytes for each token."""
         return Samples.concatenate([to_sample(number, row) for number, row in enumerate(rows)])
 

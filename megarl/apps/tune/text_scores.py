@@ -58,7 +58,8 @@ class TextScorer:
         (`prompts.template`). Of `training`, the precision, `micro_batch_tokens`, ZeRO stage and
         time limits are used. `seed`: for weights that are random.
         """
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template: TemplateName = template
         self._end = end_of_turn(tokenizer, template)
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         self._stack = ExitStack()
