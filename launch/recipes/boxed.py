@@ -4,13 +4,15 @@ import re
 
 
 def score(prompt, response):
-    r"""0.8 if the last whole number is right, wherever it stands, and 0.2 more if a \boxed{} holds
-    it or another number. Were a right number paid in a box only, the model would learn to write
-    boxes first, with wrong numbers in them: at the start none of its boxes holds the right one.
+    r"""0.8 if the last whole number of the response is right, in a \boxed{} or not, and 0.2 if the
+    response ends with a \boxed{} that holds a whole number, right or wrong.
+
+    A right number is paid without a box too: at the start none of the model's boxes holds the right
+    number, and a reward for boxes alone teaches boxes with wrong numbers.
     """
     numbers = re.findall(r"-?\d{1,6}", response)
     right = bool(numbers) and int(numbers[-1]) == int(prompt.answer)
-    boxed = re.search(r"\\boxed\{-?\d{1,6}\}[^\d]*$", response) is not None
+    boxed = re.search(r"\\boxed\{-?\d{1,6}\}\D*$", response) is not None
     return {
         "reward": 0.8 * right + 0.2 * boxed,
         "correct": right and boxed,
