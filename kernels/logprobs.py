@@ -304,11 +304,13 @@ def linear_logprobs(
             fused kernel on one CUDA GPU, without `shard` and `cap`).
         cap: soft cap of the logits before the temperature, above 0; None for none.
 
-    Raises `ValueError` if the backend cannot run here.
+    Raises `ValueError` if the backend cannot run here, or for a temperature or cap not above 0.
     """
     shapes = f"hidden {hidden.shape}, weight {weight.shape}, targets {targets.shape}"
     assert (len(hidden), hidden.shape[1]) == (len(targets), weight.shape[1]), shapes
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} and {weight.dtype}"
     assert shard is None or len(weight) <= shard.rows
-    assert temperature > 0 and (cap is None or cap > 0), f"{temperature=} {cap=}"
+    if not temperature > 0 or (cap is not None and not cap > 0):
+        found = f"temperature is {temperature}, the soft cap of logits {cap}"
+        raise ValueError(f"{found}; set numbers above 0")
     return BACKENDS[backend](hidden, weight, targets, temperature, shard, cap)

@@ -35,7 +35,9 @@ def disk_advice(error: BaseException | str) -> str:
     message: "free some space on its disk" if `error`, an exception or its text, says that the disk
     or quota is full; otherwise "correct that".
     """
-    full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    full = getattr(error, "errno", None) in codes
+    full = full or any(os.strerror(code) in str(error) for code in codes)
     return "free some space on its disk" if full else "correct that"
 
 

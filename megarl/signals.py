@@ -206,8 +206,11 @@ def die_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent, agent = os.getppid(), os.environ.get(AGENT, "")
-    if agent and not os.path.exists(f"/proc/{agent}"):  # it ended while this rank started
-        os._exit(1)
+    if agent.isdecimal():
+        try:
+            os.kill(int(agent), 0)
+        except ProcessLookupError:  # it ended while this rank started
+            os._exit(1)
     die_with_parent(parent)
 
 

@@ -28,7 +28,7 @@ from megarl.activity.files import Life, chain, content_of, of_run, read_lives, s
 from megarl.activity.process import below
 from megarl.activity.spans import Span, now
 from megarl.console import say
-from megarl.files import new_file, read_json
+from megarl.files import read_json
 
 LAST = "last_report"
 """Name of the file in RUN/activity with the newest report's time, line and waits."""
@@ -194,8 +194,10 @@ def _write(
     lines += ["", "processes:", *described(list(lives.values()), answered, at), ""]
     last = json.dumps(Last(at, line, process, [one.number for one in late]))
     for target, text in ((path, "\n".join(lines)), (folder / LAST, last)):
-        with new_file(target) as file:
-            file.write(text.encode(errors="backslashreplace"))
+        # Not synced: it is written where something hangs, which may be the disk.
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        aside.write_text(text, errors="backslashreplace")
+        aside.replace(target)
     if "rank0" not in lives or lives["rank0"].condition != "alive":
         say(line)  # otherwise rank 0 does: its standard error is the user's
 

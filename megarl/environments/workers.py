@@ -68,6 +68,8 @@ END_WITHIN_S = 1.0
 known. Replies that a process sent before it ended are read for as long, since a child process may
 hold the socket open."""
 DECODE_WITHIN_S = 60.0
+DECODE_TRIES = 3
+"""How often a request to decode a response is made, if it is not answered."""
 
 
 @dataclass(eq=False)
@@ -374,16 +376,18 @@ class Workers:
 
     async def decode(self, token_ids: np.ndarray) -> str:
         """The text of the token ids of one response, [T], decoded in a worker process, without
-        special tokens. Raises `RuntimeError` if that fails.
+        special tokens. Raises `RuntimeError` if three attempts (`DECODE_TRIES`) fail.
         """
-        try:
-            call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
-            reply = await self._shielded(call)
-        except WorkerLost as lost:
-            reply = {"detail": f"the worker process {lost}"}
-        if "text" not in reply:
-            raise RuntimeError(f"decoding a response failed: {reply['detail']}")
-        return reply["text"]
+        reply: Reply = {}
+        for _ in range(DECODE_TRIES):
+            try:
+                call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
+                reply = await self._shielded(call)
+                if "text" in reply:
+                    return reply["text"]
+            except WorkerLost as lost:
+                reply = {"detail": f"the worker process {lost}"}
+        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
 
     async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
         try:

@@ -25,7 +25,6 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,9 @@ appended meanwhile."""
 
 SYNC_TIMEOUT_S = 60.0
 """Seconds to wait for records to be on the disk."""
+
+BLOCK_BYTES = 2**16
+"""Bytes that are read at once from the end of a file."""
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\n')
@@ -287,10 +289,15 @@ def position(path: Path) -> dict[str, int | str]:
     Syncs the file to disk. A checkpoint keeps the result; a resumed run passes it to `difference`,
     which tells whether the ledger still has these lines.
     """
-    if not path.exists() or not path.stat().st_size:
+    if not path.exists():
         return {}
-    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-        size = content.rfind(b"\n") + 1
+    with path.open("rb") as file:
+        end, size = file.seek(0, os.SEEK_END), 0
+        while end and not size:
+            begin = max(0, end - BLOCK_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            end, size = begin, begin + newline + 1 if newline >= 0 else 0
         os.fsync(file.fileno())
     crc = _crc(path, size)
     return {"bytes": size, "crc": crc} if crc else {}

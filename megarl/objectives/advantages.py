@@ -51,15 +51,29 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for rewards that are NaN or beyond 1e18. `rewards_N`, `groups_N` and
-    `tokens_N`: reward, group label and number of trained tokens of each sample.
+    """Raise `ValueError` for tensors that are not [N] for the same N, for rewards that are NaN or
+    beyond 1e18, or for negative token counts. `rewards_N`, `groups_N` and `tokens_N`: reward, group
+    label and number of trained tokens of each sample.
     """
-    assert rewards_N.shape == groups_N.shape == tokens_N.shape and rewards_N.dim() == 1
+    if (
+        rewards_N.dim() != 1
+        or rewards_N.shape != groups_N.shape
+        or rewards_N.shape != tokens_N.shape
+    ):
+        shapes = [list(tensor.shape) for tensor in (rewards_N, groups_N, tokens_N)]
+        raise ValueError(
+            f"rewards, groups and tokens must all be [N], found {shapes[0]}, {shapes[1]} and"
+            f" {shapes[2]}"
+        )
     bad = (~(rewards_N.abs() <= REWARD_LIMIT)).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
             f"the reward of sample {bad[0]} is {float(rewards_N[bad[0]]):g} ({len(bad)} such in the"
             f" step); make the verifier return numbers of at most {REWARD_LIMIT:g}"
+        )
+    if bool((tokens_N < 0).any()):
+        raise ValueError(
+            "a sample has a negative number of response tokens; count the True entries of its mask"
         )
 
 
@@ -98,12 +112,14 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """(r - mean) / (std + 1e-6) within each group: GRPO, DeepSeekMath, arXiv:2402.03300, 4.1.2.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (not used). Returns advantages [N] float64.
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
 
     The std is the population's (n, not n - 1), so that the mean square of a group's advantages is 1
     whatever its size. The paper leaves this open; with n - 1 the advantages are smaller by sqrt((n
     - 1) / n), 3 % at n = 16. A group of one sample or of equal rewards gets exactly 0.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
     squares = rewards_N.new_zeros(groups.num_groups).index_add(
         0, groups.index_N, groups.centred_N.square()
@@ -116,8 +132,10 @@ def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2. Use with `aggregation: constant`.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (not used). Returns advantages [N] float64.
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
 
 
@@ -125,11 +143,13 @@ def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """alpha x (r - mean) within each group: GPG, arXiv:2504.02546, with F_norm = 1.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (not used). Returns advantages [N] float64.
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18.
 
     alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
     all samples; alpha keeps it from shrinking with the groups that teach nothing.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
     differing = rewards_N.new_zeros(groups.num_groups).index_add(
         0, groups.index_N, groups.centred_N.abs()
@@ -145,9 +165,10 @@ def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
     prompt), `tokens_N` int64 trained tokens. The greedy response of a group is its sample with 0 in
     `tokens_N`; its own advantage is 0. One further sample in each group is enough. Returns
-    advantages [N] float64. Raises `ValueError` if a
+    advantages [N] float64. Raises `ValueError` for a reward that is NaN or beyond 1e18, or if a
     group does not have exactly one greedy response.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     labels, index_N = torch.unique(groups_N, return_inverse=True)
     greedy_N = tokens_N == 0
     per_group = torch.bincount(index_N[greedy_N], minlength=labels.numel())
@@ -166,10 +187,11 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019).
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (not used). Returns advantages [N] float64.
-    Equal to n / (n - 1) x (r_i - mean) in a group of n. A group of one sample has no baseline and
-    gets 0.
+    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
+    raises `ValueError` for a reward that is NaN or beyond 1e18. Equal to n / (n - 1) x (r_i - mean)
+    in a group of n. A group of one sample has no baseline and gets 0.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
     return groups.centred_N * groups.sizes_N / (groups.sizes_N - 1).clamp(min=1)
 
@@ -179,13 +201,15 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
     tokens of the step.
 
     For the N samples of a step: `rewards_N` r float64, `tokens_N` int64 trained tokens, `groups_N`
-    int64 (not used: there is no group baseline, so one sample per prompt is enough). Returns
-    advantages [N] float64. A sample of T tokens counts T times in the statistics: over tokens,
-    advantages have mean 0 and variance 1.
+    int64 (only checked here: there is no group baseline, so one sample per prompt is enough).
+    Returns advantages [N] float64; raises `ValueError` for a reward that is NaN or beyond 1e18. A
+    sample of T tokens counts T times in the statistics: over tokens, advantages have mean 0 and
+    variance 1.
 
     With a KL penalty in the reward, r has the penalty of the whole sequence. The paper's eq. 8 has,
     for token t, the penalties from t on: the advantage `reinforce_plus_plus_tokens`.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
@@ -194,11 +218,13 @@ def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: 
     + 1e-6) over all response tokens of the step.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64.
+    prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64; raises `ValueError`
+    for a reward that is NaN or beyond 1e18.
 
     The group's mean is over samples, the other one over tokens. Where right and wrong answers
     differ in length it is not 0, and a group of equal rewards gets a small value other than 0.
     """
+    check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
 
 

@@ -1,6 +1,6 @@
 """Off-policy correction: trainer and engine give different log-probs to the same sampled tokens.
 
-To add a correction, write a function of (trainer_T, engine_T, sequence_sum, config) that
+To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
 returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`, its name to
 `CORRECTION` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
@@ -39,13 +39,13 @@ SequenceSum = Callable[[Tensor], Tensor]
 be on several ranks; all of them call it, even without tokens."""
 
 CorrectionFunction = Callable[[Tensor, Tensor, SequenceSum, CorrectionConfig], Tensor]
-"""Function of (trainer_T, engine_T, sequence_sum, config) -> weights_T, detached: the
+"""Function of (trainer_logp_T, engine_logp_T, sequence_sum, config) -> weights_T, detached: the
 factor of each token's loss."""
 
 
-def _log_weights(trainer_T: Tensor, engine_T: Tensor) -> Tensor:
+def _log_weights(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> Tensor:
     """[T] log w = trainer's log-prob - engine's log-prob, detached, without a bound."""
-    return trainer_T.detach() - engine_T.detach()
+    return trainer_logp_T.detach() - engine_logp_T.detach()
 
 
 def _bounded_exp(log_w_T: Tensor) -> Tensor:
@@ -59,20 +59,26 @@ def _inside(weights_T: Tensor, config: CorrectionConfig) -> Tensor:
 
 
 def none(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
-    """No off-policy correction: a weight of 1 for each of the T tokens of `trainer_T`, [T].
+    """No off-policy correction: a weight of 1 for each of the T tokens of `trainer_logp_T`, [T].
     The other arguments, which all corrections take, are not used.
     """
-    return torch.ones_like(trainer_T, requires_grad=False)
+    return torch.ones_like(trainer_logp_T, requires_grad=False)
 
 
 def decoupled(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
-    """Off-policy weights of decoupled PPO for T tokens: [T] w = exp(trainer_T - engine_T)
+    """Off-policy weights of decoupled PPO for T tokens: [T] w = exp(trainer_logp_T - engine_logp_T)
     where w <= `config.upper` (5 by default), else 0; detached. The loss is then w x clipped
-    objective. `trainer_T` and `engine_T` are [T] log-probs of the sampled tokens by
+    objective. `trainer_logp_T` and `engine_logp_T` are [T] log-probs of the sampled tokens by
     trainer and engine; `sequence_sum` is not used.
 
     Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers have no
@@ -80,38 +86,47 @@ def decoupled(
     tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function. The correction
     `tis` keeps such tokens, with the bound as weight.
     """
-    weights_T = _bounded_exp(_log_weights(trainer_T, engine_T))
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
 
 
 def tis(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
     """Off-policy weights of truncated importance sampling for T tokens: [T] min(w, `config.upper`),
-    by default 2, with w = exp(trainer_T - engine_T); detached. `trainer_T` and
-    `engine_T` are [T] log-probs of the sampled tokens by trainer and engine; `sequence_sum` is
+    by default 2, with w = exp(trainer_logp_T - engine_logp_T); detached. `trainer_logp_T` and
+    `engine_logp_T` are [T] log-probs of the sampled tokens by trainer and engine; `sequence_sum` is
     not used. https://fengyao.notion.site/off-policy-rl
     """
-    return _bounded_exp(_log_weights(trainer_T, engine_T)).clamp(max=config.upper)
+    return _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T)).clamp(max=config.upper)
 
 
 def icepop(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
     """Off-policy weights of IcePop, arXiv:2510.18855, for T tokens: [T] w where `config.lower` <= w
-    <= `config.upper` (0.5 and 5 by default, as in the paper), else 0, with w = exp(trainer_T -
-    engine_T); detached. `trainer_T` and `engine_T` are [T] log-probs of the sampled
+    <= `config.upper` (0.5 and 5 by default, as in the paper), else 0, with w = exp(trainer_logp_T -
+    engine_logp_T); detached. `trainer_logp_T` and `engine_logp_T` are [T] log-probs of the sampled
     tokens by trainer and engine; `sequence_sum` is not used.
     """
-    return decoupled(trainer_T, engine_T, sequence_sum, config)
+    return decoupled(trainer_logp_T, engine_logp_T, sequence_sum, config)
 
 
 def sequence_mask(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
     """Masked importance sampling of whole samples: [T] off-policy weights, W where `config.lower`
     <= W <= `config.upper` (0 and 2 by default), else 0; detached. W is the product of w =
-    exp(trainer_T - engine_T) over the response tokens of the token's sample, the same for
+    exp(trainer_logp_T - engine_logp_T) over the response tokens of the token's sample, the same for
     all its tokens. `sequence_sum` takes and returns [T]: each token's value becomes the sum over
     its sample's response tokens, which may be on several ranks.
 
@@ -119,23 +134,26 @@ def sequence_mask(
     engine. Over long responses W leaves any bounds, and all samples are dropped; then use
     `geometric_mask`.
     """
-    weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_T, engine_T)))
+    weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_logp_T, engine_logp_T)))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
 
 
 def geometric_mask(
-    trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
+    trainer_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    sequence_sum: SequenceSum,
+    config: CorrectionConfig,
 ) -> Tensor:
     """Drops whole samples: [T] off-policy weights, 1 where `config.lower` <= g <= `config.upper`
-    (0.99 and 1.01 by default), else 0; detached. g is the geometric mean of w = exp(trainer_T
-    - engine_T) over the response tokens of the token's sample, the same for all its tokens.
+    (0.99 and 1.01 by default), else 0; detached. g is the geometric mean of w = exp(trainer_logp_T
+    - engine_logp_T) over the response tokens of the token's sample, the same for all its tokens.
     `sequence_sum` takes and returns [T]: each token's value becomes the sum over its sample's
     response tokens, which may be on several ranks.
 
     g does not depend on the sample's length, as the product of all w does (`sequence_mask`). The
     weights only drop samples; they do not correct those that are kept.
     """
-    log_w_T = _log_weights(trainer_T, engine_T)
+    log_w_T = _log_weights(trainer_logp_T, engine_logp_T)
     lengths_T = sequence_sum(torch.ones_like(log_w_T))
     means_T = _bounded_exp(sequence_sum(log_w_T) / lengths_T.clamp(min=1.0))
     return _inside(means_T, config).to(log_w_T.dtype)
@@ -153,12 +171,12 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
 of its loss}"""
 
 
-def truncated(trainer_T: Tensor, engine_T: Tensor, config: CorrectionConfig) -> Tensor:
+def truncated(trainer_logp_T: Tensor, engine_logp_T: Tensor, config: CorrectionConfig) -> Tensor:
     """[T] bool: for which of T tokens the correction `tis` has lowered the weight
-    exp(trainer_T - engine_T) to its bound `config.upper`. All False for the other
+    exp(trainer_logp_T - engine_logp_T) to its bound `config.upper`. All False for the other
     corrections, which drop what is outside of their bounds.
     """
-    weights_T = _bounded_exp(_log_weights(trainer_T, engine_T))
+    weights_T = _bounded_exp(_log_weights(trainer_logp_T, engine_logp_T))
     return (weights_T > config.upper) & (config.kind == "tis")
 
 
@@ -202,14 +220,14 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 
 @torch.no_grad()
-def mismatch(trainer_T: Tensor, engine_T: Tensor) -> dict[str, Tensor]:
+def mismatch(trainer_logp_T: Tensor, engine_logp_T: Tensor) -> dict[str, Tensor]:
     """Sums over this rank's tokens of the differences d between the log-probs by the trainer and
     those that the engine reported, [T] each, as a dict of float64 scalars: `count` of tokens,
     `sum_abs` and `max_abs` of |d|, `sum_k1` and `sum_k3` of two KL estimates, and `sum_outside`,
     the number of tokens whose probability ratio is not in [0.8, 1.25]. Over micro-batches and ranks
     `max_abs` is reduced with maximum, all others with sum; `summarise` makes metrics of them.
     """
-    d_T = engine_T.to(torch.float64) - trainer_T.to(torch.float64)
+    d_T = engine_logp_T.to(torch.float64) - trainer_logp_T.to(torch.float64)
     return {
         "count": d_T.new_full((), d_T.numel()),
         "sum_abs": d_T.abs().sum(),

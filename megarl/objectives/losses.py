@@ -1,6 +1,6 @@
 """Policy losses per token, and the weight of every token in the loss of a mini-batch.
 
-To add a loss, write a function of (logp_T, old_T, advantages_T, mean, config) that returns
+To add a loss, write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
 `LossTerms`, add a line to `LOSSES`, its name to `LOSS` in `config.py`, and its closed form to
 `tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
 `AGGREGATIONS` and `AggregationName`. A loss has no gradient where the advantage is 0: tokens of
@@ -51,7 +51,7 @@ class LossTerms:
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, SequenceMean, AlgorithmConfig], LossTerms]
-"""Function of (logp_T, old_T, advantages_T, mean, config) -> LossTerms; differentiable in
+"""Function of (logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; differentiable in
 logp_T only. logp_T are the policy's log-probs of the sampled tokens, old_T those before the step's
 first update or the engine's (`algorithm.old_logprobs`)."""
 
@@ -76,13 +76,17 @@ def _clip_surrogate(
 
 
 def ppo_clip(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """PPO's loss of each token: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp
     - old).
 
     `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are the recipe's
-    `algorithm.clip_low` and `clip_high` in `config`; `mean` is not used. Returns loss,
+    `algorithm.clip_low` and `clip_high` in `config`; `sequence_mean` is not used. Returns loss,
     whether it was clipped, and ratio r of each token. arXiv:1707.06347, eq. 7. The two clip widths
     ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
     """
@@ -92,17 +96,21 @@ def ppo_clip(
 
 
 def dual_clip(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """Dual-clip PPO, arXiv:1912.09729: PPO's clipped loss of each token, -min(r A, clip(r, 1 -
     clip_low, 1 + clip_high) A) with r = exp(logp - old), and for A < 0 at most dual_clip x |A|.
 
     `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
+    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
     The bound dual_clip limits tokens with a negative advantage and a large ratio, which PPO does
     not clip.
     """
-    terms = ppo_clip(logp_T, old_T, advantages_T, mean, config)
+    terms = ppo_clip(logp_T, old_T, advantages_T, sequence_mean, config)
     bound_T = -config.dual_clip * advantages_T.detach()
     over_T = (advantages_T < 0) & (terms.per_token.detach() > bound_T)
     return LossTerms(
@@ -111,12 +119,16 @@ def dual_clip(
 
 
 def gspo(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """GSPO: PPO's clipped loss of each token with the sequence's ratio s = exp(mean over the
     sample's tokens of (logp - old)) instead of the token's.
 
-    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `mean`
+    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `sequence_mean`
     takes and returns [T]: each token's value becomes the mean over its sample's response tokens;
     the bounds `clip_low` and `clip_high` are in `config`. Returns loss, whether it was clipped, and
     ratio s of each token.
@@ -125,12 +137,12 @@ def gspo(
     x exp(logp - sg[logp]), where sg stops the gradient. Its value is s, its gradient that of the
     token's own log-prob. With weights that are constant in a sample the sum has the gradient of the
     sequence form; it also holds for weights that differ between tokens, and no gradient flows
-    through `mean` to other ranks. s is much closer to 1 than a token's ratio: the paper
+    through `sequence_mean` to other ranks. s is much closer to 1 than a token's ratio: the paper
     clips at 3e-4 and 4e-4, so set clip_low and clip_high.
     """
     with torch.no_grad():
         # Bounded after the mean: a token beyond the bound counts in full.
-        mean_T = mean(logp_T - old_T)
+        mean_T = sequence_mean(logp_T - old_T)
         sequence_T = mean_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     # exp(0) is 1: the value stays s, only the gradient is added.
     ratio_T = sequence_T * (logp_T - logp_T.detach()).exp()
@@ -139,13 +151,17 @@ def gspo(
 
 
 def cispo(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp for each token, with r = exp(logp
     - old), where sg stops the gradient.
 
     `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
+    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
     MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a token's weight but keeps its gradient. The
     paper has no lower bound: set clip_low to 1.
     """
@@ -156,13 +172,17 @@ def cispo(
 
 
 def sapo(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A for each token, with r = exp(logp - old), where tau
     is the recipe's `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped:
     its gradient fades as its ratio leaves 1.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `mean` is not
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` is not
     used. Returns loss, whether it was clipped (always False) and ratio r of each token.
     arXiv:2511.20347, eq. 5 and 6.
     """
@@ -175,12 +195,16 @@ def sapo(
 
 
 def reinforce(
-    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mean: SequenceMean, config: AlgorithmConfig
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    sequence_mean: SequenceMean,
+    config: AlgorithmConfig,
 ) -> LossTerms:
     """REINFORCE: -A x logp for each token, the policy gradient itself, without clipping; the ratio
     exp(logp - old) is only reported.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `mean` and
+    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` and
     `config` are not used. Returns loss, whether it was clipped (always False) and ratio of each
     token. Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient
     holds for samples of the present policy: with several mini-batches or epochs in a step, later

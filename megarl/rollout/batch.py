@@ -385,7 +385,7 @@ def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     count = max(1, len(records))
     return {
         "accuracy": sum(one["correct"] for one in records) / count,
-        "reward/mean": sum(one["reward"] for one in records) / count,
+        "reward/mean": math.fsum(one["reward"] for one in records) / count,
         "length/mean": sum(one["tokens"] for one in records) / count,
         "length/truncated_share": sum(one["finish"] != "stop" for one in records) / count,
     }

@@ -439,7 +439,9 @@ class RolloutService:
             self.window.finish(ordinal, self._accepts(group))
             await self._add(group)
             await self._dispatch()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             await self._waits.fail(error)
 
     async def _add(self, group: Group) -> None:

@@ -95,7 +95,8 @@ class TrainState:
         file = files.create(folder / f"rank_{self._mesh.rank:05d}.safetensors")
         file.write(safetensors_header(output, dtypes, {"about": json.dumps(about)}))
         for name in output.order(dtypes):
-            assert tensors[name].dtype == torch.float32, f"{name} is {tensors[name].dtype}"
+            if tensors[name].dtype != torch.float32:
+                raise RuntimeError(f"{name} is {tensors[name].dtype}, not float32")
             file.write(tensors[name].cpu().view(torch.uint8).numpy().data)
 
     def read(self, folder: Path) -> dict[str, Any]:

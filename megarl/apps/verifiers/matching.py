@@ -168,9 +168,9 @@ def format(config: EnvironmentConfig) -> Verify:
         places = [response.index(mark) for mark in marks]
         if places != sorted(places):
             return 0.0
-        outside = response
-        for tag in own.tags:
-            outside = re.sub(f"<{tag}>.*</{tag}>", "", outside, flags=re.DOTALL)
+        # All at once: without one pair, the text around it could form another.
+        pairs = "|".join(f"<{tag}>.*?</{tag}>" for tag in own.tags)
+        outside = re.sub(pairs, "", response, flags=re.DOTALL)
         return float(not own.alone or not outside.strip())
 
     return verify
