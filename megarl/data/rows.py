@@ -265,8 +265,8 @@ def read_rows(source: str, split: str, limit: int | None, setting: str, subset: 
 
 
 def format_of(path: Path) -> str:
-    """The suffix, a key of `READERS` such as ".jsonl", whose reader reads the file; also of a file
-    that gzip has compressed (`a.jsonl.gz`). "" if no reader does. The file need not exist.
+    """Which reader of `READERS` reads the file, by its name: the key, such as ".jsonl", also for a
+    file compressed by gzip (`a.jsonl.gz`); "" if none does. The file need not exist.
     """
     name = Path(path.name.lower().removesuffix(".gz"))
     found = name.suffix if name.suffix in READERS else ""
