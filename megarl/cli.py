@@ -83,9 +83,9 @@ def use_utf8() -> None:
 
 
 def told(arguments: list[str]) -> str | None:
-    """The text to print for a command line that starts nothing: pages of help, versions,
-    completion. None for a command to run. `arguments`: the words after `megarl`. Raises `UserError`
-    for a command that is not known.
+    """The text to print for a command line that starts nothing: help, versions or shell completion.
+    None for a command line that runs a command. `arguments`: the words after `megarl`. Raises
+    `UserError`, the error shown to the user in one line, for an unknown command.
     """
     from megarl.command_line import pages  # here: signals are heard by now
 

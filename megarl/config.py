@@ -497,12 +497,13 @@ def read(
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read the YAML recipe `file` as configuration class `kind`, with settings `--section.key
-    value` of a command line, `overrides`, in place of its own. `say` is called with a line of text
+    """Read the YAML recipe `file` as configuration class `kind`. The words `overrides` of a command
+    line, `--section.key value`, replace settings of the recipe. `say` is called with a line of text
     for each relative path that was found in the recipe's folder and not in the working folder; by
     default nothing is said.
 
-    Raises `ValueError` with file, line, dotted key and problem for mistakes in either.
+    Raises `ValueError` with file, line, dotted key and problem for mistakes in recipe or
+    `overrides`.
     """
     path, lines = Path(recipe_paths.expanded(str(file))), {}
     tree = written_tree(path, lines)

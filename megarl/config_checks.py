@@ -246,7 +246,7 @@ def check_early_stop(config: RunConfig) -> None:
 
 def check_roles(config: RunConfig) -> None:
     """Raise `ValueError` if two models beside the policy (reference, critics, reward models, ...)
-    are placed on ranks of their own (`ranks`) that overlap, or if only the critics would learn in
+    have overlapping `ranks` (ranks reserved for one model), or if only the critics would learn in
     all steps.
     """
     if config.epochs is None:  # else steps are known once the data are
@@ -305,8 +305,9 @@ def check_warmup(config: RunConfig) -> None:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one,
-    or if rollouts of older weights would be trained on without a correction.
+    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one
+    rollout, or if rollouts sampled by older weights would be trained on without an importance
+    correction.
     """
     require(
         config.algorithm.advantage not in COMPARING or config.rollout.group_size > 1,

@@ -52,8 +52,8 @@ class Arguments(argparse.ArgumentParser):
 
 
 class Reported(Exception):
-    """Raised in place of an error that has been shown to the user already: who catches it prints
-    nothing and ends the process with the exit code `code`.
+    """Raised in place of an error that the user has already been shown: the caller prints nothing
+    and ends the process with exit code `code`.
     """
 
     def __init__(self, code: int = 1) -> None:

@@ -74,8 +74,9 @@ def try_verifier(
 
 
 def rows_to_try(prompts: PromptList) -> list[Prompt]:
-    """The prompts with which the verifier is tried, about 32: the first in training order, or with
-    several verifiers (`environment.mixture`) the first rows in file order of each, in turns.
+    """The prompts with which the verifier is tried, about 32: the first in training order. With
+    several verifiers (`environment.mixture`): the first rows of each in file order, one of each
+    verifier after the other.
     """
     if not prompts.environments:
         return [prompts.at(ordinal) for ordinal in range(min(MOST_ROWS, len(prompts)))]

@@ -122,9 +122,9 @@ class EngineGroup:
         return answer["seconds"]
 
     def follow_starts(self) -> None:
-        """Take note of the engines whose start has ended by now, without waiting, and start those
-        again whose start has failed or takes too long. Raises `RuntimeError` if too few engines for
-        the run can be started.
+        """Note, without waiting, which engines have finished starting, and start those again whose
+        start has failed or takes too long. Raises `RuntimeError` if fewer engines than the run
+        needs can be started.
         """
         for number, reference in list(self.starting.items()):
             if ray.wait([reference], timeout=0)[0]:
@@ -145,8 +145,8 @@ class EngineGroup:
 
     @property
     def missing(self) -> int:
-        """Number of the run's engines that do not take part in the present sending of the trainer's
-        weights to the engines, because they are dead or starting.
+        """Number of the run's engines that are dead or starting, and so do not receive the weights
+        that the trainer is sending.
         """
         return len(self.handles) - len(self.members)
 
@@ -218,10 +218,11 @@ class EngineGroup:
         return Answers([one.load_adapter.remote(version, shared) for one in self._members()])
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory for a colocated trainer, and block until it has, at
-        most `timeout_s` seconds. Generation pauses until the trainer sends weights again. An engine
-        that is dead or late is killed, and replaced when weights are sent; until then no engine is
-        started. Raises `RuntimeError` if a living engine fails.
+        """Have every engine free its GPU memory for a colocated trainer, and block until it has:
+        first until all starting engines are ready, then at most `timeout_s` seconds. Generation
+        pauses until the trainer sends weights again. An engine that is dead or late is killed, and
+        replaced when weights are sent; until then no engine is started. Raises `RuntimeError` if a
+        living engine fails.
         """
         with self.lock:
             self.is_held = True

@@ -42,7 +42,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Host and GPU of a trainer rank, which decide where colocated engines run."""
+    """Host and GPU of a trainer rank. Colocated engines run on the GPUs of trainer ranks."""
 
     host: str
     gpu: str

@@ -122,10 +122,10 @@ class RolloutClient:
     ) -> Evaluated | None:
         """Have one response to each held-out problem generated and scored, and wait. Returns
         (metrics {name: value}, a list with a dict for each of the first 128 problems: "prompt",
-        "response", "reward" and others); None if the run is to end. All ranks may call it and get
-        the same result. `name`: of the evaluation, which decides the sampling seeds.
-        `publish_again`: sends the trainer's present weights to all engines, by collectives; called
-        on all ranks alike whenever an engine was replaced while they wait.
+        "response", "reward", "correct", "tokens" (generated) and others); None if the run is to
+        end. All ranks may call it and get the same result. `name`: of the evaluation, which decides
+        the sampling seeds. `publish_again`: sends the trainer's present weights to all engines, by
+        collectives; called on all ranks alike whenever an engine was replaced while they wait.
         """
         return self._await(
             lambda count: self._service.evaluate.remote(temperature, name, count),
@@ -167,9 +167,10 @@ class RolloutClient:
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
         """Wait for the results of calls of `answers`, whose return values are `pending`.
 
-        Yields, in the order of the calls, one list each, with a dict for each prompt: "prompt",
-        "response" (text), "reward", "correct", "tokens" and others. Raises `RuntimeError` if a call
-        failed or the rollouts make no progress.
+        Yields one list for each call, in the order of `pending`, with a dict for each prompt:
+        "prompt", "response" (text), "reward", "correct" (the verifier's verdict), "tokens" (number
+        generated) and others. Raises `RuntimeError` if a call failed or the rollouts make no
+        progress.
         """
         for reference in pending:
             with self._wait("responses") as span:

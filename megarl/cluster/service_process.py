@@ -84,9 +84,9 @@ look through them for a tenth of its time."""
 
 
 class ServiceActor(RolloutService):
-    """The rollout service as a Ray actor. Trainer ranks call its methods through `RolloutClient`,
-    rank 0's supervisor of engines some of them too. `build()` must be called first: it makes the
-    service in the actor, since verifiers cannot be pickled.
+    """The rollout service as a Ray actor. Trainer ranks call its methods through `RolloutClient`;
+    some are also called by the thread on rank 0 that replaces dead engines. `build()` must be
+    called first: it makes the service in the actor, since verifiers cannot be pickled.
     """
 
     def __init__(self, arguments: Callable[[], dict[str, Any]]) -> None:
@@ -105,8 +105,8 @@ class ServiceActor(RolloutService):
         gc.set_threshold(*GC_THRESHOLD)
 
     def silent_s(self) -> float:
-        """Seconds since an engine has made a step, or an engine or the environment has answered, as
-        far as the service was told.
+        """Seconds since the service last learned of progress: a step of an engine, or an answer of
+        an engine or of the environment.
         """
         self.progress()
         return self.moved.silent_s

@@ -79,9 +79,9 @@ def _rounded(value: Fraction) -> int:
 
 
 class MixedOrder:
-    """The order in which the rows of a mixture are used: `row(n)` for the n-th use. Rows are
-    numbered over all sources, one source after the other, from 0; each source has its own shuffled
-    epochs (`orders`). The order depends only on the seeds, the weights and the position.
+    """The order in which the rows of a mixture of data sets are used: `row(n)` for the n-th use.
+    Rows are numbered from 0 over all data sets, one after the other; each data set has its own
+    shuffled epochs (`orders`). The order depends only on the seeds, the weights and the position.
     """
 
     def __init__(self, interleaving: Interleaving, orders: Sequence[Order]) -> None:
