@@ -34,8 +34,8 @@ LONGEST_MESSAGE = 2000
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line `arguments`, the words after `megarl` (None: those of this process), and
-    end the process with the command's exit code: 0, 1, 2, or 128 + the number of a signal. Never
-    returns.
+    end the process with an exit code: 0 for success, 2 for a mistake of the user, 128 + the
+    signal's number after a signal, 1 for any other error. Never returns.
     """
     if arguments is None:
         use_utf8()
@@ -83,9 +83,9 @@ def use_utf8() -> None:
 
 
 def told(arguments: list[str]) -> str | None:
-    """The text to print for a command line that starts nothing: pages of help, versions,
-    completion. None for a command to run. `arguments`: the words after `megarl`. Raises `UserError`
-    for a command that is not known.
+    """The text to print for a command line that starts nothing: help, versions or shell completion.
+    None for a command line that runs a command. `arguments`: the words after `megarl`. Raises
+    `UserError`, the error shown to the user in one line, for an unknown command.
     """
     from megarl.command_line import pages  # here: signals are heard by now
 
@@ -183,10 +183,10 @@ def dispatch(name: str, rest: list[str]) -> int:
 
 
 def refuse_no_run(words: list[str]) -> None:
-    """Raise `UserError` if the run folder on the command line, the first word that is neither an
-    option nor the value of `--out`, is no folder, or holds something that is neither a file nor a
-    folder, such as a FIFO, or a file where a run keeps a folder. Without such a word nothing is
-    checked.
+    """Raise `UserError` if the run folder that the command line names does not exist, is a file, or
+    has an entry of the wrong kind: a FIFO, say, or a file where a run keeps a folder. The run
+    folder is the first word that is neither an option nor the value of `--out`; without such a word
+    nothing is checked.
     """
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
@@ -210,7 +210,7 @@ def _long(word: str, flags: dict[str, str]) -> str:
 
 def mistake(error: ValueError | PermissionError) -> UserError:
     """A `UserError` with the message of `error`, on one line of at most 2000 characters. For a
-    `PermissionError` it says what to set.
+    `PermissionError` the message asks for the right to the file, or for another path in the recipe.
     """
     said = str(error)
     if isinstance(error, PermissionError) and error.filename is not None:

@@ -410,8 +410,9 @@ __all__ = ["ServeRewardConfig"]
 def with_steps(config: C, num_rows: int) -> C:
     """A copy of the configuration whose number of training steps, `steps`, follows from its
     `epochs`, for a data set of `num_rows` rows (prompts, demonstrations or preferences): epochs x
-    rows / rows of a step, rounded up. Without `epochs` the configuration itself. Raises
-    `ValueError` for more steps than a run may have, or as many as a critic's warm-up.
+    rows / rows of a step, rounded up. If `epochs` is None, the configuration itself. Raises
+    `ValueError` for more steps than a run may have, and if a critic's warm-up lasts for all of
+    them.
     """
     assert isinstance(config, AnyConfig)
     if config.epochs is None:
@@ -443,9 +444,10 @@ def longest_request(config: RunConfig) -> int:
 
 
 def made_with(config: RunConfig) -> str:
-    """Digest, as 32 hexadecimal digits, of the settings that determine finished rollouts and how
-    old they may be: of `rollout`, `environment`, `prompts` and the greedy baseline. A resumed run
-    keeps the finished rollouts of its checkpoint only if the digest is the same.
+    """Digest, as 32 hexadecimal digits, of the settings that determine what a finished rollout
+    contains and how old its weights may be: `environment`, `prompts`, the baseline of greedy
+    responses, which prompts are kept, and `rollout` without engine settings. A resumed run keeps
+    the finished rollouts of its checkpoint only if the digest is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
     kinds = config.group_filter, config.greedy_baseline
@@ -460,17 +462,17 @@ NO_MATTER = {*("engine", "num_engines", "placement", "request_timeout_s"), "max_
 
 def patience_s(config: RunConfig, num_requests: int) -> float:
     """Seconds that `num_requests` generation requests together may take:
-    `rollout.request_timeout_s` for each, with as many at a time as the engines' `max_num_sequences`
-    allow, and two such periods more.
+    `rollout.request_timeout_s` x (2 + the number of full batches), where a batch is as many
+    requests as all engines run at the same time (`max_num_sequences` each).
     """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
 def silence_s(config: RunConfig) -> float:
-    """Seconds without any step of an engine and any verdict on a response after which something
-    must be wrong. Long enough for a hung engine to be found, its replacement to be started as often
-    as is tried, and the slowest verdict after that.
+    """Seconds without any engine step and any verifier's verdict after which the run counts as
+    stuck: the time to find a hung engine, to start a new one 3 times, and to start and score by a
+    slow verifier, plus a minute.
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
@@ -495,12 +497,13 @@ def read(
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read the YAML recipe `file` as configuration class `kind`, with settings `--section.key
-    value` of a command line, `overrides`, in place of its own. `say` is called with a line of text
+    """Read the YAML recipe `file` as configuration class `kind`. The words `overrides` of a command
+    line, `--section.key value`, replace settings of the recipe. `say` is called with a line of text
     for each relative path that was found in the recipe's folder and not in the working folder; by
     default nothing is said.
 
-    Raises `ValueError` with file, line, dotted key and problem for mistakes in either.
+    Raises `ValueError` with file, line, dotted key and problem for mistakes in recipe or
+    `overrides`.
     """
     path, lines = Path(recipe_paths.expanded(str(file))), {}
     tree = written_tree(path, lines)
@@ -568,9 +571,9 @@ def from_tree(
 
 
 def in_line(said: str, lines: dict[str, int]) -> str:
-    """The message `said` of a mistake with "line N: " before it, if `lines`, {dotted key: line in
-    the recipe}, has the first setting that the message names before its advice; otherwise
-    unchanged.
+    """The message `said` about a mistake in a recipe, with "line N: " before it. N is the line, in
+    `lines` ({dotted key: line in the recipe}), of the first setting that stands before a ";" in the
+    message. Without such a setting the message is unchanged.
     """
     words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
     keys = [word for word in words if word in lines and (word == words[0] or "." in word)]

@@ -65,9 +65,10 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` if a time limit of the ranks is shorter than the engines may take to
-    start, to receive weights or to be replaced, or if `rollout.engine.max_batched_tokens` is below
-    `max_num_sequences`. `longest`: most tokens of one prompt and its response together.
+    """Raise `ValueError` if `training.collective_timeout_s` is shorter than the engines may take to
+    start or to receive weights, if `rollout.request_timeout_s` would end before a hung engine is
+    replaced, or if `rollout.engine.max_batched_tokens` is below `max_num_sequences`. `longest`:
+    most tokens of one prompt and its response together.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
     require(
@@ -141,8 +142,9 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
 
 
 def check_answers(config: RunConfig) -> None:
-    """Raise `ValueError` if a built-in verifier compares with reference answers that the data do
-    not have, or if `answer_after` is set for a verifier that does not read it.
+    """Raise `ValueError` if a built-in verifier compares with reference answers and no column of
+    the data has them, or if `answer_after` (a marker; the answer is what follows it) is set for a
+    verifier that does not read it.
     """
     for name, environment in (config.environment.named_parts or {"": config.environment}).items():
         where = f"environment.mixture.{name}" if name else "environment"
@@ -164,9 +166,10 @@ def check_answers(config: RunConfig) -> None:
 
 
 def check_mixture(config: RunConfig) -> None:
-    """Raise `ValueError` if prompts name a verifier that is not in `environment.mixture`, the
-    recipe's table of verifiers for a mixture of data, if they name none although there is a
-    mixture, or if no prompts name an entry of the mixture.
+    """Check the names in `environment.mixture`, the recipe's table {name: verifier}, against those
+    that the prompts name as their verifier. Raises `ValueError` if prompts name a verifier that the
+    mixture lacks, if there is a mixture and prompts name none, or if a name of the mixture is never
+    used.
     """
     known = config.environment.mixture
     named: set[str] = set()
@@ -243,7 +246,7 @@ def check_early_stop(config: RunConfig) -> None:
 
 def check_roles(config: RunConfig) -> None:
     """Raise `ValueError` if two models beside the policy (reference, critics, reward models, ...)
-    are placed on ranks of their own (`ranks`) that overlap, or if only the critics would learn in
+    have overlapping `ranks` (ranks reserved for one model), or if only the critics would learn in
     all steps.
     """
     if config.epochs is None:  # else steps are known once the data are
@@ -258,8 +261,9 @@ def check_roles(config: RunConfig) -> None:
 
 
 def check_reward_settings(config: RunConfig) -> None:
-    """Raise `ValueError` if all rewards would be equal, so that nothing can be learned, or if a
-    reward model or critic has a name that is no identifier.
+    """Raise `ValueError` if the settings make all rewards equal, so that nothing can be learned
+    (the reward for a correct answer is that for a wrong one, no verifier is set, or all reward
+    models have weight 0), or if a reward model or critic has a name that is no identifier.
     """
     environment, models = config.environment, config.reward_models
     for section, named in (("reward_models", models), ("critics", config.critics)):
@@ -301,8 +305,9 @@ def check_warmup(config: RunConfig) -> None:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one,
-    or if rollouts of older weights would be trained on without a correction.
+    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one
+    rollout, or if rollouts sampled by older weights would be trained on without an importance
+    correction.
     """
     require(
         config.algorithm.advantage not in COMPARING or config.rollout.group_size > 1,

@@ -38,9 +38,9 @@ SHOWN_CHARACTERS = 1500
 
 
 class Arguments(argparse.ArgumentParser):
-    """An argparse parser for the words of a command without recipe. A mistake raises `UserError`,
-    whose one line ends with `usage` or, without it, with "COMMAND --help". `command`: its words,
-    such as "megarl chat".
+    """An argparse parser for a command that takes no recipe. `command`: the words of the command,
+    such as "megarl chat". A mistake raises `UserError`, whose single line ends with the text
+    `usage`, or with "see COMMAND --help" if `usage` is "".
     """
 
     def __init__(self, command: str, usage: str = "") -> None:
@@ -52,8 +52,8 @@ class Arguments(argparse.ArgumentParser):
 
 
 class Reported(Exception):
-    """Raised in place of an error that has been shown to the user already: who catches it prints
-    nothing and ends the process with the exit code `code`.
+    """Raised in place of an error that the user has already been shown: the caller prints nothing
+    and ends the process with exit code `code`.
     """
 
     def __init__(self, code: int = 1) -> None:
@@ -61,8 +61,9 @@ class Reported(Exception):
 
 
 class Diverted:
-    """Where the file descriptors 1 and 2 of this process, to which libraries and child processes
-    write, go within `diverted`: to an anonymous file in memory, or to a log file after `open_log`.
+    """State of this module's redirection of the file descriptors 1 and 2 (`diverted`), to which
+    libraries and child processes write: to a file in memory, and to a log file after `open_log`.
+    The module has one object of the class.
     """
 
     saved: tuple[int, int] | None = None
@@ -194,8 +195,9 @@ def in_terminal() -> bool:
 
 
 def open_log(folder: Path) -> None:
-    """From now on, write what libraries and child processes print to `folder`/run.log, which is
-    made if it is missing, after what they have printed so far. Does nothing outside of `diverted`.
+    """Within the context manager `diverted`: write what libraries and child processes have printed,
+    and print from now on, to `folder`/run.log. Makes the folder if it is missing, and appends to an
+    existing file. Does nothing outside of `diverted`.
     """
     if _console.saved is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 
 def check_run_files(folder: Path, checkpoint: Path | None) -> None:
-    """Raise `ValueError` for a file of the run folder `folder` that is damaged, so that a run
-    cannot go on from `checkpoint` (None: from its beginning): metrics, evaluations, transcripts or
-    ledger. The message names the file, the number of the broken line, and a way out. A last line
-    that a killed process has left half written is allowed. Missing files, and a recipe.yaml that
-    cannot be read, are warned of on standard error.
+    """Raise `ValueError` if metrics, evaluations, transcripts or ledger (the record of what became
+    of every prompt) in the run folder `folder` are damaged, so that a run cannot continue from the
+    checkpoint folder `checkpoint` (None: from its beginning). The message names the file, the
+    broken line, and how to repair it. A last line that a killed process has left half written is
+    allowed. With a checkpoint, missing files and an unreadable recipe.yaml give a warning on
+    standard error.
     """
     progress = read_progress(checkpoint) if checkpoint is not None else None
     step = progress.step if progress is not None else 0
@@ -55,9 +56,10 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
 
 
 def outlook(config: AnyConfig, inputs: RunInputs) -> str:
-    """One line, without a newline, on the run that the run folder holds: at which step it stands,
-    and what a start would do with it. "" where a start begins a new run. `inputs`: on rank 0, what
-    the checks of `config` have returned: checkpoint to resume from and number of prompts are read.
+    """One line, without a newline, on the run in the folder `config.folder`: at which step it
+    stands, and what starting the command would do with the run. "" if it would begin a new run.
+    `inputs`: what the checks of `config` have returned on rank 0; only the checkpoint to resume
+    from and the number of prompts are read.
     """
     if inputs.resume_from is None:
         return ""

@@ -42,13 +42,15 @@ def try_verifier(
     tokenizer: PreTrainedTokenizerBase,
     variables: Variables | None = None,
 ) -> None:
-    """Call the recipe's verifier (`environment.verifier`) with some rows of `prompts` and their
-    reference answers as responses, or begin a session and take a step; each verifier of a mixture
-    is called. `variables`: {name: value} of further variables that the chat template reads.
+    """Try the recipe's verifier (`environment.verifier`) on some rows of `prompts`, with the
+    reference answer as the response. If rollouts have several turns (tools, or a session class that
+    answers the model), a session is begun and takes one step instead. Each verifier of
+    `environment.mixture` (verifiers for parts of the data) is tried. `variables`: {name: value}
+    that the chat template reads besides.
 
-    Raises `ValueError` with the first failure's message if at least the fraction
-    `environment.max_failure_share` of the calls fail, of any verifier. Which score they give does
-    not matter, except that `math` must find every reference answer equal to itself.
+    Raises `ValueError` with the first failure's message if, of one verifier, at least the fraction
+    `environment.max_failure_share` of the calls fail. Scores do not matter, except that `math` must
+    find every reference answer equal to itself.
     """
     codec = Codec.of(tokenizer, whole=config.tools.are_used, variables=variables)
     tried = asyncio.run(_try(config, prompts, codec))
@@ -72,8 +74,9 @@ def try_verifier(
 
 
 def rows_to_try(prompts: PromptList) -> list[Prompt]:
-    """The prompts with which the verifier is tried, about 32: the first in training order, or with
-    several verifiers (`environment.mixture`) the first rows in file order of each, in turns.
+    """The prompts with which the verifier is tried, about 32: the first in training order. With
+    several verifiers (`environment.mixture`): the first rows of each in file order, one of each
+    verifier after the other.
     """
     if not prompts.environments:
         return [prompts.at(ordinal) for ordinal in range(min(MOST_ROWS, len(prompts)))]
@@ -144,9 +147,10 @@ async def _call(
 
 
 def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Raise `ValueError` unless the environment's verifier, session or tools can be loaded in a
-    worker process, which is started and ended here. Returns the tools in OpenAI's format: {"type":
-    "function", "function": {name, description, parameters}}; an empty list without tools.
+    """Raise `ValueError` unless the verifier, session class (which answers the model in rollouts of
+    several turns) or tools of the environment can be loaded in a worker process, which is started
+    and ended here. Returns the tools in OpenAI's format: {"type": "function", "function": {name,
+    description, parameters}}; an empty list without tools.
     """
     if config.programs:
         of_app("say_protection")(config)

@@ -54,9 +54,9 @@ class ActorUnreachable(ActorDied):
 
 
 def ask(which: str, reference: Any, timeout_s: float, doing: str, fix: str = "") -> Any:
-    """Wait for the result of a call to a Ray actor, at most `timeout_s` seconds, and return it.
-    `which`: name of the actor, `doing`: what the call does, and `fix`: advice if the actor is late,
-    all for messages. `reference`: Ray object reference of the call.
+    """Wait at most `timeout_s` seconds for the result of a call to a Ray actor, and return the
+    result. `reference`: Ray object reference of the call. Only for messages: `which`, the actor's
+    name; `doing`, what the call does; `fix`, advice for a late actor.
 
     Raises `RuntimeError` with the actor's name and the reason if the call failed or is late,
     `ActorDied` if the actor died, `ActorUnreachable` if it may be alive, and `UserError` unchanged
@@ -82,13 +82,14 @@ def ask(which: str, reference: Any, timeout_s: float, doing: str, fix: str = "")
 
 
 def ask_service(call: Callable[[], Any], doing: str) -> Any:
-    """Call the rollout service and wait for its answer, which is returned, at most 120 seconds.
-    `call`: makes the Ray call and returns its object reference; it is made again, for 15 seconds,
+    """Call the rollout service and return its answer, after at most 120 seconds. `call`: a function
+    that makes the Ray call and returns its object reference. It is called again, for 15 seconds,
     while the service cannot be reached, so a second call must do no harm. `doing`: what the call
     does, for messages.
 
     Raises `RuntimeError` if the call failed or is late, `ActorDied` if the service died,
-    `ActorUnreachable` if it stays away, and `UserError` if the call raised one.
+    `ActorUnreachable` if the service cannot be reached after that, and `UserError` if the call
+    raised one.
     """
     deadline = time.monotonic() + UNREACHABLE_S
     while True:

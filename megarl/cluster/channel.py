@@ -76,16 +76,18 @@ class ChannelPlace:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The answer of an actor whose `serve` raised an exception: class name and message of the
-    exception as text, since the caller may be unable to import its class.
+    """What an actor sends in place of an answer when its method `serve` (see `ChannelActor`) raised
+    an exception: class name and message as text, since the caller may be unable to import the
+    class.
     """
 
     kind: str
     message: str
 
     def exception(self) -> Exception:
-        """The exception to raise in the caller: `EngineLost` where one of vLLM's processes is dead,
-        `ValueError` for one, and `RuntimeError` with the class's name for any other.
+        """The exception to raise in the caller: `EngineLost` if a process of vLLM is dead,
+        `ValueError` if the actor raised `ValueError`, and otherwise `RuntimeError` with the
+        original class's name.
         """
         if self.kind == ENGINE_DEAD:
             return EngineLost("one of its processes died")
@@ -167,10 +169,10 @@ class EventSocket:
 
 
 class Channel:
-    """The rollout service's end of the connections to all actors that it asks: one ZeroMQ socket,
-    which the constructor opens, and to which actors connect at the addresses in `place`. Give it to
-    one `Remote` for each actor, which sends requests through it. Create and use it in one event
-    loop.
+    """The rollout service's ZeroMQ socket to the actors that it sends requests to. The constructor
+    opens the socket; actors connect to it at the addresses in `place`. One `Channel` serves all
+    actors: make one `Remote` per actor, which sends requests through it. Create and use it in one
+    event loop.
     """
 
     def __init__(self, folder: str, host: str = "") -> None:
@@ -220,12 +222,12 @@ class Remote:
         self._connection: asyncio.Task[None] | None = None
 
     async def ask(self, request: Any) -> Any:
-        """Have the actor run `serve(request)` and return the result. If the caller is cancelled,
-        the actor is told to stop.
+        """Coroutine: have the actor run `serve(request)` and return the result, without a time
+        limit. If the caller is cancelled, the actor is told to stop.
 
-        Raises `EngineLost` if the actor, or a process it depends on, is dead, and
+        Raises `EngineLost` if the actor, or a process that the actor depends on, is dead, and
         `EngineUnreachable` if the actor may still be alive. Raises `ValueError` if `serve` raised
-        one, and `RuntimeError` for any other exception of `serve`.
+        `ValueError`, and `RuntimeError` for any other exception of `serve`.
         """
         loop = asyncio.get_running_loop()
         number = next(self._numbers).to_bytes(8, "big")
@@ -291,16 +293,17 @@ class ChannelActor(abc.ABC):
 
     @abc.abstractmethod
     async def serve(self, request: Any) -> Any:
-        """The answer to one request; both are any objects that can be pickled. Many calls run at
-        the same time in one event loop. An exception is sent to the caller as text.
+        """Coroutine, defined by the subclass: the answer to one request. Request and answer are any
+        objects that can be pickled. Many calls run at the same time in one event loop, so a call
+        must not block. An exception is sent to the caller as text.
         """
 
     async def attach(self, place: ChannelPlace, route: bytes) -> None:
-        """Connect to the process that asks, and answer its requests by `serve` until the connection
-        breaks, or until that process calls `attach` again. That process makes this Ray call, whose
-        end tells it that the connection has ended. `place`: addresses to connect to. `route`: name
-        of the connection, random bytes. Raises `ConnectionError` if there is no connection within
-        `CONNECT_S` (60) seconds.
+        """Called as a Ray method by the process that sends requests: connect to it, and answer its
+        requests by `serve`. The coroutine ends when the connection breaks, or when `attach` is
+        called again; by its end the caller learns that the connection is gone. `place`: addresses
+        to connect to. `route`: random bytes that name the connection. Raises `ConnectionError` if
+        there is no connection within `CONNECT_S` (60) seconds.
         """
         busy, serving = Busy("responses", kind="generate"), dict[bytes, asyncio.Task[None]]()
 

@@ -85,10 +85,10 @@ class EngineGroup:
         """
 
     def wait(self) -> float:
-        """Block until every engine that is starting is ready. An engine whose process dies
-        meanwhile (or, after the first call, whose start fails) is started again, up to
-        `ENGINE_STARTS` (3) times. Returns the seconds that the slowest start took. Raises
-        `RuntimeError` if an engine is not ready within one start's time limit, or fails too often.
+        """Block until every starting engine is ready. An engine whose process dies meanwhile is
+        started again, up to `ENGINE_STARTS` (3) times; so is, after the first call, one whose start
+        fails in another way. Returns the seconds of the slowest start. Raises `RuntimeError` if an
+        engine is not ready within one start's time limit, or has failed too often.
         """
         slowest, deadline = 0.0, time.monotonic() + self._timeout_s
         again: type[RuntimeError] = RuntimeError if self._is_under_way else ActorDied
@@ -122,9 +122,9 @@ class EngineGroup:
         return answer["seconds"]
 
     def follow_starts(self) -> None:
-        """Take note of the engines whose start has ended by now, without waiting, and start those
-        again whose start has failed or takes too long. Raises `RuntimeError` if too few engines for
-        the run can be started.
+        """Note, without waiting, which engines have finished starting, and start those again whose
+        start has failed or takes too long. Raises `RuntimeError` if fewer engines than the run
+        needs can be started.
         """
         for number, reference in list(self.starting.items()):
             if ray.wait([reference], timeout=0)[0]:
@@ -138,23 +138,23 @@ class EngineGroup:
 
     @property
     def replaceable(self) -> set[int]:
-        """Numbers of the dead engines in whose place new ones are to be started: not of those that
-        could not be started several times in a row.
+        """Numbers of the dead engines that are to be replaced: all but those given up after 3
+        failed starts in a row.
         """
         return self.dead - self.given_up
 
     @property
     def missing(self) -> int:
-        """Number of the run's engines that do not take part in the present sending of the trainer's
-        weights to the engines, because they are dead or starting.
+        """Number of the run's engines that are dead or starting, and so do not receive the weights
+        that the trainer is sending.
         """
         return len(self.handles) - len(self.members)
 
     def start_failed(self, number: int, problem: str, fewest: int | None = None) -> None:
-        """Start engine `number` again, whose start has failed because of `problem`, a sentence for
-        the log; returns at once. After 3 failures in a row the run goes on without the engine.
-        Raises `RuntimeError` if fewer than `fewest` engines, by default those that a publication
-        needs, are left then.
+        """Start engine `number` again after a failed start, without waiting; or give the engine up
+        after 3 failures in a row, and go on without it. `problem`: why the start failed, a sentence
+        for the log. Raises `RuntimeError` if fewer than `fewest` engines are left then (None: the
+        number that must be ready to receive weights).
         """
         self._failures[number] += 1
         if self._failures[number] < ENGINE_STARTS:
@@ -180,10 +180,10 @@ class EngineGroup:
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         """Tell each engine of `members`, those that are to get weights, where its weights come
         from, and block until all have connected. `info(position)`: the dict for the engine at this
-        index of `members`, with "transport" (its name), "spec" (the fields of a `RouteSpec`, by
-        which both sides plan the transfer), "engine" (the index), "init_info" (what the transport's
-        sender says, such as addresses), and "table" (the model's parameter table as JSON text, or
-        "").
+        index of `members`, with "transport" (name of the way to send weights, such as "disk"),
+        "spec" (fields of a `RouteSpec`: how trainer and engines split the model), "engine" (the
+        index), "init_info" (addresses and other data of the sender), and "table" (JSON text that
+        lists the model's parameters, or "").
 
         Raises `EngineLost` if an engine is dead or has no answer within `timeout_s` seconds, and
         `RuntimeError` if a living engine cannot receive weights.
@@ -218,10 +218,11 @@ class EngineGroup:
         return Answers([one.load_adapter.remote(version, shared) for one in self._members()])
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory for a colocated trainer, and block until it has, at
-        most `timeout_s` seconds. Generation pauses until the trainer sends weights again. An engine
-        that is dead or late is killed, and replaced when weights are sent; until then no engine is
-        started. Raises `RuntimeError` if a living engine fails.
+        """Have every engine free its GPU memory for a colocated trainer, and block until it has:
+        first until all starting engines are ready, then at most `timeout_s` seconds. Generation
+        pauses until the trainer sends weights again. An engine that is dead or late is killed, and
+        replaced when weights are sent; until then no engine is started. Raises `RuntimeError` if a
+        living engine fails.
         """
         with self.lock:
             self.is_held = True
@@ -230,9 +231,9 @@ class EngineGroup:
 
     def wake(self, *, timeout_s: float) -> None:
         """Have every engine allocate its GPU memory for weights again, uninitialised, and block
-        until it has, at most `timeout_s` seconds. Generation goes on only after the trainer has
-        next sent weights, when an engine that is lost here is replaced too. Raises `RuntimeError`
-        if a living engine fails.
+        until it has, at most `timeout_s` seconds. An engine that dies or is late here is killed,
+        and replaced when the trainer next sends weights; generation goes on after that. Raises
+        `RuntimeError` if a living engine fails.
         """
         self._each("wake", timeout_s)
 

@@ -29,9 +29,9 @@ that Ray does not limit the number of engines; the operating system shares out t
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one inference engine is to run: the Ray options of its actor, which name a reservation
-    of Ray or the node of the trainer ranks whose GPUs the engine shares, and environment variables
-    for its process.
+    """Where one inference engine is to run: the Ray options of its actor, which name a Ray
+    placement group or the node of the trainer ranks whose GPUs the engine shares, and environment
+    variables for its process.
     """
 
     options: dict[str, Any]
@@ -42,7 +42,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Host and GPU of a trainer rank, which decide where colocated engines run."""
+    """Host and GPU of a trainer rank. Colocated engines run on the GPUs of trainer ranks."""
 
     host: str
     gpu: str
@@ -66,8 +66,8 @@ def engine_bundle(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(resources {name: amount} that Ray reserves for one disaggregated engine of `tensor` ranks,
     keyword arguments by which the engine's Ray actor asks for them). `gpus`: each rank gets a GPU.
-    `limited`: on CPUs, the Ray cluster limits the engine ranks of each node, as under
-    `megarl launch`.
+    `limited` (only without GPUs): also reserve one unit of a custom Ray resource for each rank, by
+    which `megarl launch` sets how many engine ranks a node takes.
     """
     if gpus:
         return {"GPU": float(tensor)}, {"num_gpus": tensor, "num_cpus": 0}

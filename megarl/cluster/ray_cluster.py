@@ -51,14 +51,15 @@ os.register_at_fork(after_in_child=_leave)
 
 def start_ray(folder: Path, **options: Any) -> None:
     """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
-    until it runs. `folder`: an absolute path, a folder with mode 700, in which Ray's files go to
-    ray/. `options`: further arguments of `ray.init`. Ray gives itself 30 s, which cannot be set and
-    which a busy machine exceeds: then it is started again, up to 3 times in all.
+    until it runs. `folder`: absolute path of a folder with mode 700; Ray's files go to its
+    subfolder ray. `options`: further arguments of `ray.init`. A start that exceeds Ray's own limit
+    of 30 s, as on a busy machine, is repeated, up to 3 starts in all.
 
-    Ray's processes get process groups of their own, which their child processes share. torchrun
-    sends SIGTERM to the whole process group of each rank: engines in that group would end before
-    the rank has finished the step and saved its checkpoint.
-    Raises `UserError` if Ray opens the folder to other users, and Ray's own error otherwise.
+    Ray's processes get process groups of their own: torchrun sends SIGTERM to the process group of
+    each rank, which would end engines before the rank has saved its checkpoint.
+
+    Raises `UserError` if `folder` is open to other users after the start, and Ray's error if Ray
+    does not start.
     """
     global _leaves_group
     for attempt in range(1, RAY_ATTEMPTS + 1):

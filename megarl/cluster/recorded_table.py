@@ -37,10 +37,10 @@ MOST_BOXES = 4096
 def recorded_table(path: str, tensor: int, *, on_cpu: bool) -> list[ParameterSpec]:
     """The parameter table of a Hugging Face model for inference engines: one `ParameterSpec` for
     each tensor of its checkpoint, which says what each of an engine's `tensor` tensor-parallel
-    ranks stores of it, and in which of vLLM's parameters. `path`: a folder, or a name of the hub.
-    `on_cpu`: whether the engines run on CPUs. Starts a process, and blocks for about 15 seconds.
-    Raises `ValueError` if vLLM refuses the model, if its loader does more than copy, or if it takes
-    more than `WITHIN_S` (300) seconds.
+    ranks stores of the tensor, and in which of vLLM's parameters. `path`: a folder, or a name of
+    the hub. `on_cpu`: whether the engines run on CPUs. Starts a process, and blocks for about 15
+    seconds. Raises `ValueError` if vLLM refuses the model, if its loader changes values instead of
+    only copying them, or if it takes more than `WITHIN_S` (300) seconds.
     """
     # Outside of the working folder, whose files could hide those of libraries.
     with tempfile.TemporaryDirectory(prefix="megarl-table-") as folder:

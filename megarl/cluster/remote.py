@@ -49,23 +49,23 @@ def engine_name(number: int) -> str:
 
 
 def own_process() -> Process:
-    """(host name, process id, start time in seconds since 1970) of this process, which no other
-    process has.
+    """(host name, process id, start time in seconds since 1970) of this process; the three together
+    are unique.
     """
     return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
 
 def die_with_raylet() -> None:
     """Have the kernel kill this actor's process when Ray's raylet, the parent of all actors of a
-    node, ends: Ray cannot end an actor of a dead raylet that is stopped by a signal.
+    node, ends. Ray itself cannot end an actor that is stopped by a signal once its raylet is dead.
     """
     die_with_parent(os.getppid())
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """The message by which the rollout service asks an engine for the next model segment of a
-    rollout: the prompt, what came after it so far, and how to sample.
+    """The message by which the rollout service has an engine generate the model's next turn of a
+    rollout: the prompt, the earlier turns, and how to sample.
     """
 
     prompt_ids: np.ndarray
@@ -120,8 +120,9 @@ class EngineActor(ChannelActor):
         return {"processes": with_descendants(own_process()), "seconds": seconds}
 
     async def serve(self, request: GenerateRequest) -> Segment:
-        """Generate the next model segment of a rollout: at most `request.max_tokens` int32 token
-        ids, their float32 log-probs, and the weight versions that generated them.
+        """Coroutine: generate the model's next turn of a rollout. The returned `Segment` holds at
+        most `request.max_tokens` int32 token ids, their float32 log-probs, and, for each run of
+        tokens, the version of the weights that generated it.
         """
         token_ids = np.concatenate([request.prompt_ids, *request.earlier])
         return await self.generate(
@@ -161,7 +162,9 @@ class EngineActor(ChannelActor):
         await self.engine.wake()
 
     async def stop(self) -> None:
-        """Stop the engine's processes, and close this process's activity file."""
+        """Stop the engine's processes, and close the file in which this process records its
+        activity.
+        """
         await self.engine.stop()
         close_recording()
 
@@ -169,8 +172,8 @@ class EngineActor(ChannelActor):
 class RemoteEngine:
     """The rollout service's object for one inference engine, which runs in a Ray actor: `await
     generate(...)` sends a request to the actor over ZeroMQ and returns the segment (token ids and
-    log-probs) that the engine has generated. Late requests are reported in the run's activity
-    files.
+    log-probs) that the engine has generated. A request without an answer after `deadline_s` seconds
+    is reported in the run's activity files, the record of what each process does.
     """
 
     def __init__(
@@ -210,11 +213,11 @@ class RemoteEngine:
 
     async def paused_s(self, last_s: float) -> float:
         """Ask the engine for how many of the last `last_s` seconds its generation was paused on
-        purpose, because weights arrived or it slept. Called when a request has lasted for `last_s`;
-        the request is reported as late if it is so without the pauses, or if the engine says
-        nothing for 2 seconds. Returns 0 if there is no answer within
-        10 seconds: an engine that hangs is not paused. Raises `EngineLost` if the engine is
-        dead, and `EngineUnreachable` if it may be alive.
+        purpose, because weights arrived or the engine slept; 0 if it has not answered after 10
+        seconds, since an engine that hangs is not paused. The caller has waited `last_s` seconds
+        for a request. The request is recorded as late if `last_s` minus the pauses has reached its
+        deadline, or if the engine does not answer within 2 seconds. Raises `EngineLost` if the
+        engine is dead, and `EngineUnreachable` if it may be alive.
         """
         asked: asyncio.Future[float] = asyncio.ensure_future(self.handle.paused_s.remote(last_s))
         is_named = not (await asyncio.wait([asked], timeout=NAMED_WITHIN_S))[0]

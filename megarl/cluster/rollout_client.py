@@ -43,12 +43,12 @@ allow without progress: the questions of hundreds of ranks would take much of th
 
 class RolloutClient:
     """A trainer rank's interface to the rollout service, a Ray actor that has rollouts generated
-    and deals them out. Every call blocks and has a timeout; a call that waits for rollouts ends
-    with an error only after some time without any progress.
+    and deals them out. Every call but `answers` blocks and has a timeout; a call that waits for
+    rollouts ends with an error only after some time without any progress.
 
-    Once `stop` is set, the service is told to give out no further batches, and `take` and
-    `evaluate` return None, on all ranks after the same step. Steps and weight versions count from
-    0; step k trains weights of version k.
+    Once a signal has set the attribute `stop`, the client has the service give out no further
+    batches, and `take` and `evaluate` return None, on all ranks after the same step. Steps and
+    weight versions count from 0; step k trains weights of version k.
     """
 
     def __init__(self, data_rank: int, *, silence_s: float) -> None:
@@ -91,8 +91,9 @@ class RolloutClient:
 
     def release(self, step: int, receipts: Sequence[str] = ()) -> None:
         """Tell the service that `step` is trained and that the engines have the weights of version
-        `step + 1`, so that further groups may start; every rank may call it. `receipts`: digests of
-        those weights, one of which each response of that version must carry.
+        `step + 1`, so that it may start the next prompts' rollouts. One rank or all ranks call it.
+        `receipts`: digests of those weights, one of which each response of that version must carry;
+        empty to check nothing.
         """
         release = self._service.release.remote
         self._ask(lambda: release(step + 1, receipts), f"releasing step {step + 1}")
@@ -121,10 +122,10 @@ class RolloutClient:
     ) -> Evaluated | None:
         """Have one response to each held-out problem generated and scored, and wait. Returns
         (metrics {name: value}, a list with a dict for each of the first 128 problems: "prompt",
-        "response", "reward" and others); None if the run is to end. All ranks may call it and get
-        the same result. `name`: of the evaluation, which decides the sampling seeds.
-        `publish_again`: sends the trainer's present weights to all engines, by collectives; called
-        on all ranks alike whenever an engine was replaced while they wait.
+        "response", "reward", "correct", "tokens" (generated) and others); None if the run is to
+        end. All ranks may call it and get the same result. `name`: of the evaluation, which decides
+        the sampling seeds. `publish_again`: sends the trainer's present weights to all engines, by
+        collectives; called on all ranks alike whenever an engine was replaced while they wait.
         """
         return self._await(
             lambda count: self._service.evaluate.remote(temperature, name, count),
@@ -157,8 +158,8 @@ class RolloutClient:
     ) -> Any:
         """Ask for one scored response to each of `prompts`, and return without waiting: a Ray
         object reference to give to `collect`. `temperature` 0 is greedy. `name`: decides the
-        sampling seeds together with the prompt. Where the verifier fails for too many responses,
-        `collect` raises an error, but not with `inspects`: then each of its dicts also has
+        sampling seeds together with the prompt. If the verifier fails for too many responses,
+        `collect` raises an error. With `inspects` it does not, and each dict of `collect` also has
         "segments", the response's `Segment` objects (token ids, log-probs, weight versions).
         """
         return self._service.answers.remote(list(prompts), temperature, name, inspects)
@@ -166,9 +167,10 @@ class RolloutClient:
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
         """Wait for the results of calls of `answers`, whose return values are `pending`.
 
-        Yields, in the order of the calls, one list each, with a dict for each prompt: "prompt",
-        "response" (text), "reward", "correct", "tokens" and others. Raises `RuntimeError` if a call
-        failed or the rollouts make no progress.
+        Yields one list for each call, in the order of `pending`, with a dict for each prompt:
+        "prompt", "response" (text), "reward", "correct" (the verifier's verdict), "tokens" (number
+        generated) and others. Raises `RuntimeError` if a call failed or the rollouts make no
+        progress.
         """
         for reference in pending:
             with self._wait("responses") as span:

@@ -77,8 +77,8 @@ class Generation:
             self.cluster.supervise(self.engines, self.config.rollout, loads=False)
 
     def join(self, stack: ExitStack) -> None:
-        """Connect the other ranks to rank 0's Ray cluster. All ranks call it together; it blocks.
-        `stack`: ends the connection when it closes.
+        """Have all other ranks join the Ray cluster of rank 0. All ranks call it together; it
+        blocks. `stack`: disconnects when it closes.
         """
         place = None
         if self.cluster is not None:

@@ -39,15 +39,17 @@ def service_arguments(
     recording: Recording | None,
 ) -> dict[str, Any]:
     """The keyword arguments of a run's `RolloutService`, which has engines generate and the
-    environment score rollouts, and deals them out to trainer ranks; made in the service's process.
+    environment score rollouts, and deals them out to trainer ranks; to be called in the service's
+    process, since some of the arguments cannot be pickled.
 
-    `known`: those that another process could make. `handles`: the Ray actors of the engines.
-    `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which only
-    rank 0 can read. `ledger`: the file that records what becomes of each group of rollouts; None
-    for no record. `claim`: says whether this run still owns its folder; once it does not, the
-    service fails instead of writing. None: not checked. `recording`: the run's folder of activity
-    files, to which the process writes what it does, or None. Raises `OSError` or `ValueError` for a
-    ledger that cannot be continued, and `UserError` if another run owns the folder.
+    `known`: the arguments that can be pickled, made by rank 0. `handles`: the Ray actors of the
+    engines. `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which
+    only rank 0 can read; None for none. `ledger`: the file that records what becomes of each group
+    (all rollouts of one prompt); None for no record. `claim`: this run's claim to its folder; if
+    another run has taken the folder over, the service fails instead of writing. None: not checked.
+    `recording`: folder in which the process records its activity, or None. Raises `OSError` or
+    `ValueError` for a ledger that cannot be continued, and `UserError` if another run owns the
+    folder.
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
@@ -82,9 +84,9 @@ look through them for a tenth of its time."""
 
 
 class ServiceActor(RolloutService):
-    """The rollout service as a Ray actor. Trainer ranks call its methods through `RolloutClient`,
-    rank 0's supervisor of engines some of them too. `build()` must be called first: it makes the
-    service in the actor, since verifiers cannot be pickled.
+    """The rollout service as a Ray actor. Trainer ranks call its methods through `RolloutClient`;
+    some are also called by the thread on rank 0 that replaces dead engines. `build()` must be
+    called first: it makes the service in the actor, since verifiers cannot be pickled.
     """
 
     def __init__(self, arguments: Callable[[], dict[str, Any]]) -> None:
@@ -103,8 +105,8 @@ class ServiceActor(RolloutService):
         gc.set_threshold(*GC_THRESHOLD)
 
     def silent_s(self) -> float:
-        """Seconds since an engine has made a step, or an engine or the environment has answered, as
-        far as the service was told.
+        """Seconds since the service last learned of progress: a step of an engine, or an answer of
+        an engine or of the environment.
         """
         self.progress()
         return self.moved.silent_s

@@ -47,18 +47,17 @@ def store(groups: Sequence[Group]) -> list[Group]:
 
 
 async def stored(group: Group) -> Group:
-    """Put the token arrays (ids and log-probs) of one group (all rollouts of a prompt, which
-    consist of segments) into Ray's object store, in a thread, so that the event loop goes on.
+    """Coroutine: put the token arrays (ids and log-probs) of one group (all rollouts of a prompt,
+    which consist of segments) into Ray's object store, in a thread, so that the event loop goes on.
     Returns a new group in which each `Segment.arrays` is a `StoredArrays`, a reference.
     """
     return (await asyncio.to_thread(store, [group]))[0]
 
 
 async def loaded(segment: Segment) -> Segment:
-    """A rollout's segment (the tokens of one turn) with its token ids and log-probs in this
-    process: a copy in which `Segment.arrays` is a `TokenArrays`, fetched from Ray's object store
-    without blocking the event loop. A segment whose arrays are in this process already is returned
-    unchanged.
+    """Coroutine: copy a rollout's segment (the tokens of one turn) with its token ids and log-probs
+    fetched from Ray's object store; in the copy `Segment.arrays` is a `TokenArrays`. A segment
+    whose arrays are in this process already is returned unchanged.
     """
     if not isinstance(segment.arrays, StoredArrays):
         return segment

@@ -76,7 +76,7 @@ class Watched:
     def hears(self, pulse: Pulse, now: float) -> int:
         """Note the engine's sign of life `pulse` (counts of its steps and open requests, whether it
         is paused or dead), which came at the time `now` (`time.monotonic`). Returns the number of
-        engine steps since the one before.
+        engine steps since the previous pulse.
         """
         before = self.pulse.steps if self.pulse is not None else 0
         if pulse.steps != before or pulse.requests == 0 or pulse.is_paused or self.pulse is None:
@@ -102,7 +102,7 @@ class Watched:
 class EngineSupervisor:
     """A thread of trainer rank 0 that watches the engines of `group`: it kills engines that hang
     and starts new ones in the place of dead ones. If that is impossible, or Ray fails, it ends the
-    run by having whoever waits for rollouts or engines get an error.
+    run: every call that waits for rollouts or engines raises an error.
     """
 
     def __init__(self, group: EngineGroup, *, stall_s: float, loads: bool) -> None:

@@ -46,10 +46,10 @@ compdef _megarl megarl
 
 
 def answer(words: Sequence[str]) -> str:
-    """The text that `megarl completion WORDS` prints, without a newline at the end. `words`: `bash`
-    or `zsh` for that shell's script, by which it completes commands of megarl; or `words --
-    TYPED...`, which the script calls, for the candidates of the last word, one a line. Raises
-    `UserError` for another shell.
+    """The text that `megarl completion WORDS` prints, without a newline at the end. `words`:
+    ["bash"] or ["zsh"] for a script by which that shell completes commands of megarl. The script in
+    turn calls `megarl completion words -- TYPED...`: ["words", "--", *typed] gives the candidates
+    for the last typed word, one on each line. Raises `UserError` for anything else.
     """
     if words[:1] == ["words"]:
         return "\n".join(candidates(words[2:]))

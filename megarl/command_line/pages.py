@@ -82,9 +82,9 @@ def asks(word: str) -> bool:
 
 
 def refuse_unknown(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option among `words` that command `name` does not have. For a
-    command with a recipe, for launch and for torchrun, whose other options are checked later, an
-    option is refused only if it is a misspelling of one of the command's.
+    """Raise `UserError` for an option among `words` that command `name` does not have. Commands
+    with a recipe, `launch` and `torchrun` have further options, which are checked later: there only
+    misspelled options of the command's own are refused.
     """
     command = COMMANDS[name]
     options = [*command.option_names, *ASKS]

@@ -74,9 +74,8 @@ def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator
 
 @functools.cache
 def meanings(kind: type) -> dict[str, str]:
-    """{field: the string below its declaration, on one line} of a configuration class and those
-    that it inherits from. Python keeps no docstrings of fields, so that these are read from the
-    source code.
+    """{field: its docstring, the text below its declaration, on one line} of a configuration class
+    and its base classes. Read from the source code, since Python keeps no docstrings of fields.
     """
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__[: kind.__mro__.index(Config)]):

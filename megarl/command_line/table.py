@@ -58,7 +58,7 @@ class Command:
     @property
     def option_names(self) -> list[str]:
         """Names of the options in `all_options`, such as "--dry-run", without the names of their
-        values. Settings of the recipe, such as --training.zero_stage, are none.
+        values. Settings of the recipe, such as --training.zero_stage, are not included.
         """
         return re.findall(r"--[a-z-]+(?= |$)", " ".join(self.all_options))
 

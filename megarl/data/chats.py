@@ -30,10 +30,10 @@ JSON_FILE = re.compile(
 
 
 def as_written(table: Table, tools_column: str) -> Table:
-    """A new table of rows without the null values inside the tools and chat turns of its rows:
-    Arrow, which holds parquet files and data sets of the hub, gives every object the keys of all
-    others. `tools_column`: name of the column with tools. Nulls of a JSON file stay, as do those in
-    a text that is JSON.
+    """A copy of a table without the null values that Arrow (parquet files, data sets of the hub)
+    adds inside tools and chat turns, by giving every object of a column the same keys. Not changed
+    are rows of JSON files, values that are JSON text, and nulls of the turns' own keys.
+    `tools_column`: name of the column with tools.
     """
 
     def changed(value: Any) -> Any:
@@ -65,8 +65,8 @@ def _bare(value: Any) -> Any:
 
 
 def parsed_chat(value: Any) -> Any:
-    """The chat, a list of {role, content, ...}, that a text is the JSON of, as CSV files and some
-    parquet files store chats; any other value is returned unchanged.
+    """Parse a chat that is stored as JSON text, as in CSV files and some parquet files, to a list
+    of {role, content, ...}. Any other value is returned unchanged.
     """
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
@@ -93,13 +93,14 @@ def plain_prompt(cells: Cells[Any]) -> str:
 
 
 def turns_of(cells: Cells[Any], name: str, value: Any = None, *, role: str = "") -> list[Turn]:
-    """The turns of the chat in a row, `cells`: of `value` if that is given, otherwise of the column
-    that the setting `name` of the recipe names ("prompt_column"). Each turn is a new dict with
-    `role`, `content` as one text (None beside tool calls alone), and its other keys but empty ones
-    (null, [] and {}, with which parquet files fill up). A chat may be given as the text of its
-    JSON; with `role` any other text is one turn of that role. Content may be a text, a list of
-    OpenAI content parts ({type: text, text: ...}), which are joined, or null beside tool calls.
-    Raises `ValueError` for anything else.
+    """The turns of a chat: of the chat `value`, or, if it is None, of that in the column of the row
+    `cells` that the recipe's setting `name` names (such as "prompt_column"). A chat is a list of
+    turns, or its JSON text. Any other text is one turn of `role`, if `role` is given.
+
+    Each returned turn is a new dict: `role`, `content` as one text (None beside tool calls alone),
+    and the turn's other keys, but not those with null, [] or {}. A turn's content may be a text, a
+    list of OpenAI content parts ({type: text, text: ...}), which are joined, or null beside tool
+    calls. Raises `ValueError` for anything else.
     """
     value = parsed_chat(cells.value(name) if value is None else value)
     value = [{"role": role, "content": value}] if role and isinstance(value, str) else value
@@ -174,8 +175,8 @@ def tools_of(cells: Cells[Any]) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any) -> Any:
-    """The value that a text is the JSON of; any other value, and a text that is no JSON, is
-    returned unchanged.
+    """Parse a text as JSON. A value that is no text, or text that is no JSON, is returned
+    unchanged.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -232,8 +233,8 @@ def conversation(
     given. The pieces alternate, begin with one that is given, and end with the last assistant turn.
     `tools`: in OpenAI's format, what the model may call. `cells`: the row, for messages.
 
-    Raises `ValueError` if there is no assistant turn behind another one, if an assistant turn is
-    empty, if the template leaves something out, or if it writes a turn in another way once later
+    Raises `ValueError` if a chat has no assistant turn or begins with one, if an assistant turn is
+    empty, if the template leaves something out, or if it renders a turn differently once later
     turns follow.
     """
     place = cells.place

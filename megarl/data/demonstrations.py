@@ -85,7 +85,9 @@ def load_demonstrations(
     """Read, check and tokenise all demonstrations of the section `config` of a recipe; blocks until
     that is done. Returns a `DemonstrationList`, whose `at(n)` gives the token ids of the n-th pair
     of prompt and response in training. `seed`: of shuffling. `setting`: name of the section, for
-    messages. Raises `ValueError` that names the file, the row and the setting to change.
+    messages. Raises `ValueError`, which names the file, the row and the setting to change, for a
+    row with a missing column, an empty response or, if the recipe does not allow it, too many
+    tokens.
     """
     data = Reading(config, tokenizer, seed, setting, demonstrations_as_read)
     config, masks = data.config, None

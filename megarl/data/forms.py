@@ -35,12 +35,13 @@ TURN = re.compile(r"\n\n(Human|Assistant): ?")
 def demonstrations_as_read(
     config: DemonstrationsConfig, table: Table, setting: str
 ) -> tuple[DemonstrationsConfig, Table]:
-    """Recognise data for fine-tuning in the form of other libraries (prompt and completion,
-    messages, ShareGPT, Alpaca or whole texts) by the columns of the first row of `table`, the rows
-    as read. Returns copies of (`config`, `table`) with the columns that megarl reads; both
-    unchanged if the recipe names columns or no form is recognised. `setting`: name of the section,
-    for messages. Raises `ValueError` for a row that has not the form of the first, or a `template`
-    that does not fit.
+    """Recognise fine-tuning data in the form of other libraries (prompt and completion, messages,
+    ShareGPT, Alpaca or whole texts) by the columns of the first row of `table`, and convert the
+    rows to the columns that megarl reads. Returns new (`config`, `table`), where `config` names
+    these columns; both unchanged if the recipe names columns or no form is recognised. `setting`:
+    name of the section, for messages. Raises `ValueError` for a row whose form is not that of the
+    first, or if `config.template` does not suit the form: chats need 'chat', whole texts anything
+    else.
     """
     first = table.rows[0]
     names = ("prompt_column", "response_column", "messages_column", "text_column")
@@ -79,13 +80,14 @@ def demonstrations_as_read(
 def preferences_as_read(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
-    """Recognise the form of preferences (prompt, completion and label; Anthropic's Human/Assistant
-    texts; ShareGPT pairs) by the columns of the first row. Returns (settings, table) with the
-    columns that megarl reads; both unchanged if the recipe names columns or no form is recognised.
-    `single`: whether the method trains on single responses with labels, as KTO does. `setting`:
-    name of the section, for messages. Raises `ValueError` for a row that has not the form of the
-    first, a `template` that does not fit, and if the responses of all rows begin with their
-    prompts.
+    """Recognise preferences in the form of other libraries (prompt, completion and label;
+    Anthropic's Human/Assistant texts; ShareGPT pairs) by the columns of the first row of `table`,
+    and convert the rows to the columns that megarl reads. Returns new (`config`, `table`), where
+    `config` names these columns; both unchanged if the recipe names columns or no form is
+    recognised. `single`: whether the method trains on single responses with labels, as KTO does.
+    `setting`: name of the section, for messages. Raises `ValueError` for a row whose form is not
+    that of the first, if `config.template` is not 'chat' for chats, for labels without `single`,
+    and if every response begins with its prompt.
     """
     config, table = _preferences_form(config, table, setting, single=single)
     sides = (config.chosen_column, config.rejected_column)

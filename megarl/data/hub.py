@@ -57,8 +57,8 @@ def is_hub_name(name: str) -> bool:
 
 
 def why_absent(name: str) -> str:
-    """The rest of an error message after "`name` is not on this machine", for a model or data set
-    of the Hugging Face hub: why it was not downloaded, and what to set. Asks the hub, for at most 5
+    """Why a model or data set of the Hugging Face hub was not downloaded, and what to set: the text
+    to follow "`name` is not on this machine" in an error message. Asks the hub, for at most 5
     seconds.
     """
     state = hub_state()

@@ -43,15 +43,16 @@ class Order:
 
 
 class Interleaving:
-    """Which source of a mixture gives the prompt at each position of training, by fixed arithmetic
-    in place of random draws, so that every stretch of positions has nearly the fractions of the
-    weights. Made from one weight above 0 for each source; `at(ordinal)` answers.
+    """Which source of a mixture gives the prompt at each position of training, computed without
+    random draws, so that every stretch of positions has nearly the fractions of the weights. Made
+    from one weight above 0 for each source; `at(ordinal)` answers.
 
-    Source j takes the positions at which floor(m r + 1/2) grows, where m counts the positions that
-    the sources before it have left and r is the weight of source j divided by the sum of the
-    weights from j on. Of the first n positions, each of k sources gets n x its fraction, with an
-    error of at most (k - 1) / 2; an independent draw for each position would be off by about the
-    square root of n. In exact arithmetic, any position is computed by itself in O(k).
+    Source 0 takes its share of the positions, evenly spaced, source 1 its share of the rest, and so
+    on: with r = the source's weight / the sum of its and all later weights, it takes its m-th
+    remaining position, counted from 0, if floor((m + 1) r + 1/2) > floor(m r + 1/2). Of the first n
+    positions, each of k sources gets n x its fraction, with an error of at most (k - 1) / 2;
+    independent draws would be off by about the square root of n. Any position is computed by itself
+    in O(k), in exact arithmetic.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -78,9 +79,9 @@ def _rounded(value: Fraction) -> int:
 
 
 class MixedOrder:
-    """The order in which the rows of a mixture are used: `row(n)` for the n-th use. Rows are
-    numbered over all sources, one source after the other, from 0; each source has its own shuffled
-    epochs (`orders`). The order depends only on the seeds, the weights and the position.
+    """The order in which the rows of a mixture of data sets are used: `row(n)` for the n-th use.
+    Rows are numbered from 0 over all data sets, one after the other; each data set has its own
+    shuffled epochs (`orders`). The order depends only on the seeds, the weights and the position.
     """
 
     def __init__(self, interleaving: Interleaving, orders: Sequence[Order]) -> None:

@@ -55,9 +55,10 @@ class Judged(NamedTuple):
 
 @dataclass
 class PreferenceList:
-    """The tokenised preferences of a run, each a prompt with two responses, made by
-    `load_preferences`. `at(n)` returns the n-th of training as a `Preference`, with lists of token
-    ids; `len` is the number of preferences.
+    """The tokenised preferences of a run, made by `load_preferences`: each a prompt with a chosen
+    and a rejected response, or, for KTO, with one labelled response and a response to another
+    prompt, for the estimate of the KL divergence. `at(n)` returns the n-th of training as a
+    `Preference`, with lists of token ids; `len` is the number of preferences.
     """
 
     prompts: TokenLists
@@ -87,8 +88,8 @@ class PreferenceList:
         return self.row(self.order.row(ordinal))
 
     def row(self, index: int) -> Preference:
-        """The `Preference` (token ids of a prompt and its two responses) with index `index`, from 0
-        in file order.
+        """The `Preference` with index `index`, from 0 in file order: token ids of a prompt and of
+        its two responses, for KTO of the labelled response and one to another prompt.
         """
         first, second = self.responses
         return Preference(
@@ -135,7 +136,9 @@ def load_preferences(
     response and a label: a pair becomes a desirable and an undesirable response. `seed`: of
     shuffling. `setting`: name of the section, for messages.
 
-    Raises `ValueError` that names the file, the row and the setting to change.
+    Raises `ValueError`, which names the file, the row and the setting to change, for a row with a
+    missing column, an empty response, two equal responses or, if the recipe does not allow it, too
+    many tokens.
     """
     as_read = partial(preferences_as_read, single=single)
     data = Reading(config, tokenizer, seed, setting, as_read)

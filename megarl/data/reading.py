@@ -35,10 +35,10 @@ HALF = re.compile("[\ud800-\udfff]")
 
 class Reading(Generic[C]):
     """Reads the rows of the section `config` of a recipe (`prompts`, `demonstrations` or
-    `preferences`), and has the steps from rows to token ids that these have in common. The
-    constructor reads the rows; `rows` (a list of `Cells`: a dict {column: value} with its place in
-    the file), `template` (chat template or None) and `source` are then set, and `warning` collects
-    what the user should know.
+    `preferences`), and has the steps from rows to token ids that the three have in common. The
+    constructor reads the rows and sets `rows` (a list of `Cells`: a dict {column: value} with its
+    place in the file), `template` (chat template or None) and `source` (name of the data, for
+    messages). `warning` collects what the user should know.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Reading(Generic[C]):
 
     @property
     def settings(self) -> list[Any]:
-        """JSON data that enter the digest by which a resumed run recognises its data, because they
-        determine how rows are rendered: the chat template's text and variables; empty without a
-        chat template.
+        """Part of the data that is hashed to tell, on resume, whether a run's data have changed:
+        the chat template's text and variables, which determine how rows are rendered; empty without
+        a chat template.
         """
         if self.template is None:
             return []
@@ -101,8 +101,8 @@ class Reading(Generic[C]):
 
     @property
     def cut_settings(self) -> list[str]:
-        """If prompts were cut to the largest number of tokens, a text with this number, which
-        enters the digest by which a resumed run recognises its data; otherwise empty.
+        """Part of the data that is hashed to tell, on resume, whether a run's data have changed: if
+        prompts were cut, one text with the largest number of tokens; otherwise empty.
         """
         return [f"truncated to {self._limit[1]}"] if self.is_cut else []
 
@@ -160,8 +160,8 @@ class Reading(Generic[C]):
 
     def prompt_tokens(self, texts: Sequence[str]) -> TokenLists:
         """Tokenise the prompts, one text for each row. Adds to `warning` if the tokenizer loses
-        text, and if the model has a chat template but the prompts are read without it and have no
-        special tokens.
+        text. Also adds to it if the tokenizer has a chat template, `template` is 'none' and the
+        first text has no special tokens, so that a chat model would read bare text.
         """
         found = prompt_tokens(self.tokenizer, texts, self.config.template)
         self.note_lost(texts, found, "prompts")
@@ -206,7 +206,7 @@ class Reading(Generic[C]):
 
         `replies`: [N] tokens of each row's response, which is never cut; 0 without responses.
         Raises `ValueError` for a prompt without tokens, if `too_long` is `refuse` and a row is too
-        long, or if no row is left.
+        long, if a response leaves no room for a shortened prompt, or if no row is left.
         """
         (key, limit), setting, config = self._limit, self.setting, self.config
         lengths = prompts.lengths + replies

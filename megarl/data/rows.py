@@ -265,8 +265,8 @@ def read_rows(source: str, split: str, limit: int | None, setting: str, subset: 
 
 
 def format_of(path: Path) -> str:
-    """The suffix, a key of `READERS` such as ".jsonl", whose reader reads the file; also of a file
-    that gzip has compressed (`a.jsonl.gz`). "" if no reader does. The file need not exist.
+    """Which reader of `READERS` reads the file, by its name: the key, such as ".jsonl", also for a
+    file compressed by gzip (`a.jsonl.gz`); "" if none does. The file need not exist.
     """
     name = Path(path.name.lower().removesuffix(".gz"))
     found = name.suffix if name.suffix in READERS else ""
@@ -476,8 +476,8 @@ def _line_of(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Cells(Generic[C]):
     """One row of a data set, a dict {column: value}, together with the section of the recipe that
-    says which of its columns are read: `value("prompt_column")` is the value of the column that
-    this setting names.
+    names the columns to read: `value("prompt_column")` is the value in the column that the setting
+    `prompt_column` names.
     """
 
     config: C
@@ -496,8 +496,8 @@ class Cells(Generic[C]):
         return column(self.row, key, place=self.place, setting=f"{self.setting}.{name}")
 
     def require(self, condition: object, said: str) -> None:
-        """Raise `ValueError` unless `condition` is true. Its message is `said`, with the file and
-        number of the row before it.
+        """Raise `ValueError` unless `condition` is true. The message is the row's file and number,
+        then `said`.
         """
         require(condition, f"{self.place}: {said}")
 
@@ -524,9 +524,9 @@ def column(row: Row, name: str, *, place: str, setting: str) -> Any:
 
 def text_of(value: Any, *, what: str, place: str) -> str:
     """Convert a text or a finite number to text; raises `ValueError` for any other value, with a
-    message that begins with `place` and calls the value `what`. A `Decimal`, as parquet files hold,
-    keeps its digits and is never written with an exponent. A float that is a whole number, as
-    pandas makes of a column with gaps, is written as one: 72.
+    message that begins with `place` and calls the value `what`. A `Decimal` (from parquet files)
+    keeps its digits, without an exponent. A whole-numbered float (72.0, which pandas makes in
+    columns with gaps) becomes "72".
     """
     if isinstance(value, str):
         return value
