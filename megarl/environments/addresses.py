@@ -30,9 +30,10 @@ def check_address(
     variable: str = "environment.remote.token_variable",
 ) -> None:
     """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`, without
-    user, query or fragment, in which a secret could stand; such parts are not repeated in the
-    message. For the message: `setting` is the recipe's key, `path` the path of the address that it
-    proposes, and `variable` the recipe's key for the token.
+    user, query or fragment. As these may hold a secret, the message does not repeat them. The other
+    parameters are for the message: `setting` is the recipe's key for the address, `path` ends the
+    address that the message proposes, and `variable` is the recipe's key for the environment
+    variable with the token.
     """
     try:
         parts = urlsplit(name)

@@ -322,8 +322,8 @@ class EnvironmentConfig(Config):
 
     @property
     def asks_servers(self) -> bool:
-        """Whether a verifier or reward function, also one of the mixture, is a reward server at an
-        address.
+        """Whether any verifier or reward function of the recipe, those in `mixture` included, is a
+        reward server, given by its HTTP address.
         """
         return any(part._remote_names() for part in self.named_parts.values())
 
@@ -357,9 +357,10 @@ class EnvironmentConfig(Config):
 
     @property
     def named_parts(self) -> dict[str, Self]:
-        """{name in `mixture`, the table of verifiers for a mixture of data: an `EnvironmentConfig`
-        of its own, with that entry's verifier and without sessions}; {"": this configuration}
-        without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
+        """The configuration of each verifier of a mixture of data: {name in the table `mixture`: a
+        copy of this configuration with that entry's verifier, without mixture, session class and
+        tools}. Without a mixture {"": this configuration}. Raises `ValueError` that names the entry
+        whose settings do not fit.
         """
         if not self.mixture:
             return {"": self}
@@ -401,9 +402,9 @@ class EnvironmentConfig(Config):
 
     @property
     def programs(self) -> dict[str, CodeConfig]:
-        """{name in `mixture`, or "" without a mixture: settings of the verifier} of each use of the
-        verifier `code`, which runs programs that the model wrote against tests; empty if none is
-        used.
+        """The settings of the verifier `code`, which runs programs that the model wrote against
+        tests, wherever the recipe uses it: {name in `mixture`, or "" without a mixture: settings}.
+        Empty if nothing uses `code`.
         """
         parts = self.named_parts.items()
         return {name: part.code for name, part in parts if "code" in part.names_used}
@@ -417,9 +418,9 @@ class EnvironmentConfig(Config):
 
     @property
     def needs_verifier(self) -> bool:
-        """Whether a verifier must be loaded before the run. False only for a session class with no
-        verifier set beside it, which scores its rollouts itself; if such a session returns an
-        answer all the same, `exact_match` scores it.
+        """Whether a verifier must be loaded before the run. False only if the recipe has a session
+        class and sets no verifier: the sessions then return scores themselves. If such a session
+        returns an `Answer` instead of a score, `exact_match` scores the answer.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
         return not self.session or named
