@@ -53,7 +53,7 @@ class PromptList:
 
     @property
     def longest(self) -> int:
-        """Largest number of tokens of a prompt."""
+        """Number of tokens of the longest prompt."""
         return int(self.token_ids.lengths.max())
 
     @property

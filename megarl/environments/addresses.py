@@ -55,9 +55,10 @@ def check_address(
 
 def check_variable(name: str, setting: str) -> None:
     """Raise `ValueError` unless `name` is empty or the name of an environment variable for a
-    secret: capital letters, with TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS as a word. Variables
-    of such names are kept from verifiers. The message names `setting`, the recipe's key, and does
-    not repeat `name`, which may be a token set there by mistake.
+    secret, such as REWARD_TOKEN: capital letters, digits and underscores, where one of the words
+    between underscores is TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Variables of such names are
+    kept from verifiers. The message names `setting`, the recipe's key, and does not repeat `name`,
+    which may be a token set there by mistake.
     """
     require(
         not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),

@@ -329,9 +329,9 @@ class EnvironmentConfig(Config):
 
     @property
     def names_used(self) -> list[str]:
-        """Names of the verifiers and reward functions that score responses. With the verifier
-        `length` also the one that tells it whether a response is correct (`length.verifier`). Empty
-        if `mixture` is set, whose entries have verifiers of their own.
+        """Names of the verifiers and reward functions that score responses. The verifier `length`
+        asks another one, `length.verifier`, whether a response is correct, which is then listed
+        too. Empty if `mixture` is set, whose entries have verifiers of their own.
         """
         if self.mixture:
             return []
@@ -340,8 +340,9 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether the setting `answer_after` (a marker; only the text after it is the answer) has
-        an effect: one of the verifiers that are used is `exact_match`, `numeric` or `choice`.
+        """Whether one of the verifiers that are used (`exact_match`, `numeric` or `choice`) reads
+        the setting `answer_after`: a marker, only the text after which is the answer. False if
+        `mixture` is set.
         """
         return bool(set(MARKED) & set(self.names_used))
 

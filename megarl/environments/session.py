@@ -35,7 +35,8 @@ class Observation:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a session's `step` returns to end the rollout if the recipe's verifier
-    (`environment.verifier` or `environment.rewards`) is to score `text`.
+    (`environment.verifier` or `environment.rewards`) is to score `text`. `metrics`: numbers of the
+    session's own, by name.
     """
 
     text: str

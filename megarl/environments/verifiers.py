@@ -290,8 +290,9 @@ def _load_one(
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """{reward function as the recipe writes it: a short name for metrics}, no two alike. The short
     name is the function's name without its file; where two functions have the same name, with the
-    file's name before it, and with as many of the file's folders as tell the two apart. A reward
-    server is called by its host, by host and port, or with its path too.
+    file's name before it, and with as many of the file's folders as tell the two apart. The short
+    name of a reward server is its host, followed by port and path only where these are needed to
+    tell servers apart.
     """
     short = {name: name for name in names if ":" not in name}
     for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):

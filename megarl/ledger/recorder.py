@@ -68,8 +68,8 @@ class Recorder:
             self._version, self._is_started = settings.step, True
 
     def put(self, event: Event) -> None:
-        """Write `event` to the run's ledger, what happened to a group (all rollouts of one prompt)
-        or to the run.
+        """Write `event`, which happened to a group (all rollouts of one prompt) or to the run, to
+        the run's ledger.
         """
         self._append(functools.partial(to_record, event))
 
