@@ -340,9 +340,9 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether one of the verifiers that are used (`exact_match`, `numeric` or `choice`) reads
-        the setting `answer_after`: a marker, only the text after which is the answer. False if
-        `mixture` is set.
+        """Whether the verifier `exact_match`, `numeric` or `choice` is used. These read the setting
+        `answer_after`: a marker, only the text after which is the answer. False if `mixture` is
+        set.
         """
         return bool(set(MARKED) & set(self.names_used))
 
