@@ -53,13 +53,14 @@ class PromptList:
 
     @property
     def longest(self) -> int:
-        """Largest number of tokens of a prompt."""
+        """Number of tokens of the longest prompt."""
         return int(self.token_ids.lengths.max())
 
     @property
     def environments(self) -> list[str] | None:
-        """For each prompt in file order, the name in `environment.mixture`, the recipe's table of
-        verifiers, of the verifier that scores its responses; None if the recipe has no mixture.
+        """One name for each prompt, in file order: the verifier that scores the prompt's responses,
+        as a key of `environment.mixture`, the recipe's table of verifiers. None if the recipe has
+        no mixture.
         """
         names = [prompt.environment for prompt in self.prompts]
         return names if any(names) else None
@@ -79,8 +80,9 @@ class PromptList:
 
     @classmethod
     def mixed(cls, parts: Sequence[PromptList], weights: Sequence[Fraction]) -> PromptList:
-        """The mixture of several lists of prompts, which follow each other in file order and are
-        interleaved by `weights`, one for each list, in training order.
+        """One list of the prompts of `parts`. In file order, the prompts of one part follow those
+        of the part before. In training order, the parts are interleaved: each gets a share of the
+        positions in proportion to its entry of `weights` (above 0, of any sum).
         """
         settings = [
             ["mixture", str(weight), part.fingerprint]
@@ -99,8 +101,8 @@ class PromptList:
 
 
 class Problem(NamedTuple):
-    """A row of a data set on its way to a prompt: its columns, read and checked, before
-    rendering.
+    """A row of a data set, checked but not yet rendered with the chat template: its prompt
+    (`value`), reference answer, lines of multiple choice, and tools.
     """
 
     cells: Cells[PromptsConfig]
@@ -281,9 +283,10 @@ class Choices:
 
     @classmethod
     def of(cls, cells: Cells[PromptsConfig]) -> Choices:
-        """Read the column `choices_column` of a row: a list of texts, labelled A, B, ..., or a dict
-        {label: [...], text: [...]}, or a dict from labels to texts. Raises `ValueError` for
-        anything else.
+        """Read the choices from a row of the data set, `cells`, in the column that the setting
+        `choices_column` names: a list of texts, labelled A, B, ..., or a dict {label: [...], text:
+        [...]}, or a dict from labels to texts. Raises `ValueError` for anything else, or fewer than
+        two choices.
         """
         value = cells.value("choices_column")
         labels, texts = None, value if isinstance(value, list) else []

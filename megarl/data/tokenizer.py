@@ -118,12 +118,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
 def pad_apart(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
     """Change `tokenizer` in place so that its padding token never ends a scored text: Hugging
     Face's sequence classifiers take the score at a text's last token that is not padding. The
-    present padding token stays if it has no other use. Otherwise the tokenizer gets a special token
-    that is reserved for padding or unused, a new one if the model embeds more tokens than the
-    tokenizer has, or any other special token that does not end texts; the id is below `vocab_size`,
-    the number of the model's embeddings.
+    present padding token stays if the token has no other use. Otherwise the padding token becomes
+    the first that exists of: a special token reserved for padding or unused; a new token, if the
+    model has an embedding for it; another special token that does not end texts. Its id is below
+    `vocab_size`, the number of the model's embeddings.
 
-    Raises `ValueError` if there is none. `source`: how the message names the tokenizer, such as its
+    Raises `ValueError` if no token fits. `source`: how the message names the tokenizer, such as its
     path.
     """
     special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]

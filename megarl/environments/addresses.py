@@ -30,9 +30,10 @@ def check_address(
     variable: str = "environment.remote.token_variable",
 ) -> None:
     """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`, without
-    user, query or fragment, in which a secret could stand; such parts are not repeated in the
-    message. For the message: `setting` is the recipe's key, `path` the path of the address that it
-    proposes, and `variable` the recipe's key for the token.
+    user, query or fragment. As these may hold a secret, the message does not repeat them. The other
+    parameters are for the message: `setting` is the recipe's key for the address, `path` ends the
+    address that the message proposes, and `variable` is the recipe's key for the environment
+    variable with the token.
     """
     try:
         parts = urlsplit(name)
@@ -54,9 +55,10 @@ def check_address(
 
 def check_variable(name: str, setting: str) -> None:
     """Raise `ValueError` unless `name` is empty or the name of an environment variable for a
-    secret: capital letters, with TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS as a word. Variables
-    of such names are kept from verifiers. The message names `setting`, the recipe's key, and does
-    not repeat `name`, which may be a token set there by mistake.
+    secret, such as REWARD_TOKEN: capital letters, digits and underscores, where one of the words
+    between underscores is TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Variables of such names are
+    kept from verifiers. The message names `setting`, the recipe's key, and does not repeat `name`,
+    which may be a token set there by mistake.
     """
     require(
         not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),

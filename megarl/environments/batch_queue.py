@@ -19,9 +19,9 @@ R = TypeVar("R")
 
 
 class Waiting(Generic[T, R]):
-    """An item in a `BatchQueue` whose result is not known yet. Who put the item awaits the future
-    `result`; who takes the item calls `answer` or `fail`. `since`: when it was put, by
-    `time.monotonic`.
+    """An item in a `BatchQueue` whose result is not known yet. The producer that put the item
+    awaits the future `result`; the consumer that takes the item calls `answer` or `fail`. `since`:
+    time at which the item was put, by `time.monotonic`.
     """
 
     def __init__(self, item: T) -> None:

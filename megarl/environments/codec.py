@@ -37,10 +37,10 @@ class Codec:
     def of(
         cls, tokenizer: Any, *, whole: bool = False, variables: Variables | None = None
     ) -> Codec:
-        """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. It holds
-        only the `tokenizers.Tokenizer` inside if that decodes the same; otherwise, or with `whole`,
-        the transformers tokenizer itself, whose chat template tools need. `variables`: values of
-        the chat template's variables.
+        """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. The codec
+        holds only the inner `tokenizers.Tokenizer` if that decodes to the same text. Otherwise, or
+        with `whole`, the codec holds `tokenizer` itself; tools need this, since they use its chat
+        template. `variables`: values of the chat template's variables, None for none.
         """
         kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
@@ -60,8 +60,8 @@ class Codec:
         return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}))
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of one sequence of token ids, [T]. Special tokens are left out, except the tags
-        of thinking; so is the last token if it ends a turn.
+        """The text of one sequence of token ids, [T], without a last token that ends a turn and
+        without special tokens, except the tags of thinking, such as `<think>`.
         """
         ids = np.asarray(token_ids).tolist()
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids

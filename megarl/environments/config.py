@@ -322,16 +322,16 @@ class EnvironmentConfig(Config):
 
     @property
     def asks_servers(self) -> bool:
-        """Whether a verifier or reward function, also one of the mixture, is a reward server at an
-        address.
+        """Whether any verifier or reward function of the recipe, those in `mixture` included, is a
+        reward server, given by its HTTP address.
         """
         return any(part._remote_names() for part in self.named_parts.values())
 
     @property
     def names_used(self) -> list[str]:
-        """Names of the verifiers and reward functions that score responses. With the verifier
-        `length` also the one that tells it whether a response is correct (`length.verifier`). Empty
-        if `mixture` is set, whose entries have verifiers of their own.
+        """Names of the verifiers and reward functions that score responses. The verifier `length`
+        asks another one, `length.verifier`, whether a response is correct, which is then listed
+        too. Empty if `mixture` is set, whose entries have verifiers of their own.
         """
         if self.mixture:
             return []
@@ -340,8 +340,9 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether the setting `answer_after` (a marker; only the text after it is the answer) has
-        an effect: one of the verifiers that are used is `exact_match`, `numeric` or `choice`.
+        """Whether the verifier `exact_match`, `numeric` or `choice` is used. These read the setting
+        `answer_after`: a marker, only the text after which is the answer. False if `mixture` is
+        set.
         """
         return bool(set(MARKED) & set(self.names_used))
 
@@ -357,9 +358,10 @@ class EnvironmentConfig(Config):
 
     @property
     def named_parts(self) -> dict[str, Self]:
-        """{name in `mixture`, the table of verifiers for a mixture of data: an `EnvironmentConfig`
-        of its own, with that entry's verifier and without sessions}; {"": this configuration}
-        without a mixture. Raises `ValueError` that names the entry whose settings do not fit.
+        """The configuration of each verifier of a mixture of data: {name in the table `mixture`: a
+        copy of this configuration with that entry's verifier, without mixture, session class and
+        tools}. Without a mixture {"": this configuration}. Raises `ValueError` that names the entry
+        whose settings do not fit.
         """
         if not self.mixture:
             return {"": self}
@@ -401,9 +403,9 @@ class EnvironmentConfig(Config):
 
     @property
     def programs(self) -> dict[str, CodeConfig]:
-        """{name in `mixture`, or "" without a mixture: settings of the verifier} of each use of the
-        verifier `code`, which runs programs that the model wrote against tests; empty if none is
-        used.
+        """The settings of the verifier `code`, which runs programs that the model wrote against
+        tests, wherever the recipe uses it: {name in `mixture`, or "" without a mixture: settings}.
+        Empty if nothing uses `code`.
         """
         parts = self.named_parts.items()
         return {name: part.code for name, part in parts if "code" in part.names_used}
@@ -417,9 +419,9 @@ class EnvironmentConfig(Config):
 
     @property
     def needs_verifier(self) -> bool:
-        """Whether a verifier must be loaded before the run. False only for a session class with no
-        verifier set beside it, which scores its rollouts itself; if such a session returns an
-        answer all the same, `exact_match` scores it.
+        """Whether a verifier must be loaded before the run. False only if the recipe has a session
+        class and sets no verifier: the sessions then return scores themselves. If such a session
+        returns an `Answer` instead of a score, `exact_match` scores the answer.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
         return not self.session or named

@@ -62,8 +62,10 @@ def landlock_version() -> int:
 
 def enter_own_domain(*, mounts: bool) -> bool:
     """Put this thread, and all threads and processes that it starts from now on, into a Landlock
-    domain of their own, for good. Returns True if that was done, False if the kernel cannot, which
-    changes nothing. Raises `OSError` if the kernel refuses.
+    domain of their own, for good. From inside, memory, environment variables and open files of
+    processes outside cannot be read, nor, from Linux 6.12 on, signals be sent to these. Returns
+    True if that was done, False if the kernel cannot, which changes nothing. Raises `OSError` if
+    the kernel refuses.
 
     `mounts`: whether the process will make mounts in namespaces, as the sandbox of the verifier
     `code` does; before Linux 6.12 no domain allows that, and False is returned. In the domain,

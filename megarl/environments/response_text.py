@@ -71,9 +71,9 @@ def row_value(prompt: Prompt, column: str, setting: str) -> Any:
 
 
 def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentConfig:
-    """A copy of the configuration whose setting `thinking`, the tags around what a model thinks
-    before it answers, is the (opening, closing) pair `tags`. The configuration itself if the
-    setting names tags already, or is None, so that responses are read whole.
+    """A copy of `config` whose setting `thinking` (the tags around what a model thinks before it
+    answers) is `tags`, (opening, closing). Returns `config` itself if its `thinking` names tags
+    already, or is None, which means that verifiers read the thinking too.
     """
     if config.thinking is None or config.thinking:
         return config

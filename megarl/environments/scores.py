@@ -171,9 +171,10 @@ def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request to a worker process or reward server: the `score` of a response,
-    the next `observation` of a session, a session's final `answer`, or the `failure` of the user's
-    code ("error", "timeout" or "nan") with its message, `detail`.
+    """The result of one request to a worker process or reward server, in the fields that apply; the
+    others keep their defaults. A scored response has `score`, `correct` and `metrics`; a session
+    has the next `observation` (token ids) with the turn's `reward`, or its final `answer`. After an
+    error `failure` is "error", "timeout" or "nan", and `detail` the message.
     """
 
     score: float | None = None

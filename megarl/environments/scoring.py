@@ -74,8 +74,8 @@ class Environment:
 
     async def start(self, *, within_s: float | None = None) -> None:
         """Load the verifier or session class in a worker process, before the first rollout. Raises
-        `ValueError` if it does not load within `within_s` seconds; None: two minutes or more, since
-        a run's processes start at the same time.
+        `ValueError` if loading fails or takes more than `within_s` seconds; None: two minutes, or
+        `environment.load_limit_s` if that is longer.
         """
         if self._sessions is not None:
             await self._sessions.start(within_s)
@@ -98,8 +98,9 @@ class Environment:
 
     @property
     def forms(self) -> dict[str, str]:
-        """{name of a reward function as the recipe writes it: its form in words, such as "TRL's
-        f(completions, ...)"}, of functions written for another library. Empty before `start`.
+        """The reward functions that are written for another library, TRL or verl: {function as the
+        recipe writes it: signature that was recognised, such as "TRL's f(completions, ...)"}. Empty
+        before `start`.
         """
         return self._judge.pool.forms
 
@@ -143,9 +144,9 @@ class Environment:
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
         """End the session of rollout `key`, which has reached a limit of tokens or turns. Returns a
-        `Verdict` without asking the verifier: its reward is that of a wrong answer, or
-        `environment.unscored`, plus the length penalty for `num_tokens`, the tokens that the model
-        generated.
+        `Verdict` without asking the verifier. Its reward is `environment.unscored`, or that of a
+        wrong answer where the recipe does not set this, plus the length penalty for `num_tokens`,
+        the tokens that the model generated.
         """
         if self._sessions is not None:
             await self._sessions.cut_off(key)

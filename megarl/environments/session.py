@@ -19,8 +19,9 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Text of the environment that the model reads next; what a session's `start` and `step` return
-    while the rollout goes on.
+    """What a session's `start` and `step` return while the rollout goes on: `text`, which the model
+    reads next, and `reward` (default 0) for the model's turn before, which is added to the
+    rollout's score.
     """
 
     text: str
@@ -34,7 +35,8 @@ class Observation:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a session's `step` returns to end the rollout if the recipe's verifier
-    (`environment.verifier` or `environment.rewards`) is to score `text`.
+    (`environment.verifier` or `environment.rewards`) is to score `text`. `metrics`: numbers of the
+    session's own, by name.
     """
 
     text: str
@@ -74,8 +76,8 @@ class Session(Protocol):
 
 
 class Closing(Protocol):
-    """A session class that holds something, such as a file or a process, may have this method
-    too.
+    """Interface of a session class with a method `close`, which is optional, for sessions that hold
+    something, such as a file or a process.
     """
 
     def close(self) -> Any:

@@ -45,8 +45,8 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's reward function as a callable (prompt, response text) -> score, whatever form the
-    user wrote it in. Made by `recognised`.
+    """A user's reward function in a common form: `call(prompt, response text)` returns the score
+    or an awaitable of it, whatever parameters the user's function has. Made by `recognised`.
     """
 
     call: Callable[[Prompt, str], Any]

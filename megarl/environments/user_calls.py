@@ -82,9 +82,9 @@ async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
 
 
 class UserCalls:
-    """Calls functions under time limits: `async` ones in the event loop, plain ones on `threads`
-    threads, one call each. The time limit of a call does not include the time in which it waits for
-    a free thread. Made and used in one event loop.
+    """Calls functions under time limits: `async` ones in the event loop, plain ones on a pool of
+    `threads` threads, each of which runs one call at a time. The time limit of a call does not
+    include the wait for a free thread. Made and used in one event loop.
     """
 
     def __init__(self, threads: int) -> None:

@@ -28,8 +28,8 @@ Sources = dict[str, bytes]
 def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
     """Split `path/to/file.py:attribute`, by which the recipe's setting `setting` names a user's
     function or class, into (path as it is written, attribute). Raises `ValueError` for a text of
-    another form, or if there is no such file. For the message, `others` lists further values that
-    the setting may have, with a trailing space.
+    another form, or if there is no such file. `others`: what the message proposes before a file,
+    such as "one of math, code, or to "; "" for nothing.
     """
     is_class = setting in ("environment.session", "rollout.engine.kind")
     kind = "Class" if is_class else "function"
@@ -93,9 +93,9 @@ class UserFiles:
             return True
 
     def loaded(self, imported: Sequence[str]) -> None:
-        """Also keep the content of the files `imported` (absolute paths), which the first worker
-        process has imported from beside the user's own, so that later processes run the same
-        content. Only the first call counts. Raises `ValueError` for a file that cannot be read.
+        """Also keep the content of the files `imported` (absolute paths): modules beside the user's
+        files that the first worker process has imported. Later processes then run the same content.
+        Only the first call counts. Raises `ValueError` for a file that cannot be read.
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
@@ -126,9 +126,10 @@ class _PinnedLoader(SourceFileLoader):
 
 
 class PinnedFinder:
-    """An entry of `sys.meta_path`, the list of Python's importers: modules whose file is in
-    `sources`, {absolute path: content as bytes}, are imported from that content and not from the
-    disk; other modules are imported as usual. A module that two of `folders` hold is refused.
+    """An importer for `sys.meta_path`: modules whose file is in `sources`, {absolute path: content
+    as bytes}, are imported from that content and not from the disk; other modules are imported as
+    usual. Importing a module that exists in two of `folders`, those of the user's files, raises
+    `ImportError`.
     """
 
     def __init__(self, sources: Sources, folders: Sequence[str] = ()) -> None:
@@ -249,9 +250,10 @@ def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
     """Load a user's function, given as `path/to/file.py:function`. If `sources`, {absolute path:
-    content}, has the file, that content is run. `setting`: the recipe's key with that value, and
-    `others`: further values that it may have, both for messages. Raises `ValueError` if the file or
-    the function is not there, does not import, or is a generator function.
+    content}, has the file, that content is run. For messages: `setting` is the recipe's key with
+    that value, and `others` what to propose before a file, such as "one of math, code, or to ".
+    Raises `ValueError` if the file or the function is not there, does not import, or is a generator
+    function.
     """
     path, attribute = split_name(name, setting, others)
     found = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
@@ -279,8 +281,8 @@ def function_of(
     name: str, table: Mapping[str, Callable[..., Any]], setting: str, *, is_class: bool = False
 ) -> Callable[..., Any]:
     """The function, or with `is_class` the class, that the value `name` of a recipe's setting
-    stands for: `table[name]` for a built-in one, otherwise the user's own, such as
-    my_loss.py:bounded. A process imports the user's file once. Raises `ValueError` that names
-    `setting`, the recipe's key, if there is none of that name.
+    stands for: a built-in one, `table[name]`, or the user's own, if `name` has the form
+    path/to/file.py:function. A process imports the user's file once. Raises `ValueError` that names
+    `setting`, the recipe's key, if there is no such function or class.
     """
     return table[name] if name in table else _loaded(name, setting, is_class)

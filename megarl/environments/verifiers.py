@@ -83,8 +83,8 @@ OTHERS = f"one of {', '.join(VERIFIERS)}, or to "
 
 def import_built_in(config: EnvironmentConfig) -> None:
     """Import the modules of the built-in verifiers that the recipe uses. A worker process calls
-    this before it puts folders of the user's on `sys.path`, where a file may have the name of a
-    library.
+    this before it adds the folders of the user's files to `sys.path`: a user's file with the name
+    of a library could otherwise be imported in the library's place.
     """
     others = {part.length.verifier for part in config.named_parts.values()}
     for name in {*named(config), *others} & VERIFIERS.keys():
@@ -109,8 +109,9 @@ def built_in(name: str, config: EnvironmentConfig) -> Callable[[Prompt, str], Aw
 
 
 def named(config: EnvironmentConfig) -> dict[str, float]:
-    """{verifier or reward function as the recipe writes it: its weight}: `config.rewards`, or
-    `config.verifier` with weight 1. Of a mixture, all functions that its entries use.
+    """The verifiers and reward functions of the recipe, {name as the recipe writes it: weight}:
+    `config.rewards`, or `config.verifier` with weight 1. With `config.mixture`, those of all
+    entries together; of a function that several entries use, the last entry's weight.
     """
     if config.mixture:
         return {
@@ -183,9 +184,9 @@ def load_functions(
 
 
 def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
-    """Whether one worker process may have several calls of the verifier under way: there are
-    functions of the user's, {name: function}, all of them `async`, and no program that a model
-    wrote is run, which blocks.
+    """Whether one worker process may run several calls of the verifier at the same time. True if
+    the recipe has reward functions of the user's (`functions` by name), all of them are `async`,
+    and it does not use the verifier `code`, which blocks.
     """
     are_async = all(function.is_async for function in functions.values())
     return bool(functions) and are_async and not config.programs
@@ -194,10 +195,12 @@ def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunctio
 def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
-    """Make the recipe's verifier, or the weighted sum of its reward functions: (prompt, response)
-    -> the score, or an awaitable of it. Reward servers are left out; if nothing else is named,
-    every score is 0. `functions`: what `load_functions` has returned; None to load the user's
-    functions now. Raises `ValueError` if a file or function cannot be loaded.
+    """Make the function that scores responses in a worker process, (prompt, response) -> the score,
+    or an awaitable of it: the recipe's verifier, the weighted sum of its reward functions, or with
+    a mixture the verifier that the prompt names. Reward servers are left out, since the run's own
+    process asks them; if only servers score, every score is 0. `functions`: what `load_functions`
+    has returned; None to load the user's functions now. Raises `ValueError` if a file or function
+    cannot be loaded.
     """
     functions = load_functions(config) if functions is None else functions
     if config.mixture:
@@ -243,9 +246,9 @@ def _by_name(config: EnvironmentConfig, functions: Mapping[str, RewardFunction])
 
 
 def named_part(prompt: Prompt, config: EnvironmentConfig) -> str:
-    """The name in `environment.mixture`, the table of verifiers for a mixture of data, of the
-    verifier that scores responses to `prompt`. Raises `ValueError` if the prompt's name is not in
-    the mixture.
+    """The name of the verifier that scores responses to `prompt`: a key of `environment.mixture`,
+    the table of verifiers for a mixture of data. Raises `ValueError` if the prompt names a verifier
+    that is not in the table.
     """
     require(
         prompt.environment in config.mixture,
@@ -287,8 +290,9 @@ def _load_one(
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """{reward function as the recipe writes it: a short name for metrics}, no two alike. The short
     name is the function's name without its file; where two functions have the same name, with the
-    file's name before it, and with as many of the file's folders as tell the two apart. A reward
-    server is called by its host, by host and port, or with its path too.
+    file's name before it, and with as many of the file's folders as tell the two apart. The short
+    name of a reward server is its host, followed by port and path only where these are needed to
+    tell servers apart.
     """
     short = {name: name for name in names if ":" not in name}
     for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):

@@ -125,8 +125,8 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
 
 class MemoryLimit:
     """Limits what this process may allocate from now on (RLIMIT_DATA), so that it holds at most
-    `limit_mib` MiB in memory. An allocation beyond raises `MemoryError`. The limit holds from the
-    construction to the end of the process.
+    `limit_mib` MiB in memory; None: no limit. An allocation beyond raises `MemoryError`. The limit
+    holds from the construction to the end of the process.
     """
 
     def __init__(self, limit_mib: int | None) -> None:
@@ -158,11 +158,11 @@ class MemoryLimit:
 
 
 class Host:
-    """Runs the user's or built-in verifier, session class or tools inside a worker process: reads
-    requests from `channel`, a socket to the run's process, calls its method of the request's name
-    with the request's arguments, and sends one reply under the request's number. The first request
-    must be `load`. Replies are dicts of JSON data; an error of the user's code becomes {failure,
-    detail}.
+    """Runs the user's or built-in verifier, session class or tools inside a worker process. A
+    request from `channel`, a socket to the run's process, names a method of this class and holds
+    its arguments and a number; the host calls the method and sends its reply under that number. The
+    first request must be `load`. Replies are dicts of JSON data; an error of the user's code
+    becomes {failure, detail}.
     """
 
     _config: EnvironmentConfig
@@ -252,12 +252,13 @@ class Host:
     # Loading
 
     def load(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> Reply:
-        """Load the verifier, session class or tools that the recipe names. Returns {refused:
-        message} if that fails; otherwise {imported: paths of files imported from beside the user's
-        own, tools: schemas of the tools in OpenAI's format, forms: {name of a reward function: its
-        form, where that is TRL's or verl's}, beats: whether the process makes several calls at a
-        time and then reports every 0.5 s that it is alive}. `sources`: {absolute path: content} of
-        the user's files, used in place of what is on the disk.
+        """Load the verifier, session class or tools that the recipe names. `codec`: decodes and
+        encodes token ids; None if all responses are texts. `sources`: {absolute path: content} of
+        the user's files, used in place of what is on the disk. Returns {refused: message} if
+        loading fails; otherwise {imported: paths of files imported from the folders of the user's
+        files, tools: schemas of the tools in OpenAI's format, forms: {name of a reward function:
+        its form, where that is TRL's or verl's}, beats: bool}. `beats`: the process may run several
+        calls at the same time, and therefore reports every 0.5 s that it is alive.
         """
         self._config, self._codec = config, codec
         limit_mib, functions = config.memory_limit_mib, dict[str, RewardFunction]()

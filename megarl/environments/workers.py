@@ -142,11 +142,13 @@ class Worker:
 
     async def load(self, codec: Codec | None, sources: Sources, within_s: float | None) -> Reply:
         """Make the process load the verifier, session class or tools of the recipe; user files are
-        taken from `sources`, {absolute path: content}, if they are there. Returns {imported: paths
-        of files imported from beside the user's own, tools: schemas of the tools in OpenAI's
+        taken from `sources`, {absolute path: content}, if they are there. `codec`: decodes and
+        encodes token ids; None if all responses are texts. Returns {imported: paths of files
+        imported from the folders of the user's files, tools: schemas of the tools in OpenAI's
         format, forms: {name of a reward function: its form, where that is TRL's or verl's}, beats:
-        bool}. Raises `ValueError`, with advice, if loading fails or takes more than `within_s`
-        seconds; None: two minutes, or `environment.load_limit_s` if that is longer.
+        whether the process reports every 0.5 s that it is alive}. Raises `ValueError`, with advice,
+        if loading fails or takes more than `within_s` seconds; None: two minutes, or
+        `environment.load_limit_s` if that is longer.
         """
         config = self._config
         # In a run the engines may start at the same time and take every core.
@@ -172,8 +174,10 @@ class Worker:
         `megarl.environments.worker.Host`, such as "judge", then its arguments) and wait for the
         reply, a dict: {score, correct, metrics}, {observation, reward}, {failure, detail} and so
         on. A request that cannot be pickled is answered {failure, detail} at once. Raises
-        `WorkerLost` if the process ends, or gives no reply within `limit_s` seconds; if `beats` is
-        true (the process tells every 0.5 s that it is alive), no sign of life for 5 s more.
+        `WorkerLost` if the process ends or gives no reply within `limit_s` seconds. A process with
+        `beats` true, which reports every 0.5 s that it is alive, enforces the time limit itself:
+        such a process is lost if silent for 5 s longer than the largest `limit_s` of its open
+        requests.
         """
         if self.lost:
             raise self.lost
@@ -301,10 +305,10 @@ class Worker:
 
 class Workers:
     """Scores responses with the recipe's verifier, or runs the recipe's sessions (multi-turn
-    environments), in `config.num_workers` worker processes, and one more for calls that are
-    repeated. Each process starts with the first request for it. All methods are called in one event
-    loop; `close` ends the processes. `codec` decodes and encodes token ids; None if all responses
-    are texts.
+    environments), in `config.num_workers` worker processes. One more process repeats calls, one at
+    a time, that another call may have made fail, as by ending the process of both. Each process
+    starts with the first request for it. All methods are called in one event loop; `close` ends the
+    processes. `codec` decodes and encodes token ids; None if all responses are texts.
     """
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:

@@ -25,8 +25,9 @@ STALE = "stale"
 
 @dataclass(frozen=True)
 class Started:
-    """Ledger event (the ledger is the run's list of what became of every group): generation of
-    rollouts starts in a new run, with these settings.
+    """Ledger event (the ledger is the run's list of what became of every group, all rollouts of one
+    prompt): generation of rollouts starts in a new run. The fields are the settings that decide
+    which groups a step trains on: staleness limit, groups in a step and so on.
     """
 
     step: int
@@ -65,7 +66,8 @@ class Restored(Started):
 @dataclass(frozen=True)
 class Dispatched:
     """Ledger event: the generation requests of a group (all rollouts of one prompt) are sent to the
-    engines.
+    engines. `ordinal` is the group's position in the training order, `prompt` the row in the data
+    set, `version` that of the weights, `seed` that of the first rollout.
     """
 
     ordinal: int
@@ -80,16 +82,17 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class Carried(Dispatched):
-    """Ledger event: the resumed run takes a group (all rollouts of one prompt) that an earlier
-    process has generated and scored from the checkpoint, and does not generate it again. Such
-    events come before those of groups that are sent to the engines; the group's `Finished` follows.
-    The fields are those of the time when the group was sent to the engines.
+    """Ledger event: a resumed run takes over, from its checkpoint, a group (all rollouts of one
+    prompt) that was generated and scored before, in place of generating it again. The fields have
+    the values of the time when the group was first sent to the engines. Such events come before any
+    other `Dispatched`; the group's `Finished` follows.
     """
 
 
 class RolloutRecord(NamedTuple):
-    """What the run's ledger keeps of one rollout of a prompt: its number, its length in tokens, the
-    weight versions that generated it, and whether the verifier failed.
+    """What the run's ledger keeps of one rollout of a prompt: its index among the prompt's
+    rollouts, its length in tokens, which versions of the weights generated which tokens, and
+    whether the verifier failed.
     """
 
     sample: int
@@ -105,9 +108,8 @@ class RolloutRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """Ledger event: all rollouts of one prompt, that at position `ordinal` of the training order
-    (from 0), are generated and scored. `rollouts`: number, tokens, weight versions and failure of
-    each.
+    """Ledger event: all rollouts of the prompt at position `ordinal` of the training order (from 0)
+    are generated and scored. `rollouts`: index, tokens, weight versions and failure of each.
     """
 
     ordinal: int
@@ -138,8 +140,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Trained:
-    """Ledger event: step `step`, from 1, is trained, and its new weights, of version `version`, are
-    on the engines; both numbers are the same.
+    """Ledger event: training step `step`, from 1, is complete: its new weights, of version
+    `version` (the same number), are on the engines. One event for each step.
     """
 
     step: int
@@ -148,8 +150,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Published:
-    """Ledger event: the weights of version `version`, which is the number of steps trained, have
-    been sent to the engines, which now generate with them.
+    """Ledger event: the weights of version `version`, the number of steps done, have reached the
+    engines, which now generate with them. `receipts` identify these weights. Follows the step's
+    `Trained`; also written for the weights with which a run starts.
     """
 
     version: int

@@ -54,9 +54,10 @@ SEAL_BYTES = len(b',"crc":"00000000"}\n')
 
 
 def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, int]:
-    """Make line number `number` (from 0) of a journal, a JSON-lines file that shows damage. Returns
-    (line {"n": number, ...record, "crc": hex} as bytes with its newline, its CRC-32). `before`:
-    CRC-32 of the line before, from which the line's own starts; 0 for the first line.
+    """Make line number `number` (from 0) of a journal, a JSON-lines file in which damage is
+    detected by checksums. Returns (line {"n": number, ...record, "crc": hex} as bytes with its
+    newline, its CRC-32). `before`: CRC-32 of the line before, the initial value of this line's
+    CRC-32; 0 for the first line.
     """
     body = ENCODER.encode({"n": number, **record})[:-1].encode()
     crc = zlib.crc32(body, before)
@@ -172,8 +173,8 @@ class Journal:
     Args:
         path: the file; made with its folder if missing. Records are appended to a copy of an
             existing file, which takes its place, without an incomplete last line.
-        lost: returns a sentence why this process must not write, "" while it may; called before
-            each write.
+        lost: called before each write; returns "" while this process may write, otherwise a
+            sentence why not, such as that another run owns the folder now.
 
     Raises:
         OSError: the file cannot be written.

@@ -36,13 +36,13 @@ LONGEST_FAILURE = 300
 class Recorder:
     """Writes the events of the rollout service, the process that generates a run's rollouts, to the
     run's ledger, the file `path`: `start` first, then what happens to groups (all rollouts of one
-    prompt), then `end`. The service counts steps from 0; the file counts them from 1. Every method
-    but `durable` and `end` returns at once. Without a `path` nothing is recorded.
+    prompt), then `end`. The service counts steps from 0; the file counts them from 1. Without a
+    `path` nothing is recorded.
 
-    No method waits for the disk before a batch is trained. If a crash loses the events of a batch,
-    no checkpoint has that batch: the resumed run generates it again. The events that a checkpoint
-    relies on must be in the ledger, so the service awaits `durable` before it answers with the
-    position in the data that a checkpoint will store.
+    Every method but `durable` and `end` returns at once, before the event is on the disk. If a
+    crash loses the events of a batch, no checkpoint has that batch, and the resumed run generates
+    it again. For this the service must await `durable` before it gives out what a checkpoint will
+    store, such as the position in the data.
 
     Methods raise `UserError` where the file cannot be written.
     """
@@ -57,8 +57,9 @@ class Recorder:
         self._is_started = False
 
     def start(self, settings: Started) -> None:
-        """Write to the run's ledger that generation of rollouts starts, or goes on in a resumed
-        run, after `settings.step` steps. Which of both, and what was cut off the file, is added.
+        """Write to the run's ledger that generation of rollouts starts after `settings.step` steps:
+        a `Started` event in a new run, `Restored` in a resumed one. The event also tells how many
+        bytes of an incomplete last line were cut off the file.
         """
         if self._journal is not None:
             kind = Started if self._journal.is_new and settings.step == 0 else Restored
@@ -67,14 +68,14 @@ class Recorder:
             self._version, self._is_started = settings.step, True
 
     def put(self, event: Event) -> None:
-        """Write `event` to the run's ledger, what happened to a group (all rollouts of one prompt)
-        or to the run.
+        """Write `event`, which happened to a group (all rollouts of one prompt) or to the run, to
+        the run's ledger.
         """
         self._append(functools.partial(to_record, event))
 
     def finish(self, group: Group) -> None:
         """Write to the run's ledger that all rollouts of `group`, a prompt with its rollouts, are
-        generated and scored, its greedy response too, if it has one.
+        generated and scored; a greedy response to the prompt, as a baseline, is listed too.
         """
         rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
         self._append(functools.partial(_finished, group.ordinal, rollouts))
@@ -100,10 +101,10 @@ class Recorder:
             self.put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
-        """Write to the run's ledger (the file that tells what became of every group of rollouts)
-        that the steps before `version` (counted from 0) are trained, since the weights that came of
-        them, of version `version`, are on the engines. Every rank reports each version; only the
-        first call for a version counts.
+        """Call this when the weights of version `version` (the number of steps done) are on the
+        engines: writes to the run's ledger (the file that tells what became of every group of
+        rollouts) that all steps up to this version are trained. Every rank reports each version;
+        only the first call for a version counts.
         """
         for done in range(self._version + 1, version + 1):
             self.put(Trained(done, done))

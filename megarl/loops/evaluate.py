@@ -75,10 +75,11 @@ def make_folder(parent: Path) -> Path:
 
 def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
     """Start the engines of one model and evaluate it: yields the results on one data set after
-    another, each a dict of metrics with `model`, `data` and, where several or sampled responses to
-    a problem are asked for, `sampled`. `case` holds the recipe with this model, its tokenizer and
-    the tokenised problems by data set. Every generation is written to the open text file `to`, one
-    JSON object a line. The engines are closed with the iterator.
+    another, each a dict of metrics with `model` and `data`, and with `sampled`, a dict of metrics
+    of the sampled responses, if `evaluation.samples` is above 1 or `sampled_too` is set. `case`
+    holds the recipe with this model, its tokenizer and the tokenised problems by data set. Every
+    generation is written to the open text file `to`, one JSON object a line. The engines are closed
+    with the iterator.
     """
     tags = tags_of(case.inputs.tokenizer.chat_template)
     config, evaluation = case.config, case.config.evaluation
@@ -109,8 +110,8 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
     """A context manager in which inference engines of the model `config.model.path`, behind a
     rollout service on a Ray cluster of their own, answer the requests of a `RolloutClient` in this
     process. `inputs`: the model's tokenizer and stop tokens. Entering blocks until the engines are
-    ready. They first score the tokens of `prompt`; raises `UserError` if the log-probs are not
-    finite.
+    ready and have scored the tokens of `prompt` as a test; raises `UserError` if the log-probs are
+    not finite.
     """
     on_cpu = mesh.local_device().type == "cpu"
     with Cluster(
@@ -170,14 +171,15 @@ def generate(
     *,
     inspects: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Have the rollout service answer and judge each of `prompts` (`Prompt` objects: tokenised
-    problems with reference answers) once for each of `names`, and yield a dict for each response:
-    all problems for the first name, in their order, then for the next. Keys are, among others,
-    `prompt`, `response` (text), `correct` (bool), `reward`, `tokens` and `finish`. A response's
-    sampling seed depends on the problem and the name alone.
+    """Have the rollout service generate and score one response to each of `prompts` (`Prompt`
+    objects: tokenised problems with reference answers) for each of `names`, which tell repeated
+    samples apart ("eval_sampled/1"). Yields a dict for each response: all problems for the first
+    name, in their order, then for the next. Keys are, among others, `prompt`, `response` (text),
+    `correct` (bool), `reward`, `tokens` (their number) and `finish`. A response's sampling seed
+    depends on the problem and the name alone.
 
-    `temperature`: 0 for greedy. With `inspects` failed verdicts raise no `UserError`, and each dict
-    has the token segments of the response as `segments`.
+    `temperature`: 0 for greedy. Raises `UserError` if the verifier failed for too many responses;
+    not with `inspects`, where each dict also has the response's token segments as `segments`.
     """
     parts = [
         prompts[first : first + PROBLEMS_PER_CALL]
@@ -193,8 +195,8 @@ def generate(
 
 def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
     """Append the responses `rows` of one data set to the open text file `to`, one JSON object a
-    line, each with the entries of `about` and `kind` ("greedy" or "sampled") before its own; NaN
-    and infinity become null. The file is flushed.
+    line: first the entries of `about` (model and data set), then "kind": `kind` ("greedy" or
+    "sampled"), then those of the row. NaN and infinity become null. The file is flushed.
     """
     for record in rows:
         to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
@@ -228,8 +230,9 @@ def over_samples(
 def final_answer(response: str, environment: EnvironmentConfig, question: str = "") -> str | None:
     """The answer in a response's text, by which maj@n counts equal answers; None if the response
     holds no answer. `environment`: the recipe's section. With its verifier `math` the answer is the
-    final expression, a plain number by its value; with `exact_match` the text that is compared.
-    `question`: the prompt's text, whose end may be the opening tag of the response's thinking.
+    final expression, a plain number by its value; with any other, what `exact_match` compares: the
+    text after the last `answer_after` marker. `question`: the prompt's text, whose end may be the
+    opening tag of the response's thinking.
     """
     response = answer_part(response, environment.thinking, question)
     if environment.verifier == "math":

@@ -42,8 +42,9 @@ and critics if there are any, on the batch. All ranks of the policy call it toge
 @dataclass(frozen=True)
 class Method:
     """What a command does with the rollouts of each step, as two functions that the RL loop calls:
-    `train` on ranks of the policy, `serve` on ranks that have only other models. `megarl train` and
-    `megarl distill` differ in these functions alone.
+    `train(parts, batch)` on ranks of the policy, which returns a `StepReport` (metrics), and
+    `serve(parts, step)` on ranks that have only other models. `megarl train` and `megarl distill`
+    differ in these functions alone.
     """
 
     train: TrainStep
@@ -211,11 +212,11 @@ def save(parts: Parts, done: int) -> None:
 
 
 def record_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
-    """If the recipe sets `observe.batches`, begin to write `batch` (this rank's samples of a step)
-    into the run folder, from which `megarl replay` trains again; first wait until earlier batches
-    are on the disk. With None only wait. Otherwise nothing. All ranks of the policy call it
-    together. Raises `UserError` on each of them, after `done` steps, if a batch could not be
-    written.
+    """Begin to write `batch` (this rank's samples of a step) into the run folder, from which
+    `megarl replay` trains again, after waiting until earlier batches are on the disk; None: only
+    wait. Does nothing unless the recipe sets `observe.batches`. All ranks of the policy call it
+    together. Raises `UserError` on all of them if a batch could not be written; `done` is the
+    number of steps done.
     """
     if not parts.config.observe.batches:
         return
@@ -245,8 +246,8 @@ Order = Literal["train", "save", "end", "abort"]
 
 
 def tell(parts: TrainingParts, order: Order, step: int) -> None:
-    """On rank 0, give the ranks that hold no part of the policy the order for step `step`: "train"
-    the step, "save" a checkpoint after so many steps, "end" the run, or "abort" it without waiting
+    """On rank 0, send an order to the ranks that hold no part of the policy: "train" step `step`
+    (from 0), "save" a checkpoint after `step` steps, "end" the run, or "abort" it without waiting
     for a checkpoint. Does nothing if there are no such ranks; does not block.
     """
     if parts.serving is not None:
@@ -320,8 +321,8 @@ def method_of(config: RunConfig) -> Method:
 
 def serve(parts: ServingParts, method: Method) -> None:
     """The RL loop of a training rank that has no part of the policy, but of a reference, critic,
-    reward model or teacher (`parts`): it follows the orders of rank 0, of which each step has one,
-    until the run ends, and calls `method.serve` in each step. All such ranks call it together.
+    reward model or teacher (`parts`). It waits for orders of rank 0 until the run ends, and calls
+    `method.serve` for each step or writes a checkpoint. All such ranks call it together.
 
     After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
     step; then `EndedBySignal` is raised.
@@ -398,10 +399,10 @@ def _evaluate(parts: Parts, step: int) -> bool:
 
 
 def is_evaluated(parts: Parts, step: int, name: str) -> bool:
-    """Whether this evaluation of the weights after `step` steps is in the run folder already: the
-    run was killed after it, and now goes on from the checkpoint of that step. Its metrics then
-    count for an early stop. `name`: "eval" or "eval_sampled". All ranks of the policy call it
-    together and get the same answer.
+    """Whether the run folder already has the results of the evaluation `name` ("eval" or
+    "eval_sampled") after `step` steps, so that a run resumed from the checkpoint of that step need
+    not repeat it. If so, rank 0 checks these results for an early stop. Always False in a new run
+    and for other steps. All ranks of the policy call it together and get the same answer.
     """
     if step != parts.first_step or step == 0:
         return False
@@ -412,9 +413,9 @@ def is_evaluated(parts: Parts, step: int, name: str) -> bool:
 
 
 def stop_again(parts: Parts) -> None:
-    """On rank 0 of a run that goes on from a checkpoint, end the run if the metrics of the
-    checkpoint's last step were good enough for an early stop; a run that has stopped early and is
-    started again so ends at once. It does nothing on other ranks.
+    """In a run resumed from a checkpoint, end the run if the training metrics of the checkpoint's
+    last step are good enough for an early stop. A run that has stopped early therefore stops at
+    once when it is started again. Does nothing on ranks other than rank 0.
     """
     if parts.observer is not None and parts.first_step > 0:
         metrics = parts.observer.trained(parts.first_step)
@@ -425,8 +426,8 @@ def stop_again(parts: Parts) -> None:
 def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:
     """On rank 0, end the run on all ranks after the present step if `metrics` {name: value},
     measured after `done` steps, are good enough by the recipe's section `early_stop`. Raises
-    `UserError` if an evaluation lacks the metric of evaluations that the recipe names, or a step a
-    metric of the user's own.
+    `UserError` if `metrics` lack the metric that the section names, though they are of its kind (of
+    an evaluation or of a step); only megarl's own metrics of steps may be missing.
     """
     early = parts.config.early_stop
     if done < parts.config.steps and reached(early, metrics):

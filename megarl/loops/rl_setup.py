@@ -121,12 +121,11 @@ class ServingParts:
 
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
-    """Create the objects of this rank: the models and, on ranks of the policy, inference engines
-    and rollouts, which are ready when it returns. Returns `Parts` on ranks of the policy, else
-    `ServingParts`, which hold them. All ranks of the job call it together; it takes minutes.
-    `context`: the opened run (mesh, device, run folder), whose `stack` closes what is created, at
-    the end of the run. `config`: the checked recipe. `inputs`: what the checks have loaded
-    (tokenizer, layout, data).
+    """Create the objects of this rank. On ranks of the policy, returns `Parts`: models, inference
+    engines and rollouts, which are ready. On other ranks, returns `ServingParts`: models alone. All
+    ranks of the job call it together; it takes minutes. `context`: the opened run (mesh, device,
+    run folder), whose `stack` closes what is created, at the end of the run. `config`: the checked
+    recipe. `inputs`: what the checks have loaded (tokenizer, layout, data).
     """
     mesh, stack, generation = context.mesh, context.stack, None
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
@@ -170,11 +169,11 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
 def build_training(
     context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
 ) -> TrainingParts | ServingParts:
-    """Create the models of this rank, and load the checkpoint to resume from. Returns
-    `TrainingParts` on ranks of the policy, else `ServingParts`, which hold them. All ranks of the
-    job call it together. `context`: the opened run (mesh, device, run folder). `config`: the
-    checked recipe. `inputs`: what the checks have loaded (tokenizer, layout, data). `deadline_s`:
-    seconds that a rank without a part of the policy waits for the next order of rank 0 at most.
+    """Create the models of this rank, and load the checkpoint to resume from. Returns these models
+    as `TrainingParts` on ranks of the policy, else as `ServingParts`. All ranks of the job call it
+    together. `context`: the opened run (mesh, device, run folder). `config`: the checked recipe.
+    `inputs`: what the checks have loaded (tokenizer, layout, data). `deadline_s`: seconds that a
+    rank without a part of the policy waits for the next order of rank 0 at most.
     """
     mesh, everyone, orders = context.mesh, all_ranks(), None
     if len(mesh.ranks) < everyone.size:
@@ -289,9 +288,9 @@ def make_teacher(
     context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> Teacher | None:
     """Create the frozen teacher model of a `megarl distill` run, whose `read` computes its
-    distributions for a step's samples; returns None for other runs. `policy`: this rank's part of
-    the policy, None on a rank that has none. `everyone`: an axis of all ranks of the job, which
-    call it together.
+    distributions for a step's samples; returns None for other runs. All ranks of the job call it
+    together; `everyone` is their process group. `policy`: this rank's part of the policy, None on a
+    rank that has none.
     """
     if not isinstance(config, DistillConfig):
         return None
@@ -315,11 +314,11 @@ def make_transfer(
     optimizer_steps: int | None = None,
 ) -> BatchTransfer:
     """Create the model of the recipe's section `name` ("reference", "critic", "reward_models.NAME",
-    "teacher") on the ranks that the recipe gives it, and return what moves batches from the
-    policy's ranks to it and results back. All ranks of the job (`everyone`) call it together.
-    `head`: what the model computes for each token: "logprobs", "value", "scalar" (a reward) or
-    "states" (last hidden states). The model is trained if `optimizer_steps`, its optimizer steps in
-    the whole run, is given; otherwise it is frozen.
+    "teacher") on the ranks that the recipe gives it. Returns the object that sends batches from the
+    policy's ranks to this model and its results back. All ranks of the job call it together;
+    `everyone` is their process group. `head`: what the model computes for each token: "logprobs",
+    "value", "scalar" (a reward) or "states" (last hidden states). `optimizer_steps`: number of
+    optimizer steps in the whole run, for a model to be trained; None: the model is frozen.
     """
     settings, place = config.other_roles[name], context.inputs.roles.get(name)
     mesh = context.mesh
@@ -358,9 +357,10 @@ def make_roles(
 ) -> tuple[Scorer | None, list[Critic], RewardModels]:
     """Create the models beside the policy: (reference, critics, reward models), objects that
     compute log-probs, values and scores of a step's samples. The reference is None where the
-    algorithm does not use one; where the recipe names no other model and trains with LoRA, it is
-    the policy itself, without its adapters or with those that it started from. All ranks of the job
-    (`everyone`) call it together; `policy` is None on ranks that have no part of the policy.
+    algorithm does not use one. With LoRA and no reference model in the recipe, the policy itself is
+    the reference: without its adapters, or with their initial weights if the run starts from an
+    adapter and `reference.lora` is "start". All ranks of the job call it together; `everyone` is
+    their process group. `policy` is None on ranks that have no part of the policy.
     """
     reference = None
     if "reference" in config.other_roles and policy_as_reference(config):
@@ -405,9 +405,9 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds that may pass at most from one batch to the next, seen from a rank that has no part
-    of the policy: rollouts, training, evaluations on `num_held_out` problems, sending weights to
-    engines with repetitions, and before the first step the engines' start.
+    """Seconds that a rank without a part of the policy waits for the next batch at most: the time
+    limits of rollouts, training, evaluations on `num_held_out` problems, and sending weights to the
+    engines, with starts of engines and repeated sending after failures.
     """
     publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
     start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s

@@ -13,7 +13,7 @@ from megarl.trainer.context import RunContext
 
 def due(done: int, every: int, last: int) -> bool:
     """Whether a periodic action (checkpoint, evaluation) is to run after `done` of `last` steps:
-    every `every` steps (0: never), and always after the last step.
+    after every `every` steps (0: not periodically), and always after the last step.
     """
     return done == last or (every > 0 and done % every == 0)
 
@@ -36,11 +36,10 @@ def save_due(run: RunContext, done: int, last: int) -> bool:
 
 def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:
     """Whether `metrics`, {name: value} of a step or of an evaluation, are good enough to end the
-    run by the recipe's section `early_stop` (`config`). False if the recipe asks for no metric,
-    `metrics` are of another kind than the metric that it asks for (names of evaluations begin with
-    "eval/" or "eval_sampled/", those of steps do not), or a step lacks one of megarl's own metrics
-    of steps, as one that trains only critics does. Raises `UserError` if metrics of the right kind
-    lack any other metric.
+    run by the recipe's section `early_stop` (`config`). False if the section names no metric, or
+    one of another kind: names from evaluations begin with "eval/" or "eval_sampled/", those from
+    steps do not. If a metric of the right kind is missing: False for megarl's own metrics of steps,
+    which a step that trains only critics lacks; `UserError` for any other metric.
     """
     name = config.metric
     if not name or _kind(name) not in {_kind(key) for key in metrics}:
