@@ -135,8 +135,9 @@ class Audit:
 
     @property
     def cursor(self) -> Cursor:
-        """Which groups (rollouts of one prompt) the trained steps have used: all positions in the
-        training order below its `first`, and those in its `beyond`.
+        """Which groups (rollouts of one prompt) the trained steps have used, by the positions of
+        their prompts in the training order, from 0: all below `first`, and those in the tuple
+        `beyond`.
         """
         return self.steps[-1].cursor if self.steps else self.first_cursor
 
