@@ -211,8 +211,8 @@ def waits_on(span: Event) -> list[str]:
 
 
 def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
-    """The recordings of the processes that a process waits for in the span `span`, the trace event
-    (dict) of its begin, out of `lives`, {name of a process: its recording}. The name "engines" in a
+    """Of `lives`, {name of a process: its recording}, the recordings of the processes for which a
+    process waits in the span `span`, the trace event (dict) of its begin. The name "engines" in a
     span stands for every engine, "3 ranks" for every rank.
     """
     found = []

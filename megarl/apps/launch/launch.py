@@ -134,9 +134,9 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
-    """Check the placement of a run before it starts: raises `ValueError` if the inference engines,
-    or the transport of weights from trainer ranks to engines, do not work on the GPUs and nodes
-    that `gpus` gives to the processes of `plan`.
+    """Check the placement of a run before it starts. Raises `ValueError` if the GPUs and nodes that
+    `gpus` gives to the processes of `plan` do not suit the recipe's inference engines, or its way
+    to send weights from trainer ranks to engines.
     """
     # Imported here: transformers takes seconds, and other mistakes are told without it.
     from megarl.checks.engine_checks import check_placement

@@ -150,10 +150,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchPlan:
-    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and layout
-    of each model (policy, critic, ...), and inference engines with their number of GPUs. Supervised
-    fine-tuning (`SftConfig`) has ranks of one model and no engines. Raises `ValueError` if
-    `--gpus-train` or `--gpus-engine` contradict the recipe, or if ranks and layouts do not fit.
+    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and
+    parallel layout (data, sequence, tensor) of each model (policy, critic, ...), and inference
+    engines with their number of GPUs. Supervised fine-tuning (`SftConfig`) has ranks of one model
+    and no engines. Raises `ValueError` if `--gpus-train` or `--gpus-engine` contradict the recipe,
+    or if ranks and layouts do not fit.
     """
     training = config.training
     within_s = training.checkpoint.save_within_s

@@ -46,8 +46,8 @@ LISTED = 5
 
 @dataclass
 class UntrainedGroup:
-    """A group (the rollouts of one prompt) that is not part of a trained step: in flight, finished,
-    or chosen or rejected for a step that is not trained yet.
+    """A group (the rollouts of one prompt) that no trained step has used: it is being generated, is
+    finished, or was accepted or rejected for a step that is not trained yet.
     """
 
     version: int
@@ -150,8 +150,8 @@ class Audit:
 
     @property
     def rejected(self) -> Counter[str]:
-        """{why: number of groups, the rollouts of one prompt, that were rejected}, also for a step
-        that is not trained yet. Reasons are words such as "stale".
+        """{reason: number of groups, the rollouts of one prompt, that were rejected for it}, also
+        for a step that is not trained yet. Reasons are words such as "stale".
         """
         untrained = Counter(life.why for life in self.open.values() if life.why)
         return sum((step.rejected for step in self.steps), untrained)
