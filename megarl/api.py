@@ -81,8 +81,9 @@ def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
     `PreferenceConfig` or `RewardModelConfig`. Returns an object of that class.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
-    by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError` for
-    mistakes.
+    by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
+    names all mistakes, for a file that is no recipe, an unknown setting or a value that is not
+    allowed.
     """
     tree = configs.written_tree(path)
     for key, value in changes.items():

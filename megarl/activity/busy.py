@@ -18,11 +18,12 @@ PROGRESS_S = 10.0
 
 @dataclass(eq=False)
 class Busy:
-    """Records requests that overlap as one span in the activity trace of this process, the file
-    RUN/activity/PROCESS.json, from the first open request until none is open, however many there
-    are in between. `what`: the span's name; `kind`: "generate", "score" and so on; `of`: the
-    process that answers. A request that is open for `deadline_s` seconds is reported on standard
-    error.
+    """Records overlapping requests to another process as one span in the activity trace of this
+    process, the file RUN/activity/PROCESS.json. The span begins with the first open request and
+    ends once none has been open for a quarter of a second. `what`: the span's name; `kind`:
+    "generate", "score" and so on; `of`: name of the process that answers, or several names. A
+    request that is open for `deadline_s` seconds (0: no deadline) is reported in a file
+    RUN/waits-TIME.txt and on standard error.
 
         busy = Busy("responses", kind="generate")
         with busy.request(): ...  # in any number of asyncio tasks of one event loop
@@ -53,8 +54,8 @@ class Busy:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """A context manager for one request: open from the begin of the block to its end. Nothing
-        is recorded if this process has no open recorder.
+        """A context manager for one request, which counts as open while the block runs. Nothing is
+        recorded if this process has not called `Recording.open`.
         """
         number, begun = next(self._numbers), now()
         with self._lock:
@@ -75,8 +76,9 @@ class Busy:
                 del self.requests[number]
 
     def judged(self, waited_s: float, paused_s: float) -> None:
-        """Tell how long a request has waited: `waited_s` seconds, of which its deadline does not
-        count `paused_s`. If the rest has reached the deadline, the request is reported as late.
+        """For requests whose deadline does not count all of their time: tell that an open request
+        has waited `waited_s` seconds, of which `paused_s` do not count. The request is reported as
+        late if the difference is `deadline_s` or more.
         """
         with self._lock:
             self._judged_at = now()
@@ -85,9 +87,10 @@ class Busy:
 
     def look(self, at: float) -> Span | None:
         """Called by the thread that watches open spans, every quarter of a second, with the time
-        `at` in seconds since the epoch: ends the span if no request has been open for a while,
-        writes how many requests are open and done, and returns a `Span` for the newest request that
-        has passed its deadline, or None.
+        `at` in seconds since the epoch. Ends the span if no request has been open for a quarter of
+        a second. Writes to the trace, at most every 10 seconds, how many requests are open and
+        done. Returns a `Span` for the request that was last found to have passed its deadline, or
+        None.
         """
         with self._lock:
             self._tidy(at)

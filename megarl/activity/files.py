@@ -74,8 +74,9 @@ class Life:
         return self.is_alive is False or self.condition.startswith("stopped")
 
     def ended_at(self, span: Event) -> int:
-        """When the span `span`, the trace event of its begin out of `spans`, ended, in microseconds
-        since the epoch; for a span without an end, the time of the process's last event.
+        """When the span `span`, the trace event of its begin as it is in this object's `spans`,
+        ended, in microseconds since the epoch. For a span without an end: the time of the process's
+        last event.
         """
         return span.get("end", micros(self.last))
 
@@ -90,8 +91,8 @@ class Life:
         return sorted(inner, key=lambda span: (bool(waits_on(span)), span["ts"]))
 
     def around(self, span: Event) -> list[Event]:
-        """The spans (trace events, as dicts) that enclose `span`, one of the values of `spans`,
-        from the innermost.
+        """The spans (trace events, as dicts) that enclose `span`, the innermost first. `span`: a
+        value of this object's dict `spans`.
         """
         found = []
         while (parent := self.spans.get(span["in"])) is not None and parent["span"] < span["span"]:
@@ -100,9 +101,10 @@ class Life:
         return found
 
     def doing(self, span: Event, at: float) -> str:
-        """A phrase that says what the process does in `span`, or did last: name, enclosing spans,
-        for how long, and for which processes it waits. `at`: the time now, in seconds since the
-        epoch.
+        """A phrase that says what the process does in the open span `span`, a value of this
+        object's dict `spans`: name, enclosing spans, for how long, and for which processes it
+        waits. `at`: the time now, in seconds since the epoch; for a process that has ended, the
+        time of its last event counts instead.
         """
         args, until = span["args"], self.last if self.is_alive is False else at
         words = ", in ".join(one["name"] for one in [span, *self.around(span)])
@@ -119,8 +121,8 @@ class Life:
 def read_lives(folder: Path, *, only_last: bool = False) -> list[Life]:
     """Read what all processes of a run have recorded of themselves from `folder`, RUN/activity.
     Returns a `Life`, with name, host, spans and steps, for each start of a process, sorted by name
-    (ranks first, engine10 after engine9); with `only_last` only the newest of each process, as its
-    newest file tells.
+    (ranks first, engine10 after engine9). With `only_last`: only the newest start of each process,
+    without older events, which large traces move to PROCESS.1.json.
     """
     found = []
     for path in sorted(folder.glob("*.json"), key=_order):
@@ -209,8 +211,8 @@ def waits_on(span: Event) -> list[str]:
 
 
 def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
-    """The recordings of the processes that a process waits for in the span `span`, the trace event
-    (dict) of its begin, out of `lives`, {name of a process: its recording}. The name "engines" in a
+    """Of `lives`, {name of a process: its recording}, the recordings of the processes for which a
+    process waits in the span `span`, the trace event (dict) of its begin. The name "engines" in a
     span stands for every engine, "3 ranks" for every rank.
     """
     found = []
@@ -224,8 +226,8 @@ def processes_named(span: Event, lives: Mapping[str, Life]) -> list[Life]:
 
 def culprit(span: Event, waiting: str, lives: Mapping[str, Life]) -> Life | None:
     """Of the processes that process `waiting` waits for in `span`, a trace event, the one that most
-    likely keeps it waiting: one that is gone or stopped, else one that is not in a wait of the same
-    name, else any. None if none of them is in `lives`, {name: record of the process}.
+    likely keeps it waiting: one that is gone or stopped; else one that is not itself in a span
+    named as `span` is; else any. None if none of them is in `lives`, {name: record of the process}.
     """
     found = [one for one in processes_named(span, lives) if one.process != waiting]
     dead = [one for one in found if one.is_out]

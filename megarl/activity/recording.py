@@ -50,9 +50,9 @@ class Recording:
 
     @classmethod
     def beside(cls, part: str) -> tuple[Recording, str] | None:
-        """For a child process of this one that is a part of it, such as "core": (this process's
-        recording, the name of the child, such as "engine0-core"), with which the child calls
-        `open`. None if this process does not record.
+        """(recording, name) for a child process that does a part of this process's work, such as
+        `part` "core": the child calls `recording.open(name)`. `name` is the name of this process
+        and `part`, such as "engine0-core". None if this process does not record.
         """
         return next(((one.recording, f"{one.process}-{part}") for one in RECORDERS), None)
 
@@ -91,8 +91,9 @@ def close_recording() -> None:
 
 class SpanRecorder:
     """Writes the spans of this process, things that it does with begin and end, to the Chrome trace
-    file RUN/activity/`process`.json. A daemon thread writes the spans that last long, answers
-    requests for the stacks of this process, and reports waits that have passed their deadline.
+    file RUN/activity/`process`.json. Four times a second, a daemon thread writes the begin of quiet
+    spans that have lasted a second, writes the stacks of this process if another one asks for them,
+    and reports waits that have passed their deadline.
     """
 
     def __init__(self, recording: Recording, process: str) -> None:
@@ -159,8 +160,9 @@ class SpanRecorder:
             self.write(self._marked)
 
     def start(self, span: Span) -> None:
-        """Begin `span`, a thing that this process does, now: sets its time, number and lane in the
-        trace, and writes the event of its begin unless the span is quiet.
+        """Begin the span `span` now: sets its time, its number and its lane, the `tid` of trace
+        events, of which no two spans overlap unless one encloses the other. Writes the event of its
+        begin; for a quiet span (`is_quiet`) this is done only if it lasts a second.
         """
         with self._lock:
             span.number, span.begin = next(self._numbers), now()
@@ -174,8 +176,9 @@ class SpanRecorder:
                 self.begin(span)
 
     def begin(self, span: Span) -> None:
-        """Write the event that `span` has begun, unless it is written already or the span has
-        ended.
+        """Write the event that `span`, an argument of `start`, has begun, unless it is written
+        already or the span has ended. Called by `start` or, for a quiet span, once it has lasted a
+        second or is late.
         """
         with self._lock:
             if span.number in self.open and not span.is_written:

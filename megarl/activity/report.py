@@ -82,8 +82,9 @@ def stacks_of(
 ) -> dict[str, str]:
     """Ask the processes in `lives` for their Python stacks and wait for at most 3 seconds. Returns
     {name of the process: its stacks as text, or why there are none}. `folder`: `activity` in the
-    run folder. `own`: answers for this process, as `Stacks.answer` does; called again and again
-    meanwhile. Raises `OSError` if the request cannot be written.
+    run folder. `own`: function that writes this process's own stacks when asked, such as
+    `Stacks.answer`; called again and again during the wait. Raises `OSError` if the request cannot
+    be written.
     """
     found = {one.process: "none: the process did not answer" for one in lives}
     found |= {one.process: f"none: the process is {one.condition}" for one in lives if one.is_out}
@@ -111,8 +112,9 @@ def stacks_of(
 
 
 class Last(NamedTuple):
-    """The newest report of a run: when it was written, its first line, and which waits it names as
-    overdue.
+    """The newest report of a run: when it was written (`at`), its first line (`line`), and the
+    waits that it names as overdue, by their process (`process`) and the numbers of their spans
+    (`numbers`).
     """
 
     at: float = 0.0
@@ -139,8 +141,8 @@ def report(
     """Write RUN/waits-<time>.txt about the spans `late` of the process named `process`, which have
     passed their deadline, with the state and stacks of all processes. Does nothing if the newest
     report tells of these waits already. Blocks for some seconds. `folder`: RUN/activity. `own`:
-    answers for this process's stacks, as `Stacks.answer` does; called again and again meanwhile.
-    Raises `OSError`.
+    function that writes this process's own stacks when asked, such as `Stacks.answer`; called again
+    and again meanwhile. Raises `OSError` if a file cannot be written.
     """
     until = time.monotonic() + PATIENCE_S
     with (folder / ".lock").open("w") as lock:
@@ -203,9 +205,10 @@ def _write(
 
 
 def described(lives: Sequence[Life], answered: Mapping[str, str], at: float) -> Iterator[str]:
-    """Iterate over the lines of a report about the processes `lives`, their recordings: what each
-    does at `at`, in seconds since the epoch. Then, if `answered` is not empty, each process's child
-    processes and its stacks, {name of the process: text}.
+    """Iterate over the lines of a report. First comes what each process does at `at`, in seconds
+    since the epoch. Then, unless `answered` is empty, come the child processes and the stacks of
+    each process. `lives`: recordings of the processes; `answered`: {name of a process: text of its
+    stacks}.
     """
     for one in lives:
         head = f"  {one.process:12} {one.condition:20} "

@@ -154,8 +154,9 @@ def activity(
         what: name of the span for people, such as "rollouts of step 7".
         kind: one of `KINDS`: "generate", "wait", "train" and so on.
         of: names of the processes that this one waits for; a number is a rank.
-        deadline_s: seconds after which the wait is reported; 0 for none. An error after it is held
-            back until the report is written; in an event loop use `megarl.activity.busy.Busy`.
+        deadline_s: seconds after which the wait is reported; 0 for none. If the block raises an
+            error after the deadline, the report is written first, which blocks for seconds; in an
+            event loop use `megarl.activity.busy.Busy`.
         quiet: for what is done many times a step: it is written only where it lasts longer than a
             second.
     """

@@ -31,8 +31,9 @@ machine busy, and into `FAIL` otherwise."""
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, one line of the table that `megarl doctor` prints: a status, what was
-    found and what to do about it, as text of one line each.
+    """Result of a check, one line of the table that `megarl doctor` prints: `status` ("ok", "warn",
+    "FAIL" or "late", a timeout), `found` (what was found), `fix` (what to do about it; empty for
+    nothing) and `check` (the check's name), as text of one line each.
     """
 
     status: Status
@@ -46,8 +47,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """Outcome of a program that `run_program` ran with a deadline: exit status, standard output,
-    and the last line of standard error.
+    """Outcome of a program that `run_program` ran with a deadline: `code`, its exit status (None if
+    the deadline passed), `output`, its standard output, and `last_error`, the last line of its
+    standard error or why the program failed.
     """
 
     code: int | None
@@ -60,9 +62,9 @@ class ProgramOutcome:
     program failed."""
 
     def finding(self, good: str, fix: str) -> Finding:
-        """The outcome as a finding: `ok` with the text `good` if the program's exit status is 0,
-        else `last_error` with the advice `fix`. The status is then `late` if the deadline passed or
-        the program itself reports a timeout, otherwise `FAIL`.
+        """The outcome as a finding of a check. Its status is `ok`, with the text `good`, if the
+        program's exit status is 0. Otherwise its text is `last_error`, its advice `fix`, and its
+        status `late` if the deadline passed or the program itself reports a timeout, else `FAIL`.
         """
         if self.code == 0:
             return Finding("ok", good)
@@ -76,10 +78,11 @@ def run_program(
     within_s: float = PROCESS_WITHIN_S,
     environment: Mapping[str, str] | None = None,
 ) -> ProgramOutcome:
-    """Run `command` (no shell) in the temporary folder for at most `within_s` seconds, then kill
-    every process of its session and their descendants. Blocks until then. `environment` is added to
-    that of this process. A program that cannot be started gives the exit status 1; nothing is
-    raised for it.
+    """Run `command` (no shell) in the system's temporary folder for at most `within_s` seconds,
+    then kill every process of its session and their descendants. Blocks until then. `environment`:
+    variables to add to those of this process. Returns exit status, output and last error. The exit
+    status is None if the deadline passed, and 1 if the program cannot be started; neither raises an
+    error.
     """
     # Files and not pipes, which a process that is left would keep open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -114,8 +117,8 @@ def run_program(
 
 
 def ask_python(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
-    """Run `program`, the text of a Python program, with this interpreter for at most
-    `PROCESS_WITHIN_S` seconds, and wait for its end. `arguments` are its sys.argv[1:];
-    `environment` is added to the variables of this process.
+    """Run `program`, the text of a Python program, with this interpreter for at most 45 seconds
+    (`PROCESS_WITHIN_S`), and wait for its end. `arguments` are its sys.argv[1:]; `environment` is
+    added to the variables of this process. The outcome is that of `run_program`.
     """
     return run_program([sys.executable, "-c", program, *arguments], environment=environment)

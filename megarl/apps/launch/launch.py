@@ -134,9 +134,9 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
-    """Check the placement of a run before it starts: raises `ValueError` if the inference engines,
-    or the transport of weights from trainer ranks to engines, do not work on the GPUs and nodes
-    that `gpus` gives to the processes of `plan`.
+    """Check the placement of a run before it starts. Raises `ValueError` if the GPUs and nodes that
+    `gpus` gives to the processes of `plan` do not suit the recipe's inference engines, or its way
+    to send weights from trainer ranks to engines.
     """
     # Imported here: transformers takes seconds, and other mistakes are told without it.
     from megarl.checks.engine_checks import check_placement
@@ -169,9 +169,9 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
 
 
 def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addresses) -> list[str]:
-    """What a run's start looks like to the user: lines, without newlines, with the command of each
-    process in `started`, with the `srun` in front where `hosts`, the names of the nodes, are
-    several. `at`: address and ports of the run.
+    """Lines, without newlines, that show the user how a run is started: the command of each process
+    in `started`. On several `hosts`, the names of the nodes, each command begins with the `srun`
+    that starts it on its node. `at`: address and ports of the run.
     """
     lines: list[str] = []
     if any(one.kind == "ray" for one in started):
@@ -184,9 +184,10 @@ def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addres
 
 
 def refuse_owned(config: RunConfig | SftConfig) -> None:
-    """Raise `UserError` if another live run owns the run folder `config.folder`. Trainer rank 0
-    takes the folder too, but only after Ray has started. Waits up to
-    `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another machine lives.
+    """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
+    write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
+    Waits up to `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another
+    machine lives.
     """
     patience_s = config.training.checkpoint.owner_timeout_s
     try:
@@ -198,12 +199,12 @@ def refuse_owned(config: RunConfig | SftConfig) -> None:
 
 
 def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:
-    """Assign GPUs to the trainer ranks and engines of `plan`, on `num_nodes` nodes that are all
-    alike: those in CUDA_VISIBLE_DEVICES, none if that variable is empty, and all GPUs of this node
-    if it is not set. With `--cpu` nodes alone are assigned. A dry run assumes the nodes and GPUs
-    that the options name; without options and variable, one node with as many GPUs as are needed.
-    Returns the GPU of each rank and the GPUs of each engine. Raises `ValueError` if there are too
-    few.
+    """Assign GPUs to the trainer ranks and engines of `plan`, on `num_nodes` nodes that have the
+    same GPUs. On each node the GPUs in CUDA_VISIBLE_DEVICES are used: none if this variable is
+    empty, all of this node's if the variable is not set. With `--cpu`, processes are assigned to
+    nodes and not to GPUs. A dry run assumes the nodes and GPUs that `--nodes` and `--gpus-per-node`
+    name; without options and variable, one node with as many GPUs as are needed. Returns the GPU of
+    each rank and the GPUs of each engine. Raises `ValueError` if there are too few.
     """
     if options.cpu:
         return deal_cpu(plan, num_nodes)

@@ -46,8 +46,8 @@ class Options(argparse.Namespace):
 @dataclass(frozen=True)
 class LaunchPlan:
     """How many processes a run has, before they are assigned to GPUs: trainer ranks, one for each
-    GPU, with the ranks and layout of each role, and inference engines. A role is a model with a
-    task: policy, critic, reference, ...
+    GPU, and inference engines. `roles` has, for each role, its ranks and its degrees of data,
+    sequence and tensor parallelism. A role is a model with a task: policy, critic, reference, ...
     """
 
     folder: str
@@ -90,8 +90,8 @@ class Gpu:
 @dataclass(frozen=True)
 class Gpus:
     """Placement of a run on GPUs: the GPU of each trainer rank, the GPUs of each engine, and those
-    that are free, each as the number of its node and its name in CUDA_VISIBLE_DEVICES. With
-    `on_cpu` nodes alone are assigned, and the names are empty.
+    that are free, each as the number of its node and its name in CUDA_VISIBLE_DEVICES. In a run on
+    the CPU (`on_cpu`) each entry says only the node of a process, with an empty name.
     """
 
     ranks: list[Gpu]
@@ -114,8 +114,9 @@ def _whole(value: str) -> int:
 def parse_options(arguments: Sequence[str]) -> Options:
     """Parse the words after `megarl launch`: the path of the recipe, options such as `--nodes 2`,
     and behind `--` settings of the recipe, which become `overrides`. Returns an object with an
-    attribute for each option. Raises `UserError`, or `ValueError` for options that exclude each
-    other, that names the wrong argument and what to write instead.
+    attribute for each option. Raises `UserError` for an unknown option or a wrong value, and
+    `ValueError` for options that exclude or need each other; the message says what to write
+    instead.
     """
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
@@ -149,10 +150,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchPlan:
-    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and layout
-    of each model (policy, critic, ...), and inference engines with their number of GPUs. Supervised
-    fine-tuning (`SftConfig`) has ranks of one model and no engines. Raises `ValueError` if
-    `--gpus-train` or `--gpus-engine` contradict the recipe, or if ranks and layouts do not fit.
+    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and
+    parallel layout (data, sequence, tensor) of each model (policy, critic, ...), and inference
+    engines with their number of GPUs. Supervised fine-tuning (`SftConfig`) has ranks of one model
+    and no engines. Raises `ValueError` if `--gpus-train` or `--gpus-engine` contradict the recipe,
+    or if ranks and layouts do not fit.
     """
     training = config.training
     within_s = training.checkpoint.save_within_s
@@ -201,9 +203,10 @@ def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchP
 
 def count_ranks(config: RunConfig | SftConfig, options: Options) -> int:
     """Number of trainer ranks of a run, of all its models together: `--gpus-train` or, without it,
-    the ranks of the policy's layout plus those that other models have of their own (`critic.ranks`
-    and so on). Raises `ValueError` if `--gpus-train` differs from that sum, or if a model names a
-    rank that is not below the number.
+    the ranks of the policy (data x sequence x tensor parallelism) plus those that other models have
+    of their own, which settings such as `critic.ranks` list. Raises `ValueError` if the recipe
+    leaves the number open and `--gpus-train` is missing, if `--gpus-train` differs from that sum,
+    or if such a list has a rank that is not below the number.
     """
     layout, given = config.training.layout, options.gpus_train
     rest = layout.sequence * layout.tensor
@@ -247,11 +250,12 @@ def count_ranks(config: RunConfig | SftConfig, options: Options) -> int:
 def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
     """Assign GPUs to the trainer ranks and engines of `plan`. `nodes`: the GPU names of each node,
     as in CUDA_VISIBLE_DEVICES. Every node that has ranks has equally many, on its first GPUs;
-    engines get the GPUs that are left, each engine on one node. A colocated engine e shares the
-    GPUs of the policy's ranks [e * tensor, (e + 1) * tensor), where `tensor` is its number of GPUs.
+    engines get the GPUs that are left, each engine on one node. Colocated engines have no GPUs of
+    their own: engine e uses those of the policy's ranks [e * tensor, (e + 1) * tensor), where
+    `tensor` is its number of GPUs.
 
     `found`: where the list of GPUs comes from, in words, for the message of the `ValueError` raised
-    if there are too few GPUs or they do not fit.
+    if there are too few GPUs or if no such assignment exists.
     """
     pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
     have = sum(map(len, pool))
@@ -283,10 +287,10 @@ def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> G
 
 def deal_cpu(plan: LaunchPlan, num_nodes: int) -> Gpus:
     """Assign nodes to the trainer ranks and engines of a run on the CPU; the result has the number
-    of a node in the place of each GPU. Every node that has ranks has equally many, as many nodes as
-    possible have ranks, and engines go to the nodes in turn, the last node first; a colocated
-    engine is on the node of its ranks. Raises `ValueError` if a colocated engine would be on
-    several nodes.
+    of a node, and an empty name, in the place of each GPU. The ranks are on as many nodes as can
+    have equally many of them. Engines go to the nodes in turn, the last node first; a colocated
+    engine is on the node of the ranks that it runs beside. Raises `ValueError` if those ranks are
+    on several nodes.
     """
     hosts = max(hosts for hosts in range(1, num_nodes + 1) if plan.num_ranks % hosts == 0)
     each = plan.num_ranks // hosts

@@ -33,9 +33,9 @@ READY = "Ray runtime started."
 
 @dataclass
 class RunningProcess:
-    """A started process of a run, with its host, log file and exit code. `popen` is its parent on
-    this machine: a small program (`node_process`) that runs it and takes orders to end it on
-    standard input, or the `srun` that leads to that program on another node.
+    """A started process of a run, with its host, log file and exit code. `popen` is the launcher's
+    child that runs the process: the program `node_process`, which ends the process when told to on
+    standard input, or, in a run on several nodes, the `srun` that runs `node_process` on the host.
     """
 
     process: Process
@@ -218,9 +218,10 @@ class Launcher:
         print("\n".join(one.told().splitlines()[-20:]), file=sys.stderr)
 
     def end(self) -> None:
-        """Let the ranks save a checkpoint and end; then kill every process of the run that still
-        runs, on every node, and put the names of the hosts that do not answer into `silent`.
-        Blocks; once the event `hurry` is set, the ranks get no time.
+        """End the run; blocks. First the ranks are told to save a checkpoint and end. They have
+        their shutdown time for it, or none once the event `hurry` is set, by a signal meanwhile or
+        after ranks have failed. Then every process of the run that still runs is killed, on every
+        node. Puts the names of the hosts on which processes do not end into `silent`.
         """
         ranks = self._of_kind("ranks")
         self.order(ranks, END)

@@ -99,10 +99,11 @@ def main(kind: str, words: Sequence[str]) -> int:
 
 
 def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
-    """Block until `program` ends, carrying out the orders on standard input meanwhile: a line `end`
-    sends SIGTERM, a line `kill` kills it, the end of the input kills it after seconds in which it
-    may end. `told_at`: the times (time.monotonic) at which the program was told to end, added to
-    here and by a signal handler.
+    """Block until `program` ends, and carry out the orders on standard input meanwhile: a line
+    `end` sends SIGTERM, a line `kill` kills the program. If the input is closed, the program is
+    killed 3 seconds later or, if it was told to end, after the time that ranks have to save a
+    checkpoint. `told_at`: the times (time.monotonic) at which the program was told to end; this
+    function and a signal handler append to the list.
     """
     orders, closed_at = b"", 0.0
     while program.poll() is None:

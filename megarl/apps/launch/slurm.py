@@ -56,9 +56,9 @@ def requeue(job: str) -> str:
 
 
 def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
-    """A warning for the user, or "" outside Slurm and where there is nothing to warn of: Slurm
-    kills a cancelled job sooner after its SIGTERM (`KillWait`) than `save_within_s`, the seconds
-    that writing a checkpoint may take. `environment`: Slurm's variables, such as `os.environ`.
+    """A warning for the user if Slurm kills a cancelled job sooner after its SIGTERM (`KillWait`)
+    than `save_within_s`, the seconds that writing a checkpoint may take; otherwise, and outside
+    Slurm, "". `environment`: Slurm's variables, such as `os.environ`.
     """
     if not environment.get("SLURM_JOB_ID"):
         return ""

@@ -46,8 +46,8 @@ LISTED = 5
 
 @dataclass
 class UntrainedGroup:
-    """A group (the rollouts of one prompt) that is not part of a trained step: in flight, finished,
-    or chosen or rejected for a step that is not trained yet.
+    """A group (the rollouts of one prompt) that no trained step has used: it is being generated, is
+    finished, or was accepted or rejected for a step that is not trained yet.
     """
 
     version: int
@@ -135,8 +135,9 @@ class Audit:
 
     @property
     def cursor(self) -> Cursor:
-        """Which groups (rollouts of one prompt) the trained steps have used: all positions in the
-        training order below its `first`, and those in its `beyond`.
+        """Which groups (rollouts of one prompt) the trained steps have used, by the positions of
+        their prompts in the training order, from 0: all below `first`, and those in the tuple
+        `beyond`.
         """
         return self.steps[-1].cursor if self.steps else self.first_cursor
 
@@ -149,8 +150,8 @@ class Audit:
 
     @property
     def rejected(self) -> Counter[str]:
-        """{why: number of groups, the rollouts of one prompt, that were rejected}, also for a step
-        that is not trained yet. Reasons are words such as "stale".
+        """{reason: number of groups, the rollouts of one prompt, that were rejected for it}, also
+        for a step that is not trained yet. Reasons are words such as "stale".
         """
         untrained = Counter(life.why for life in self.open.values() if life.why)
         return sum((step.rejected for step in self.steps), untrained)

@@ -68,8 +68,9 @@ def model_of(named: str) -> str:
 
 
 def questions(prompt: str | None) -> Iterator[str]:
-    """Iterate over the questions to the model: only `prompt` if it is given, otherwise each line of
-    standard input that is not blank, until its end. In a terminal "> " is printed before each line.
+    """Iterate over the questions to the model: `prompt` alone or, if it is None, each line of
+    standard input that is not blank, until the end of standard input. Blocks until a line arrives.
+    In a terminal "> " is printed on standard error before each line.
     """
     if prompt is not None:
         yield prompt

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl rollout`, which runs as one process, before anything heavy starts:
-    settings, model and data. `ranks`: number of processes, None for that of the launcher's
+    """Run all checks of `megarl rollout` before anything heavy starts: settings, model and data.
+    `ranks`: number of processes that were started, which must be 1; None for that of the launcher's
     environment variables. Returns the tokenizer, model configuration and prompts that were loaded.
     Raises `ValueError` if a check fails.
     """
@@ -30,9 +30,10 @@ def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
 
 
 def arguments(words: list[str]) -> tuple[str, list[str]]:
-    """Turn the words after `megarl replay`, RUN [--setting=value ...], into those of a command with
-    a recipe: returns (name of the recipe's class in `megarl.config`, [path of RUN/recipe.yaml,
-    settings of the replay, ...]). Raises `ValueError` if RUN has no recipe.yaml.
+    """Translate the words after `megarl replay`, RUN [--setting=value ...], into the arguments with
+    which other commands are called. Returns (name of the recipe's class, "RunConfig" or
+    "DistillConfig"; [path of RUN/recipe.yaml, settings of the replay, ...]). Raises `ValueError` if
+    RUN has no recipe.yaml.
     """
     run, rest = Path(words[0]), words[1:]
     recipe = run / "recipe.yaml"
@@ -66,10 +67,10 @@ def steps_to_replay(config: RunConfig) -> int:
 
 def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     """Run all checks of `megarl replay`, which trains again on recorded batches, before anything
-    heavy starts: settings, model, layout and the batches; prompts, verifiers and engines are not
-    needed. `ranks`: number of processes to check for, None for that of the launcher's environment
-    variables. Returns the tokenizer, model configuration and layout. Raises `ValueError` if a check
-    fails.
+    heavy starts: settings, model, parallel layout and the batches; prompts, verifiers and engines
+    are not needed. `ranks`: number of processes to check for, None for that of the launcher's
+    environment variables. Returns the tokenizer, model configuration and layout (degrees of data,
+    sequence and tensor parallelism). Raises `ValueError` if a check fails.
     """
     from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
     from megarl.checks.layout_checks import check_cut, check_layout, check_role

@@ -71,8 +71,9 @@ def last_steps(run: Path) -> dict[str, Any] | None:
 
 def cells(life: Life, first: int, last: int) -> Row:
     """What the process `life` does in each of 1200 equal pieces of the time from `first` to `last`,
-    in microseconds since the epoch: a list of the innermost activities (dicts with `name`, `cat`
-    and `ts`), None for nothing. Of several that do not lie in each other, one that does not wait.
+    in microseconds since the epoch: a list with one activity (dict with `name`, `cat` and `ts`) for
+    each piece, None for nothing. Of nested activities it has the innermost; of others at the same
+    time one that does not wait.
     """
     found: Row = [None] * CELLS
     order = {
@@ -90,9 +91,9 @@ def cells(life: Life, first: int, last: int) -> Row:
 
 def idle(row: Row, leader: Row) -> str:
     """Words for a report page on the time in which a process waits or does nothing: percentage and
-    main cause, such as "12% idle, waiting for rollouts". `row`: what it does in equal pieces of
-    time, as `cells` returns it; `leader`: the same of rank 0, which tells why others have nothing
-    to do.
+    main cause, such as "12% idle, waiting for rollouts". `row`: what the process does in equal
+    pieces of time, as `cells` returns it; `leader`: the row of rank 0, whose activity is given as
+    the cause where another process does nothing.
     """
     causes: Counter[str] = Counter()
     for mine, first in zip(row, leader, strict=True):

@@ -45,7 +45,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     """Run `megarl replay`: train again on the recorded batches of the first steps of the run folder
     `config.replay.run` and write a run folder of the replay; rank 0 prints what differs between the
     two as one JSON object, as `differences` returns it. Every trainer rank calls it. `inputs`: what
-    `check_replay` has loaded. Returns the exit code, on rank 0 1 if anything differs.
+    `check_replay` has loaded. Returns the exit code: 1 on rank 0 if anything differs, otherwise 0.
     """
     method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
@@ -80,9 +80,10 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
     """Train on the first `steps` recorded batches of the run folder `run`, from the step at which
     the replay was resumed, and save checkpoints. `parts`: the models, checkpoints and metrics of
-    this rank; `method`: the function that trains on a batch; `stop`: true once a signal has asked
-    the replay to end, which it does after the present step. Raises `UserError` if a batch is
-    missing or damaged. All ranks of the policy call it together.
+    this rank; `method`: an object whose function `train` trains on a batch; `stop`: a flag, true
+    once a signal has asked the replay to end. The present step is then finished and saved, and
+    `EndedBySignal` raised. Raises `UserError` if a batch is missing or damaged. All ranks of the
+    policy call it together.
     """
     world, data = parts.context.mesh.world, parts.context.mesh.data
     for step in range(parts.first_step, steps):

@@ -126,12 +126,13 @@ def template() -> jinja2.Template:
 
 
 def examples(run: Run) -> tuple[str, Counter[tuple[bool, bool]] | None, list[tuple]]:
-    """The examples that the page shows: (what is shown, in words; {(right before, right after
-    training): number of problems}, or None with fewer than two evaluations; the problems). A
-    problem is (its transcript, [(when, in words; transcript of a response), ...]), with a response
-    of the first and of the last evaluation. Without evaluations, the problems are groups of
-    rollouts of the first and the last step. A transcript is a record of the run's files, a dict
-    with `prompt`, `response`, `correct` and so on.
+    """The example problems that the report page shows: (heading in words, "" without problems;
+    counts; problems). Counts: {(right at the first, right at the last evaluation): number of
+    problems}, None with fewer than two evaluations. A problem: (transcript with its prompt, [(when,
+    in words; transcript of a response), ...]), with a response of the first and of the last
+    evaluation. Without evaluations, the problems are groups of rollouts of the first and the last
+    step. A transcript is a record of the run's files, a dict with `prompt`, `response`, `correct`
+    and so on.
     """
     written = [one for one in run.evaluations if one.transcripts]
     if not written:

@@ -122,8 +122,9 @@ def trained(run: Path) -> int | None:
 
 
 def owner_state(owner: Record) -> str:
-    """Whether the process that owns a run folder lives: "alive", "gone" (it was killed), "ended" or
-    "on HOST, not visible from here". `owner`: the content of the folder's lease file.
+    """Whether the process that owns a run folder lives: "alive", "ended" (regularly: it gave the
+    folder up), "gone" (it was killed) or "on HOST, not visible from here". `owner`: the content of
+    the folder's lease file.
     """
     if owner.state != RUNS:
         return "ended"

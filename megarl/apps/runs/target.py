@@ -31,8 +31,9 @@ def run_and_target(command: str, arguments: Sequence[str], name: str) -> tuple[P
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Context manager around code that writes `file` by `new_file`. Turns an `OSError` in the block into a `UserError` that names `file`, or the other file that
-    could not be read.
+    """Context manager around code that reads files of a run and writes `file` by `new_file`, which
+    replaces a file in one rename. Turns an `OSError` in the block into a `UserError` that names the
+    file that could not be read or written.
     """
     try:
         yield

@@ -40,8 +40,9 @@ def main(arguments: list[str]) -> int:
 def trace(lives: list[Life]) -> Iterator[Event]:
     """Yield the events of a trace in the Trace Event Format, as dicts; times are microseconds since
     the epoch. `lives`: what each process has recorded from a start to its end. The `pid` of an
-    event is the position of the process among the names in `lives`: a process that was started
-    again keeps it, and what it left open ends with its last recorded event.
+    event is the position of the process's name among the names in `lives`, so that a process keeps
+    it when it is started again. A span without an end lasts to the last event of that start of its
+    process.
     """
     names = list(dict.fromkeys(life.process for life in lives))
     for number, name in enumerate(names):

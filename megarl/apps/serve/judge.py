@@ -254,7 +254,8 @@ class NoVerdict(BadScore):
 
 class VerdictReader:
     """Reads the score out of the text that a judge, a language model, has written: `read` finds the
-    last match of a pattern and maps it to a number.
+    last match of a regular expression. A table maps the matched verdict to a score; without a table
+    the verdict is a number, scaled to 0 to 1 if its range is given.
     """
 
     def __init__(
@@ -351,10 +352,10 @@ async def judged(
 ) -> Outcome:
     """Ask the judge, a language model, about a response `config.samples` times at the same time.
     Returns the mean of the verdicts that can be read as `score`; with several samples, `metrics`
-    has `unread`, the fraction of the others. `served`: the judge's tokenizer, template and reader
-    of verdicts. `generate`: the method of the vLLM engine that continues token ids; its errors are
-    raised unchanged. Raises `NoVerdict` if no verdict can be read or the prompt is too long, and
-    `BadScore` for a mean that is no valid score.
+    has `unread`, the fraction that could not be read. `served`: the judge's tokenizer, template and
+    reader of verdicts. `generate`: the method of the vLLM engine that continues token ids; its
+    errors are raised unchanged. Raises `NoVerdict` if no verdict can be read or the prompt is too
+    long, and `BadScore` if the mean is not finite or too large for a reward.
     """
     try:
         ids = served.prompt.ids(values(served.prompt.fields, prompt, response))
@@ -395,9 +396,9 @@ async def judged(
 
 
 def seed_of(seed: int, ids: list[int], number: int) -> int:
-    """Sampling seed, below 2**31, of the verdict with the number `number` (from 0) that a judge
-    writes after its prompt, the token ids `ids`: the same whenever the same prompt is judged with
-    the setting `seed`.
+    """Seed, below 2**31, for sampling one of a judge's verdicts on a response, the one with the
+    number `number` (from 0). `ids`: the judge's prompt as token ids; `seed`: `judge.seed` of the
+    recipe. Equal arguments give the same seed.
     """
     content = np.asarray([seed, number, *ids], dtype=np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little") >> 1

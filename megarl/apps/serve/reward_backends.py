@@ -87,8 +87,8 @@ class PoolingEngine(VllmProcess):
         )
 
     async def score(self, token_ids: list[int]) -> float:
-        """The score of a text, given as token ids: the classifier's logit at its last token, which
-        may be NaN or infinite.
+        """Wait for the score of a text, given as token ids: the classifier's logit at its last
+        token, which may be NaN or infinite. Errors of vLLM are raised unchanged.
         """
         self._requests += 1
         final: Any = None

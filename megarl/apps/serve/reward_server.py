@@ -53,9 +53,10 @@ class Backend:
 
 class RewardServer:
     """The ASGI application of a reward server, for uvicorn. POST /v1/score gets JSON {"samples":
-    [{"prompt", "response"}, ...]} and answers {"scores": [...]}, with a score for each sample, in
-    their order; GET /health and GET /metrics (Prometheus) tell its state. Made in the event loop in
-    which it runs.
+    [{"prompt", "response"}, ...]} and answers {"scores": [...]} with an object for each sample, in
+    their order: with `reward`, with `failure` and `detail`, or `unfinished` if the client's time
+    limit came first. GET /health and GET /metrics (Prometheus) tell the server's state. Made in the
+    event loop in which it runs.
     """
 
     def __init__(self, backend: Backend, settings: RewardServerConfig, token: Token | None) -> None:

@@ -63,10 +63,11 @@ class ServeInputs:
 
 
 def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> ServeInputs:
-    """Run all checks of `megarl serve-reward`, which runs as one process, before anything heavy
-    starts: token, folder, and the verifier, reward model or judge. `ranks`: number of processes,
-    None for that of the launcher's environment variables. Returns what is served, the token, and a
-    function that starts the verifier or model. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl serve-reward` before anything heavy starts: the bearer token,
+    whether `config.folder` can be written, and the verifier, reward model or judge. `ranks`: number
+    of processes that were started, which must be 1; None for that of the launcher's environment
+    variables. Returns what is served, in words, the token, and a function that starts the verifier
+    or model. Raises `ValueError` if a check fails.
     """
     if ranks is None:
         launcher.refuse_wrong()
@@ -103,8 +104,8 @@ them must differ. 20 random hexadecimal digits have fewer different ones with a 
 def server_token(server: RewardServerConfig) -> Token | None:
     """The bearer token that requests to the server need, read from the environment variable
     `server.token_variable`; None if the variable is not set, which is allowed only on a loopback
-    address. Raises `ValueError` on other addresses without a token, and for a token there that
-    could be guessed.
+    address. Raises `ValueError` on other addresses without a token, or with one that could be
+    guessed: shorter than 20 characters, or of fewer than 6 different ones.
     """
     name, is_local = server.token_variable, is_loopback(server.host)
     reached = f"server.host is {server.host}, which other machines may reach, but"
@@ -161,10 +162,11 @@ class BoundedProtocol(H11Protocol):
 
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     """Run `megarl serve-reward`: answer requests for scores over HTTP until SIGTERM, SIGINT or
-    SIGHUP arrives, then those that are under way. The signal is raised as `EndedBySignal`, of which
-    the command line makes the exit code. `inputs`: what is served, as `check_serve_reward` returns
-    it. Prints the address and writes `run.log` in `config.folder`. Raises `UserError` if the
-    address cannot be used, and `EngineLost` if vLLM's process dies.
+    SIGHUP arrives. Requests under way are then answered for up to `server.drain_s` seconds, and the
+    signal is raised as `EndedBySignal`, of which the command line makes the exit code. `inputs`:
+    what is served, as `check_serve_reward` returns it. Prints the address on standard error and
+    writes `run.log` in `config.folder`. Raises `UserError` if the address or the folder cannot be
+    used, and `EngineLost` if vLLM's process dies.
     """
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,9 +75,10 @@ class FunctionTool:
 
     async def call(self, arguments: str, limit_s: float) -> str:
         """Call the function with `arguments`, JSON text of an object, checked by pydantic, and
-        return its result as text for the model. Raises `CallError`, which the model is told, for
-        wrong arguments, for an error of the function, and if it does not answer within `limit_s`
-        seconds.
+        return its result as text for the model. A plain function runs in a thread. Raises
+        `CallError`, which the model is told, for wrong arguments, for an error of the function, for
+        a result that JSON cannot hold, and if the function does not answer within `limit_s`
+        seconds; its Python code is then stopped.
         """
         try:
             checked = self._model.model_validate_json(arguments)

@@ -23,9 +23,9 @@ models require."""
 class TurnMarkup:
     """Writes the results of tool calls as text in the markup of the model's chat template.
 
-    The whole conversation is not rendered again: the model's own tokens stay as sampled, and only
-    the text that follows them is taken from the template, rendered for a short conversation with
-    the same number of calls.
+    The conversation itself is not rendered again, so that the model's own tokens stay as sampled.
+    Instead a made-up conversation with as many calls is rendered, and its text after the model's
+    turn is used.
     """
 
     takes_several: bool
@@ -82,8 +82,8 @@ class TurnMarkup:
         return self._closing[self._held(said) :] + whole[place + len(self._closing) :]
 
     def without_closing(self, said: str) -> str:
-        """The text `said` of a turn of the model, decoded with special tokens, without the end of
-        the turn, which the template writes too.
+        """The text `said` without the markup at its end that closes a turn, such as "<|im_end|>";
+        unchanged if there is none. `said`: a turn of the model, decoded with special tokens.
         """
         return said[: len(said) - self._held(said)]
 

@@ -92,8 +92,8 @@ class ToolKit:
         return ToolSession(self)
 
     def said(self, token_ids: np.ndarray) -> str:
-        """The text of what the model wrote in one turn, special tokens included. `token_ids`: [T]
-        ids of the turn. Needs the tokenizer, so that the kit must have been made with a `codec`.
+        """Decode what the model wrote in one turn to text, special tokens included. `token_ids`:
+        [T] ids of the turn. Only for a kit that was made with a `codec`, which holds the tokenizer.
         """
         assert self._codec is not None
         return self._codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
@@ -160,7 +160,7 @@ class ToolSession:
         return Observation(kit.markup.results(said, names, [result for result, _ in made]))
 
     def cut_off_inside(self, token_ids: Any) -> str:
-        """Whether a response that was cut off ends inside a tool call: "tool_call" if so, else "".
+        """Returns "tool_call" if a response that was cut off ends inside a tool call, otherwise "".
         `token_ids`: [T] ids of the model's last turn.
         """
         return "tool_call" if self._kit.reader.is_open(self._kit.said(token_ids)) else ""

@@ -40,9 +40,10 @@ SUMS = ("loss", "chosen", "rejected", "num_chosen", "num_rejected", "right")
 
 
 class PairTask(Task):
-    """Base class of training one model on pairs of responses, as a task of the training loop
-    `run_supervised`. A subclass gives the loss in `begin`. All ranks create the object and call
-    every method together.
+    """Base class of tasks that train one model on pairs of responses, such as by DPO or as a reward
+    model; `run_supervised`, the training loop, runs them. A subclass defines `begin`, which makes a
+    `PairStep`, the loss, of a `PairBatch`. All ranks create the object and call every method
+    together.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class PairTask(Task):
 
 
 class PairStep(StepLoss):
-    """Base class of the loss of a model on one batch of pairs of responses, micro-batch by
-    micro-batch, and its metrics. A subclass gives the loss of each pair in `terms`.
+    """Base class of the loss of a model on one batch of pairs of responses, and of its metrics. The
+    training loop calls `loss` for each micro-batch, then `reduced` once. A subclass defines
+    `terms`, the loss of each pair.
     """
 
     watched = "policy's log-probs"
@@ -84,24 +86,28 @@ class PairStep(StepLoss):
 
     @abstractmethod
     def terms(self, sums: torch.Tensor, ids: torch.Tensor) -> Terms:
-        """The loss and the rewards of the pairs of a micro-batch. `sums` [S] float64: the model's
-        log-probs or scores, added up over each response; `ids` [S]: its samples in the batch, of
-        pairs the chosen and the rejected one in turn.
+        """The loss and the rewards of each pair of a micro-batch. `sums` [S] float64: for each of
+        its S responses the model's log-probs or scores, added up over the tokens. `ids` [S]: the
+        number of each response in the batch, 2p for the chosen one of pair p and 2p + 1 for the
+        rejected one, which follows it.
         """
 
     def sides(
         self, rewards: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rewards of the chosen, or good, responses; of the others; accuracy of each pair, from 0
-        to 1) from the `rewards` of `terms` and the samples `ids`.
+        """Split the rewards of a micro-batch, for the metrics. `rewards` [P, 2]: as `terms` returns
+        them; `ids`: numbers of the responses in the batch, as `terms` gets them. Returns (rewards
+        of the chosen responses; of the rejected ones; [P] accuracy of each pair: 1, 0, or 0.5 for a
+        tie). For KTO, whose responses are single, good ones stand for chosen and bad ones for
+        rejected.
         """
         return rewards[:, 0], rewards[:, 1], right(pair_difference(rewards))
 
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """Compute the loss of one micro-batch, its part of the mean over the batch's pairs, and add
-        to the metrics. Returns a scalar whose backward pass on this rank gives this rank's part of
-        the gradient, which is to be summed over ranks. All sequence-parallel ranks call it
-        together. `guard`: records whether the values are finite; None in an evaluation.
+        """Compute what one micro-batch contributes to the mean loss of the batch's pairs, and add
+        its loss and rewards to the metrics. Returns a scalar to differentiate on this rank; the
+        gradients are to be summed over ranks. All sequence-parallel ranks call it together.
+        `guard`: records whether the values are finite; None in an evaluation.
         """
         values, own, ids = response_sums(self.role, micro)
         if guard is not None:

@@ -22,9 +22,10 @@ from megarl.types import MicroBatch, Preference, Samples
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P preferences (a prompt with two responses each) as token sequences, the same on every rank.
-    Sample 2p is the first response of preference p with its prompt, sample 2p + 1 the second
-    response with the prompt.
+    """P preferences (a prompt with two responses each) as token sequences, the same on every rank,
+    with the reference model's log-probs and the margins. Sample 2p is the first response of
+    preference p, the chosen one of a pair, with its prompt; sample 2p + 1 is the second response
+    with the prompt.
     """
 
     samples: Samples
@@ -99,9 +100,10 @@ def take_all_pairs(
     at_once: int,
     reference: np.ndarray | None = None,
 ) -> list[PairBatch]:
-    """All preferences of rank 0's `rows`, in the order of the data set, on every rank, in batches
-    of about `at_once`; an empty list without rows. `reference` [N, 2]: their reference log-probs,
-    on rank 0. All ranks call it together.
+    """All preferences of rank 0's data set `rows`, in its order, on every rank, in batches of at
+    least `at_once` preferences (fewer only if the data set has fewer). An empty list if rank 0 has
+    no rows; other ranks pass None. `reference` [N, 2], on rank 0: the reference model's summed
+    log-probs of the two responses of each row. All ranks call it together.
     """
     batches = []
     num_rows = 0 if rows is None else len(rows)
@@ -116,11 +118,11 @@ def take_all_pairs(
 
 
 def response_sums(role: Role, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the model `role`, whose head is "logprobs" or "scalar", on a micro-batch and add up its
-    values within each sample; differentiable. Returns (values [M]: one number for each of this
-    rank's trained tokens, log-probs or scores; sums [S] float64; ids [S] of the samples,
-    ascending). A sample whose trained tokens are all on other sequence-parallel ranks has the sum
-    0.
+    """Run the model `role`, whose head gives log-probs ("logprobs") or scores ("scalar"), on a
+    micro-batch and add up its values within each sample; differentiable. Returns (values [M], one
+    for each of this rank's trained tokens; sums [S] float64, one for each sample; ids [S] of the
+    samples, ascending). A sum covers this rank's tokens only: add the sums over the
+    sequence-parallel ranks.
     """
     values, others = role.engine(micro, 1.0)
     sample_ids = others if role.head == "scalar" else micro.sample_ids[micro.mask]
@@ -132,10 +134,12 @@ def response_sums(role: Role, micro: MicroBatch) -> tuple[torch.Tensor, torch.Te
 
 @torch.no_grad()
 def sums_of_responses(role: Role, samples: Samples, *, together: int = 1) -> torch.Tensor:
-    """[N] float64 sums of the log-probs, or the scores, of `samples` under the model `role`, by the
-    samples' ids from 0 to N - 1; 0 where there is no such sample, or another rank computes it.
-    `samples`: the same on every rank; each `together` consecutive ones are packed together. All
-    ranks call it together.
+    """Sum the model's (`role`) log-probs, or scores, over each response of `samples`, without
+    gradient. Returns [N] float64, where entry i is for the sample with the id i, and N - 1 is the
+    largest id. An entry is 0 where no sample has the id; each rank fills only its share, so that
+    the results are to be summed over data and sequence ranks. `samples`: the same on every rank.
+    `together`: how many consecutive samples are packed together, such as 2 for pairs. All ranks
+    call it together.
     """
     found = torch.zeros(int(samples.ids.max()) + 1, dtype=torch.float64, device=role.device)
     for micro in pack_share(samples, role, together=together):

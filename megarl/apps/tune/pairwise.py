@@ -40,8 +40,9 @@ probability of 1."""
 
 @dataclass(frozen=True)
 class Pairs:
-    """P pairs of responses, each to one prompt, as the losses need them: float64 sums over whole
-    responses. Index 0 of the last dimension is the chosen response, index 1 the rejected one.
+    """P pairs of responses, each to one prompt, as the losses need them: summed log-probs of each
+    response under the policy (`logprobs`) and the reference (`reference`), in float64, and its
+    `num_tokens`. Each is [P, 2], with the chosen response at [:, 0] and the rejected one at [:, 1].
     """
 
     logprobs: torch.Tensor
@@ -175,10 +176,12 @@ def kto(
     divergence: float,
     config: PreferenceLossConfig,
 ) -> torch.Tensor:
-    """KTO's loss [P] of single responses, which are labelled good or bad. `ratios` [P]: log-prob of
-    each response under the policy minus that under the reference, with its graph. `is_desirable`:
-    [P] bool. `divergence`: the mean of such log-ratios over responses that belong to other prompts,
-    an estimate of the KL divergence, which counts as at least 0 and has no gradient.
+    """KTO's loss [P] (arXiv 2402.01306) of single responses: `desirable_weight` (1 - sigmoid(x)) if
+    the response is labelled good, else `undesirable_weight` (1 - sigmoid(-x)), with x = beta (ratio
+    - max(0, `divergence`)); beta is `config.scale`. `ratios` [P]: log-prob of each response under
+    the policy minus that under the reference, with its graph. `is_desirable` [P] bool: labelled
+    good. `divergence`: mean of such log-ratios over responses that belong to other prompts, an
+    estimate of the KL divergence.
     """
     x = config.scale * (ratios - max(0.0, divergence))
     good = config.desirable_weight * (1 - torch.sigmoid(x))
