@@ -188,12 +188,12 @@ class ChatTemplate:
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
         """Render a chat whose last turn is the assistant's as (prompt, answer). The prompt ends
         where the reply begins; the answer goes up to the token that ends the turn. The two joined
-        are what the template renders for the whole chat, except in this case: the template ends the
-        prompt with an opening tag of thoughts (`<think>`), but renders the finished reply without
-        it. Then the answer is what the model has to write after the tag. The answer is None if the
-        template renders the earlier turns differently once the reply follows them. Raises
-        `ValueError`, which begins with `place` (the row), if the template refuses the chat, or a
-        reply has no thoughts where the prompt ends with such a tag.
+        are what the template renders for the whole chat, except in this case: the prompt ends with
+        an opening tag of thoughts (`<think>`), and the finished reply is rendered differently, such
+        as without its thoughts. Then the answer is what the model has to write after the tag. The
+        answer is None if the template renders the earlier turns differently once the reply follows
+        them. Raises `ValueError`, which begins with `place` (the row), if the template refuses the
+        chat, or a reply has no thoughts where the prompt ends with such a tag.
         """
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)

@@ -44,7 +44,7 @@ from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
 MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer final expression is not parsed and counts as wrong, unless it is a plain number."""
+"""A longer final expression is not parsed and counts as wrong."""
 MAX_RESPONSE_CHARACTERS = 10_000
 """Of a response without a marked answer, only so many characters from its end are searched."""
 MAX_DEPTH = 6
@@ -89,9 +89,9 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     extracts. Of a response with the tags `<answer>` and `</answer>` only the content of the last
     pair is read; if that is a single line without words such as `is` or `answer`, the line is the
     final expression. Plain numbers are compared exactly; words, ratios and the like as text;
-    everything else by math-verify. A final percent sign is dropped on both sides. An expression
-    longer than `MAX_EXPRESSION_CHARACTERS` or nested deeper than `MAX_DEPTH` counts as wrong,
-    unless it holds numbers only. So does one that has still to be evaluated (`67 + 63`), unless the
+    everything else by math-verify. A final percent sign is dropped on both sides. An expression of
+    more than 1000 characters counts as wrong. So does one with brackets nested more than 6 deep,
+    unless it holds numbers only, and one that has still to be evaluated (`67 + 63`), unless the
     reference answer is such an expression, or with `math.allow_unevaluated`. The function raises
     `ValueError` for a reference answer that is not mathematics.
     """
