@@ -42,11 +42,11 @@ SAID = "MEGARLWROTETHIS"
 def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
 ) -> int:
-    """Id of the token that ends what the model writes, in data of every kind and in rollouts: the
-    first special token that the tokenizer's chat template writes behind a turn of the assistant.
-    Without a chat template, with `template` 'none' (texts that no template wraps), or if the
-    template writes no such token, it is the tokenizer's end-of-sequence token. `variables`: {name:
-    value} that the chat template reads.
+    """Id of the token with which the assistant's turns end, in training data and in rollouts: the
+    first special token that the tokenizer's chat template writes behind a turn of the assistant. It
+    is the tokenizer's end-of-sequence token without a chat template, with `template` 'none' (texts
+    that no template wraps), or if the template writes no such token. `variables`: {name: value}
+    that the chat template reads.
 
     Raises `ValueError` if there is no such token and no end-of-sequence token.
     """
@@ -69,9 +69,9 @@ def end_of_turn(
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
-    """The responses `texts` without the tokens, written as text, that they end with: the token id
-    `end`, which ends a turn, and the end-of-sequence token, as often as they stand there, with the
-    white space behind them.
+    """The responses `texts` without end tokens, written as text, at their end: the token id `end`,
+    which ends a turn, and the end-of-sequence token, each as often as it stands there, with white
+    space behind it.
     """
     known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
     ends = "|".join(re.escape(name) for name in tokenizer.convert_ids_to_tokens(known))
@@ -87,10 +87,11 @@ def tags_of(chat_template: object) -> tuple[str, str]:
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer` with fixed `variables`, {name: value} that it reads: renders
-    chats (`text`), splits them into what is given and what is answered (`reply`, `answered`), and
-    checks that nothing is left out (`check_whole`). `setting`: the section of the recipe, such as
-    "prompts", for messages.
+    """The chat template of `tokenizer` with fixed `variables`, {name: value} that it reads. Renders
+    chats (`text`); splits a chat that ends with the assistant into prompt and answer (`reply`, and
+    `answered`, which raises where the two cannot be split); and checks that the template writes all
+    content of a chat (`check_whole`). `setting`: the section of the recipe, such as "prompts", for
+    messages.
     """
 
     def __init__(
@@ -185,13 +186,14 @@ class ChatTemplate:
             ) from error
 
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
-        """Render a chat whose last turn is the assistant's as (text that is given, text that is
-        answered): the answer goes up to the token that ends the turn, and both joined are what the
-        template writes. If the template itself opens the thoughts of a reply and later renders the
-        reply in another way, the answer is what the model has to write after the opened tag. The
-        answer is None if the template renders the earlier turns in another way once they are
-        answered. Raises `ValueError`, which begins with `place` (the row), if the template refuses
-        the chat, or a reply has no thoughts where the template opens them.
+        """Render a chat whose last turn is the assistant's as (prompt, answer). The prompt ends
+        where the reply begins; the answer goes up to the token that ends the turn. The two joined
+        are what the template renders for the whole chat, except in this case: the prompt ends with
+        an opening tag of thoughts (`<think>`), and the finished reply is rendered differently, such
+        as without its thoughts. Then the answer is what the model has to write after the tag. The
+        answer is None if the template renders the earlier turns differently once the reply follows
+        them. Raises `ValueError`, which begins with `place` (the row), if the template refuses the
+        chat, or a reply has no thoughts where the prompt ends with such a tag.
         """
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
@@ -214,10 +216,10 @@ class ChatTemplate:
         return before, self.continued(said, before, place) + self._until_end(rest)
 
     def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
-        """Render a chat whose last turn is the assistant's as (text that is given, text that is
-        answered up to the token that ends the turn). Raises `ValueError`, which begins with `place`
-        (the row), if the template refuses the chat, leaves something of it out, or renders the
-        earlier turns in another way once they are answered.
+        """Render a chat whose last turn is the assistant's as (prompt, answer up to the token that
+        ends the turn), as `reply` does. Raises `ValueError`, which begins with `place` (the row),
+        if the template refuses the chat, does not write all of its content, or renders the earlier
+        turns differently once the reply follows them.
         """
         before, answer = self.reply(chat, place, tools)
         self.check_whole(chat, place, tools)
@@ -241,10 +243,11 @@ class ChatTemplate:
         return (before, "", "") if gap.strip() else (stem, tag, gap)
 
     def continued(self, said: str, before: str, place: str) -> str:
-        """The assistant's reply `said` as it continues `before`, the rendered text up to where the
-        reply begins. If `before` ends with an opening tag of thoughts, the reply loses its own;
-        otherwise it is returned unchanged. Raises `ValueError`, which begins with `place` (the
-        row), for a reply without thoughts behind such a tag.
+        """The assistant's reply `said` as the continuation of `before`, the rendered text up to
+        where the reply begins. If `before` ends with an opening tag of thoughts (`<think>`), the
+        same tag is removed from the start of the reply; otherwise the reply is returned unchanged.
+        Raises `ValueError`, which begins with `place` (the row), if `before` ends with the tag and
+        the reply has no thoughts.
         """
         _, tag, gap = self._opened(before)
         if not tag:
@@ -265,12 +268,12 @@ class ChatTemplate:
         return begun.removeprefix(tag).removeprefix(gap) if begun.startswith(tag) else said
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
-        """Raise `ValueError`, which begins with `place` (the row), if the template leaves out the
-        tools or a value in a turn of the chat: if the rendered text stays the same when the value
-        is changed.
+        """Raise `ValueError`, which begins with `place` (the row), if the template does not write
+        the tools or some value in a turn of the chat. A value counts as not written if the rendered
+        text stays the same when it is changed.
 
-        A tool's result may lose its `name` and `tool_call_id`, provided that the results stand in
-        the order of the calls.
+        The template may leave out the `name` and `tool_call_id` of tool results, provided that the
+        results stand in the order of the calls.
         """
         fix = "remove it from the data, or use a chat template that writes it"
         if tools and () not in self._written:

@@ -43,10 +43,11 @@ Digests = Mapping[str, str]
 
 
 class Writing:
-    """Writes one checkpoint while training goes on. The constructor starts a thread, which calls
-    `write`: it writes this rank's files and returns {path: digest}. On rank 0 another thread calls
-    `commit` with the digests of all ranks, once every rank has reported its files. `wait_written`
-    and `wait_committed` wait for the threads; `give_up` stops them.
+    """Writes one checkpoint while training goes on. The constructor gets two functions. A thread
+    calls `write`, which writes this rank's files and returns {path: digest}. On rank 0 another
+    thread calls `commit`, which makes the checkpoint final, with the digests of all ranks, once
+    every rank has reported its files. `wait_written` and `wait_committed` wait for the threads;
+    `give_up` stops them.
     """
 
     def __init__(

@@ -70,10 +70,10 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Checkpoints:
-    """Writes and restores the checkpoints of one run folder: `save` begins one, which threads write
-    while training goes on, `finish` waits for it, `load` restores one. All ranks with a part of a
-    trained model create the object and call these methods together; `close` is called by each rank
-    alone.
+    """Writes and restores the checkpoints of one run folder. `save` begins a checkpoint, which
+    threads write while training goes on; `finish` waits until it is complete; `load` restores one.
+    All ranks with a part of a trained model create the object and call these methods together;
+    `close` is called by each rank alone.
     """
 
     folder: Path = field(kw_only=False)
@@ -144,14 +144,15 @@ class Checkpoints:
         checkpoint is complete. At most `keep` (a field) checkpoints remain. All ranks with a part
         of a trained model call it together.
 
-        `next_ordinal`: position of the first prompt not yet trained on. `used`: later positions
-        that are used as well. `algorithm`: {name: number} that the algorithm has adapted. `groups`:
-        finished rollouts not trained on yet that this rank is to write, grouped by prompt;
-        `made_with`: digest of the settings that they depend on.
+        `next_ordinal`: position, in the training order, of the first prompt not yet trained on.
+        `used`: later positions whose prompts have been trained on already. `algorithm`: {name:
+        number} that the algorithm has adapted. `groups`: finished rollouts not trained on yet that
+        this rank is to write, grouped by prompt; `made_with`: digest of the settings that they
+        depend on.
 
-        Raises on every rank `OSError`, with the fix, where one cannot write, and `UserError` if a
-        weight is not finite or another run owns the run folder. A checkpoint has its name only when
-        the files of all ranks and their digests are on the disk.
+        Raises on every rank `OSError`, with what to do, if a rank cannot write, and `UserError` if
+        a weight is not finite or another run owns the run folder. The path appears only when the
+        files of all ranks and their digests are on the disk.
         """
         self.finish()
         progress = self._progress(step, next_ordinal, used, algorithm or {})
@@ -180,8 +181,9 @@ class Checkpoints:
         self._times["time/checkpoint_written_s"] = writing.committed_s
 
     def close(self) -> None:
-        """At the end of a run, after an error too, give the threads time to complete the checkpoint
-        that is being written, as long as a collective may take. Each rank calls it alone.
+        """At the end of a run, after an error too, wait until the checkpoint that is being written
+        is complete or has failed, for at most the time-out of a collective; raises nothing if it is
+        not complete. Each rank calls it alone.
         """
         if self._writing is not None:
             self._writing.linger(self.mesh.timeout_s)
@@ -402,9 +404,9 @@ class Checkpoints:
 
 
 def attempt(work: Callable[[], object]) -> str:
-    """Call `work`; returns "" or, if it raised an error such as that of a full disk, the error's
-    message. Nothing is raised for errors of disk, memory or torch, so that all ranks can first
-    learn of them.
+    """Call `work` and turn an error of disk, memory or torch (`OSError`, `MemoryError`,
+    `RuntimeError`, `SafetensorError`) into the return value: its message, or "" if `work` succeeds.
+    So all ranks can exchange messages before any raises. Other exceptions pass through.
     """
     try:
         work()

@@ -41,9 +41,9 @@ def write_description(
     generation: bytes | None = None,
 ) -> list[Path]:
     """Write into `folder` what a Hugging Face model has beside its weights: config.json,
-    generation_config.json and the tokenizer's files; returns the paths of the files there but the
-    weights. `generation`: content of generation_config.json; None for what transformers makes of
-    the config.
+    generation_config.json and the tokenizer's files. Returns the paths of all files in the folder
+    that hold no weights. `generation`: content of generation_config.json; None for what
+    transformers makes of the config.
     """
     model.config.save_pretrained(folder)
     if model.generation_config is not None:  # a classifier has none
@@ -62,9 +62,9 @@ def write_description(
 
 @dataclass(frozen=True)
 class Output:
-    """One safetensors file to be written. `owned` lists, for each tensor of the file (a buffer),
-    the rectangles of the model's tensors that it is made of; `shapes` is {buffer: shape in the
-    file}. A buffer without an entry in `shapes` is stored flat.
+    """One safetensors file to be written. `owned` lists, for each tensor of the file, the
+    rectangles (ranges of rows and columns) of the model's tensors that fill it; `shapes` is {tensor
+    of the file: shape}. A tensor that `shapes` lacks is stored flat.
     """
 
     path: Path
@@ -149,9 +149,9 @@ class _Band(NamedTuple):
 
 class WeightExport:
     """Writes a model whose weights are spread over ranks as a Hugging Face checkpoint, without
-    gathering it on any rank. The constructor takes the parts of the tensors that each rank has
-    (`owned`), the whole shapes and the dtype, and computes which rank sends what to which writer;
-    `write` may then be called for every checkpoint.
+    gathering it on any rank. `owned`: for each rank, which rectangles of the tensors it has, and
+    where in its flat buffers. `shapes`: {name: whole shape}. The constructor computes which rank
+    sends what to which writer; `write` may then be called for every checkpoint.
     """
 
     def __init__(

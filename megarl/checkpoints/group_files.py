@@ -56,11 +56,11 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
 def read_groups(
     checkpoint: Path, made_with: str, prompt_at: Callable[[int], Prompt]
 ) -> tuple[list[Group], int]:
-    """(rollouts of all ranks' files of the checkpoint in the folder `checkpoint`, grouped by prompt
-    and in the order of training; number of groups left out). Left out are those of files that
-    `write_groups` wrote with another `made_with`, the digest of the settings that rollouts depend
-    on. `prompt_at`: gives the prompt at a position of the training order, since the files have no
-    prompts.
+    """Read the finished rollouts that all ranks wrote to the checkpoint in the folder `checkpoint`.
+    Returns (rollouts, grouped by prompt and in the order of training; number of groups left out).
+    Groups are left out if `write_groups` wrote their file with another `made_with`, the digest of
+    the settings that rollouts depend on. `prompt_at`: gives the prompt at a position of the
+    training order, since the files have no prompts.
     """
     found, left_out, reader = list[Group](), 0, TypeAdapter(list[Rollout])
     for path in sorted((checkpoint / FOLDER).glob("*.safetensors")):
@@ -94,9 +94,9 @@ def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
-    """Copies of `groups`, rollouts grouped by prompt, in which the field `arrays` of each segment
-    (its token ids and log-probs, or a reference to them) has another value: those of the argument
-    `arrays`, one for each segment, in the order in which `segments_of` lists them.
+    """Copies of `groups` (rollouts grouped by prompt) in which the field `arrays` of every segment
+    is replaced by the elements of the argument `arrays`, one for each segment in the order of
+    `segments_of`. The field holds the token ids and log-probs of a segment, or a reference to them.
     """
     following = iter(arrays)
 

@@ -227,9 +227,9 @@ def take(folder: Path, *, patience_s: float) -> Lease:
     """Make this process the owner of the run folder `folder`, which is created if missing; returns
     the lease, to be released at the end.
 
-    An owner on this machine is looked up by its process; an owner on another machine is watched for
-    `patience_s` seconds, for which the call blocks. Raises `ValueError`, which names the owner, if
-    it lives, and `OSError` if the folder cannot be written.
+    For an owner on this machine it looks whether the owner's process runs. An owner on another
+    machine is watched for `patience_s` seconds, for which the call blocks. Raises `ValueError`,
+    which names the owner, if the owner lives, and `OSError` if the folder cannot be written.
     """
     here = Record(
         run=uuid.uuid4().hex[:16],
@@ -300,13 +300,13 @@ def lives(record: Record) -> bool:
 
 
 def has_ended(path: Path, patience_s: float) -> bool:
-    """Whether the run that the lease file `path` names as owner has ended: the file or, on this
-    machine, the process says so, or the file stays unchanged for `patience_s` seconds, for which
-    the call blocks. False if the file disappears, so that the caller looks at the folder anew.
-    Raises `ValueError` if the owner lives.
+    """Whether the run that the lease file `path` names as owner has ended: the file says so, its
+    process on this machine does not exist, or, if the process cannot be looked up from here, the
+    file stays unchanged for `patience_s` seconds, for which the call blocks. False if the file
+    disappears, so that the caller looks at the folder anew. Raises `ValueError` if the owner lives.
 
-    Of a process that cannot be seen from here, or whose file this version cannot read, only changes
-    count, not the times in the file, since the clocks of two machines differ.
+    The times in the file of another machine are not used, since its clock may differ: only a change
+    of the file shows that the owner lives.
     """
     before = now = _content_of(path)
     owner = decode_lease(before)

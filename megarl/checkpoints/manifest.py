@@ -40,8 +40,8 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
     """Write `digests`, {path relative to `folder`: xxh3-128 digest in hexadecimal}, to
     `digests.json` in `folder`, then sync this file and all folders within `folder` to the disk.
 
-    Raises `OSError` if a file in the folder has no digest. A file with a digest may be missing
-    here: on a network file system a file of another node can appear later.
+    Raises `OSError` if a file in the folder has no digest. A digest whose file is missing is no
+    error: on a network file system a file of another node can appear later.
     """
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
     if unknown := sorted(present - set(digests)):
@@ -101,17 +101,17 @@ ASIDE = ".writing_"
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove from `folder`, the folder of checkpoints, the temporary folders (`.writing_*`) of
-    checkpoints that were never finished, or whose removal was not. Errors are ignored.
+    """Remove from `folder`, the folder of checkpoints, the temporary folders (`.writing_*`):
+    checkpoints that were not finished, and old ones that were not removed completely. Errors are
+    ignored.
     """
     for left in folder.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is to be removed to `.writing_removed_NAME`, so that no reader takes
-    it for one; returns the new path, in the same folder, which the caller removes. Raises
-    `OSError`.
+    """Rename a checkpoint that is to be removed to `.writing_removed_NAME`, a name that readers
+    ignore; returns the new path, in the same folder, which the caller removes. Raises `OSError`.
     """
     aside = path.with_name(f"{ASIDE}removed_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -120,12 +120,12 @@ def set_aside(path: Path) -> Path:
 
 
 def put_in_place(finished: Path, final: Path) -> list[Path]:
-    """Rename the folder `finished` to `final`, the name of a finished checkpoint. A folder that had
-    this name is renamed before, to `.writing_removed_NAME`; the new path is returned in a list, for
-    the caller to remove, else an empty list.
+    """Rename the folder `finished`, a complete checkpoint in a temporary folder, to `final`. An
+    older folder `final` is first renamed to `.writing_removed_NAME`. Returns a list of this new
+    path, which the caller removes; empty if there was no older folder.
 
-    Raises `OSError`, and leaves `final` as it is, if `finished` is gone: another run, which removes
-    such folders as it takes the run folder over, may have written `final`.
+    Raises `OSError`, and leaves `final` as it was, if the rename fails or `finished` is missing:
+    another run that has taken over the run folder removes unfinished checkpoints.
     """
     removed = list[Path]()
     if final.exists():

@@ -173,14 +173,15 @@ def choose(
     reference: str | None = None,
 ) -> Path | None:
     """Path of the newest undamaged checkpoint in `folder` that this run can resume; None if the
-    folder has no checkpoint. Others are skipped with a message on standard error. Raises
-    `ValueError` if all were skipped, or one has a newer format than this version reads.
+    folder has no checkpoint. Newer ones that are damaged or do not fit this run are skipped with a
+    message on standard error. Raises `ValueError` if all were skipped, or one has a newer format
+    than this version reads.
 
     `layout`: text of `written_under` for this run. `model`: digest of the weights' names and
     shapes. `data`: digest of the prompts and their order. `roles`: {name: text of `written_under`}
     of further trained models. `base`: with LoRA, the digest of the base model's weights.
-    `reference`: the digest of the reference's adapter, "" for the base model alone; None where the
-    reference is another model, or there is none.
+    `reference`: where the reference model (for the KL term) is the base model, the digest of the
+    LoRA adapter that it uses, "" without one; None where it is another model, or there is none.
     """
 
     def unfit(path: Path) -> str:

@@ -41,8 +41,8 @@ BUFFER_BYTES = 16 * 2**20
 class RankFiles:
     """Collects the files of one checkpoint on this rank: `create` gives a file to write into, and
     `finish` writes what is kept in memory, syncs all files to the disk and returns their digests.
-    `folder`: of the checkpoint. `in_background`: keep what is written in memory until `finish`,
-    which a thread may call. Every file is created by one thread.
+    `folder`: the checkpoint's folder. `in_background`: keep written bytes in memory until `finish`,
+    which a thread may call. All calls of `create` come from one thread.
     """
 
     def __init__(self, folder: Path, *, in_background: bool = False) -> None:
@@ -91,7 +91,8 @@ class RankFiles:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more bytes may be kept in memory, so that a tenth of the host's
-        memory stays free. The host's other ranks are expected to keep as many at the same time.
+        memory stays free even if each other rank of the host keeps as many. Always False after it
+        was once.
         """
         self._unseen += num_bytes
         if self.in_background and self._unseen > LOOK_BYTES:

@@ -87,7 +87,7 @@ SAMPLED = 512
 def sampled_digest(store: Store) -> str:
     """xxh3-128 digest, in hexadecimal, of the names, shapes and dtypes of all tensors, and of 512
     elements from the middle of each. It tells models of the same shapes apart without reading all
-    of them; two that differ nowhere else get the same digest.
+    their weights. Two models that differ only in elements that are not sampled get the same digest.
     """
     hasher = xxhash.xxh3_128()
     for name in sorted(store.shapes):

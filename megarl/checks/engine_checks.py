@@ -39,8 +39,9 @@ def check_placement(
     the configured transport can bring weights to them.
 
     `num_policy_ranks`: ranks of the policy, whose GPUs colocated engines share. `num_ranks`: ranks
-    of the job. `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`: the
-    ranks were started by a launcher; otherwise they and the engines will be on so many `hosts`.
+    of the job. `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`:
+    whether a launcher has started the ranks, so that the number of hosts is known; if not, `hosts`
+    gives the number.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated = rollout.placement == "colocated"
@@ -91,9 +92,9 @@ def check_placement(
 
 
 def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used:
-    vLLM not for a model with the configuration `hf`, or a class of the user's own, named as
-    FILE.py:CLASS, without all async methods of `megarl.rollout.inference_engine.InferenceEngine`.
+    """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used.
+    vLLM must support the model with the configuration `hf`. A class of the user's own, named as
+    FILE.py:CLASS, must have all async methods of `megarl.rollout.inference_engine.InferenceEngine`.
     """
     if not is_own(kind):
         check_engine_model(hf)

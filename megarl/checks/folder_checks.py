@@ -30,9 +30,9 @@ MIN_FREE_BYTES = 64 * 2**20
 
 def check_writable(folder: str, *, setting: str) -> None:
     """Raise `ValueError` unless `folder` (absolute, or relative to the working directory) exists or
-    can be made, files can be written into it, and its disk has 64 MiB free; also if a file stands
-    in it where a run keeps a folder, or the reverse. `setting`: the setting that names the folder,
-    for messages. Leaves nothing behind.
+    can be made, files can be written into it, and its disk has 64 MiB free. Also raised if the
+    folder holds a file under the name of a run's subfolder, or a folder under the name of a run's
+    file. `setting`: the setting that names the folder, for messages. Leaves nothing behind.
     """
     existing = Path(folder).absolute()
     try:
@@ -124,8 +124,9 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
     """A context manager in which this run owns its run folder, so that no other run writes there.
     It gives on rank 0 the `Lease`, the object whose `problem()` says whether the run still owns the
     folder, and None on other ranks. Raises `ValueError` if another run owns the folder, or if
-    nothing can be written there. With `starts` False the folder is only looked at, without waiting
-    for an owner on another machine, and None is given.
+    nothing can be written there. With `starts` False nothing is owned and None is given: it only
+    raises `ValueError` if a living process of this machine owns the folder, without waiting for an
+    owner on another machine.
     """
     if launcher.rank() != 0 or not starts:
         if not starts:

@@ -75,10 +75,11 @@ def check_cut(
     hf: transformers.PretrainedConfig,
     head: HeadName = "logprobs",
 ) -> None:
-    """Raise `ValueError`, with the setting to change, unless the model of `config` can be sharded
-    over `training.layout`, its attention computed on packed sequences, and the configured kernels,
-    optimizer and precision used on this rank's device. `hf`: the model's transformers
-    configuration. `head`: what the model is to compute, such as "logprobs".
+    """Check that the model of `config` can be trained in parallel as the settings say. Raises
+    `ValueError`, with the setting to change, if `training.layout` cannot shard it, its attention
+    cannot work on packed sequences, or this rank's device lacks a configured kernel, optimizer or
+    precision. `hf`: the model's transformers configuration. `head`: output of the model, such as
+    "logprobs" or "scalar" (a score).
     """
     tensor, is_autotp = training.layout.tensor, training.tensor_backend == "autotp"
     (refuse_autotp if is_autotp else refuse_tensor)(hf, tensor)

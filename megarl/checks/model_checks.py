@@ -149,9 +149,9 @@ def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logpr
 
 
 def adapter_warning(lora: LoraConfig, model: ModelConfig) -> str:
-    """A warning of one line if the adapter in `lora.adapter` names another base model than
-    `model.path`; "" if it does not, or if megarl wrote it with a digest of its base model, by which
-    that is checked elsewhere.
+    """A warning of one line if the files of the adapter in `lora.adapter` name another base model
+    than `model.path`, else "". Also "" if megarl wrote the adapter with a digest of the base
+    model's weights: another check compares the digest.
     """
     if not lora.adapter or written_for(Path(lora.adapter)):
         return ""

@@ -92,9 +92,10 @@ class Trial:
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:
     """Call the user's own functions that the section `algorithm` names (advantage, loss,
-    correction) with small tensors on `device`. Raises `ValueError` for one that fails, or returns
-    NaN, a wrong shape or no gradient. `has_empty_ranks`: whether a rank may be without tokens, so
-    that they are also tried with none.
+    correction) with small tensors on `device`; of an own `algorithm.method` only the number of
+    parameters is checked. Raises `ValueError` for one that fails, or returns NaN, a wrong shape or
+    no gradient. `has_empty_ranks`: whether a rank may be without tokens; then the functions are
+    also called with none.
     """
     algorithm = config.algorithm
     if is_own(algorithm.method):
@@ -114,10 +115,10 @@ def try_advantage(
     critics: Iterable[str] = (),
 ) -> None:
     """Call the user's own `algorithm.advantage` with a small batch on `device`; raises `ValueError`
-    if it fails or returns a wrong shape or NaN. `lengths`: number of response tokens of each
-    sample, for a function that gives an advantage to each token; one that gives an advantage to
-    each sample gets a fixed batch of eight. `critics`: names of further critics, whose values are
-    all 0.
+    if it fails or returns a wrong shape or NaN. `lengths`: number of response tokens of each sample
+    in the batch; used only if the function gives an advantage to each token. A function that gives
+    one to each sample gets a fixed batch of eight samples. `critics`: names of further critics,
+    whose values are all 0.
     """
     trial = Trial("algorithm.advantage", algorithm.advantage, "(rewards_N, groups_N, tokens_N)")
     if not is_per_token(trial.function):

@@ -208,10 +208,10 @@ def read_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptList | None, PromptList | None, list[dict[str, Any]]]:
     """Read the recipe's data. Returns (training prompts, held-out prompts, tools that prompts show,
-    in OpenAI's format), after loading the recipe's verifier, session (multi-turn environment) or
-    tools once. On ranks above 0 both prompts are None: rank 0 reads for all. Held-out prompts are
-    None too where the recipe has none. Raises `ValueError` for data or a verifier that cannot be
-    used.
+    in OpenAI's format). First it loads the recipe's verifier, session (multi-turn environment) or
+    tools, to see that this works. On ranks above 0 both prompts are None: rank 0 reads for all.
+    Held-out prompts are None too where the recipe has none. Raises `ValueError` for data or a
+    verifier that cannot be used.
     """
     tools = check_verifier(config.environment)
     if launcher.rank() != 0:
@@ -366,9 +366,10 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
-    """Raise `ValueError` where a row of the data names a verifier that is not in
-    `environment.mixture`, or no row names one that is there. `lists`: training and held-out
-    prompts; None is passed over.
+    """Compare the verifiers that rows of the data name with `environment.mixture`, the recipe's
+    {name: verifier}. Raises `ValueError` for a name in the data that the mixture lacks, and for a
+    name in the mixture that no row has. `lists`: training and held-out prompts; None is skipped.
+    Checks nothing without a mixture.
     """
     known, named = config.environment.mixture, set[str]()
     for prompts in (one for one in lists if known and one is not None):
@@ -416,11 +417,10 @@ class EvalInputs:
 
 
 def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
-    """Run all checks of `megarl eval`, which runs as one process, for each model of
-    `evaluation.models`, or for `model.path` if there are none. `ranks`: number of ranks to check
-    for; None for what the launcher says. Returns an `EvalInputs`, whose `cases` has for each model
-    the recipe with this model, its tokenizer and its problems by data set. Raises `ValueError`,
-    with what to set, if a check fails.
+    """Run all checks of `megarl eval` for each model of `evaluation.models`, or for `model.path` if
+    there are none. `ranks`: number of processes, which must be 1; None for what the launcher says.
+    Returns an `EvalInputs`, whose `cases` has for each model the recipe with this model, its
+    tokenizer and its problems by data set. Raises `ValueError`, with what to set, if a check fails.
     """
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl eval runs as one process, but was started as {size} ranks")

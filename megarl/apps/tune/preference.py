@@ -24,8 +24,9 @@ from megarl.trainer.role import Role
 
 
 class PreferenceTask(PairTask):
-    """Training of a policy on preferences (DPO and so on), as a task of the training loop
-    `run_supervised`. All ranks create the object and call every method together.
+    """Trains a policy on preferences by DPO, IPO, SimPO, ORPO or KTO. It supplies the training loop
+    `run_supervised` with the policy, its batches and its loss. All ranks create the object and call
+    every method together.
     """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
@@ -51,8 +52,8 @@ def main(config: PreferenceConfig, inputs: RunInputs) -> int:
 
 
 class PreferenceStep(PairStep):
-    """The loss of a policy on one batch of pairs of responses, micro-batch by micro-batch, by one
-    of `METHODS`.
+    """The loss of a policy on one batch of pairs of responses, computed micro-batch by micro-batch,
+    by the method of the recipe: DPO, IPO, SimPO, ORPO or another.
     """
 
     def __init__(self, role: Role, batch: PairBatch, config: PreferenceLossConfig) -> None:
@@ -69,8 +70,10 @@ class PreferenceStep(PairStep):
 
 
 class KtoStep(PairStep):
-    """The loss of a policy on one batch of single responses, labelled good or bad (KTO). The second
-    response of each pair belongs to another prompt, and serves an estimate of the KL divergence.
+    """KTO's loss of a policy on one batch of single responses, labelled good or bad. Only the first
+    response of each pair is trained on. The second one belongs to another prompt: the mean of
+    log(policy / reference) over these mismatched responses is the estimate of the KL divergence in
+    the loss.
     """
 
     def __init__(self, role: Role, batch: PairBatch, config: PreferenceLossConfig) -> None:
@@ -99,5 +102,7 @@ class KtoStep(PairStep):
         return rewards[good], rewards[~good], won
 
     def reduced(self) -> dict[str, float]:
-        """The metrics of all methods, and `kl`, the estimate of the KL divergence."""
+        """The metrics `loss`, `accuracy` and mean rewards, and `kl`, the estimate of the KL
+        divergence; over all ranks, on every rank.
+        """
         return super().reduced() | {"kl": self.divergence}

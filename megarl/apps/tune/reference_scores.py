@@ -31,10 +31,11 @@ READ_BYTES = 2**24
 
 
 def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[np.ndarray | None]:
-    """Log-probs of each data set of preferences in `rows_read`, which rank 0 alone has, under the
-    reference model, as an array [N, 2] float64: summed over the tokens of the first and the second
-    response of its N rows. They come from numpy files in the folder `reference.cache`, or are
-    computed now and written there. None on other ranks, and for a data set that is None. All ranks
+    """Log-probs of preferences under the reference model: for each data set in `rows_read`, on rank
+    0, an array [N, 2] float64, summed over the tokens of the first and the second response of its N
+    rows. Other ranks pass None for each data set and get None. A data set that is None on rank 0
+    gives None too. The arrays are read from numpy files in the folder `reference.cache`; missing
+    ones are computed and written there. `context`: recipe, folder and ranks of the run. All ranks
     call it together.
     """
     config = cast("PreferenceConfig", context.config)
@@ -128,8 +129,8 @@ def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
 
 
 def write_scores(path: Path, scores: np.ndarray) -> None:
-    """Write the log-probs [N, 2] to the file `path` in numpy's format, which is complete or absent
-    at any time.
+    """Write the log-probs [N, 2] atomically to the file `path` in numpy's format (.npy); its folder
+    is created if missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as file:

@@ -23,8 +23,9 @@ from megarl.trainer.role import Role
 
 
 class RewardModelTask(PairTask):
-    """Training of a reward model on pairs of responses, as a task of the training loop
-    `run_supervised`. All ranks create the object and call every method together.
+    """Trains a reward model on pairs of responses. It supplies the training loop `run_supervised`
+    with the model, its batches and its loss. All ranks create the object and call every method
+    together.
     """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
@@ -52,7 +53,9 @@ def main(config: RewardModelConfig, inputs: RunInputs) -> int:
 
 
 class RewardModelStep(PairStep):
-    """The loss of a reward model on one batch of pairs, micro-batch by micro-batch."""
+    """The loss of a reward model (Bradley-Terry) on one batch of pairs of responses, computed
+    micro-batch by micro-batch.
+    """
 
     watched = "reward model's scores"
 

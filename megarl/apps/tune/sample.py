@@ -36,10 +36,11 @@ AT_ONCE = 256
 
 
 def main(config: RunConfig, inputs: SampleInputs) -> int:
-    """Run `megarl sample`: sample responses, score them and write those to keep as a data set,
-    `data.jsonl` (one JSON object a line), into a new numbered folder below `config.folder`/sample;
-    prints a summary as one JSON object. Starts and ends the inference engines. `inputs`: prompts,
-    tokenizer and so on, as `check_sample` returns them. Returns the exit code 0.
+    """Run `megarl sample`: sample responses, score them, and write those that `config.sample.keep`
+    selects as a data set, `data.jsonl` (one JSON object a line), into a new numbered folder below
+    `config.folder`/sample; prints a summary as one JSON object. Starts and ends the inference
+    engines. `inputs`: prompts, tokenizer and so on, as `check_sample` returns them. Returns the
+    exit code 0.
     """
     folder = make_folder(Path(config.folder) / "sample")
     console.open_log(folder)
@@ -121,10 +122,11 @@ def good(group: Sequence[Record], least: float) -> list[Record]:
 
 
 def best(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Yield the response to a prompt with the highest reward, the first of several, as a dict
-    {prompt, response, answer, reward, ...}, a row of the data set; nothing if no response is whole
-    and has a reward of `least`. `group`: all responses to the prompt, as dicts with these keys and
-    `finish` ("stop" if not cut off).
+    """Yield the response with the highest reward among those that are not blank, not cut off and
+    have a reward of at least `least`, as a dict {prompt, response, answer, reward, ...}, a row of
+    the data set. Of equal rewards the first response counts. Yields nothing without such a
+    response. `group`: all responses to one prompt, as dicts with these keys and `finish` ("stop" if
+    not cut off).
     """
     yield from map(_row, good(group, least)[:1])
 
@@ -139,11 +141,12 @@ def everything(group: Sequence[Record], least: float) -> Iterator[Record]:
 
 
 def best_and_worst(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Yield the best and the worst response to a prompt as one dict {prompt, chosen, rejected,
-    margin, answer}, a row of the data set, where `margin` is the difference of their rewards.
-    Yields nothing if the best, which must be whole and have a reward of `least`, is missing, or no
-    response has less reward. `group`: all responses, as dicts with `prompt`, `response`, `answer`,
-    `reward` and `finish`.
+    """Yield one pair of responses to a prompt, as a dict {prompt, chosen, rejected, margin,
+    answer}, a row of the data set. `chosen` has the highest reward of those that are not blank, not
+    cut off and have a reward of at least `least`. `rejected` has the lowest reward of those that
+    are not blank; `margin` is the difference of the two rewards. Yields nothing without a chosen
+    response, or if no other has less reward. `group`: all responses to the prompt, as dicts with
+    `prompt`, `response`, `answer`, `reward` and `finish` ("stop" if not cut off).
     """
     for top in good(group, least)[:1]:
         worse = [
@@ -175,7 +178,7 @@ def _row(record: Record) -> Record:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text` to the file `path` (UTF-8), which is complete or absent at any time."""
+    """Write `text` atomically to the file `path` (UTF-8)."""
     with new_file(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
@@ -183,8 +186,8 @@ def write(path: Path, text: str) -> None:
 def sample_summary(
     config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
 ) -> dict[str, Any]:
-    """What was sampled and kept, as a dict for JSON: fractions of right responses (`accuracy`, and
-    `accuracy_of_best` of the best of each prompt), mean rewards (`reward/mean`, `reward/best`),
+    """Statistics of a sampling run, as a dict for JSON: fractions of right responses (`accuracy`,
+    and `accuracy_of_best` of the best of each prompt), mean rewards (`reward/mean`, `reward/best`),
     numbers of prompts and rows, and settings. `groups`: all responses, [prompt][sample], at least
     one, as dicts with `reward` and `correct`; `rows`: the rows of the data set.
     """

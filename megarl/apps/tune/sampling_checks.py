@@ -16,8 +16,8 @@ from megarl.trainer.places import RolePlace
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What `check_sample` has loaded for `megarl sample`; the field `run` holds the prompts, the
-    tokenizer and the model's Hugging Face configuration.
+    """What `check_sample` has loaded for `megarl sample`. Its only field, `run`, holds the prompts,
+    the tokenizer and the model's Hugging Face configuration.
     """
 
     run: RunInputs
@@ -27,10 +27,10 @@ class SampleInputs:
 
 
 def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
-    """Run all checks of `megarl sample`, which runs as one process, before anything heavy starts:
-    settings, model, data and reward models. `ranks`: number of processes, None for that of the
-    launcher's environment variables. Returns the prompts, tokenizer and model configuration that
-    were loaded. Raises `ValueError` if a check fails.
+    """Run all checks of `megarl sample` before anything heavy starts: settings, model, data and
+    reward models. `ranks`: number of processes, which must be 1; None for that of the launcher's
+    environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
+    Raises `ValueError` if a check fails.
     """
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")

@@ -24,8 +24,8 @@ from megarl.types import Demonstration, MicroBatch, Samples, StepReport
 
 def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
     """Concatenate the token ids of prompt and response of `demonstration` into a batch of one
-    sequence with the id `sample_id`; its `mask` is True for response tokens, of a conversation only
-    for the assistant's.
+    sequence with the id `sample_id`. `mask` is True for the tokens to train on: the response or, if
+    the demonstration is a conversation, the assistant's turns.
     """
     prompt, response = demonstration.prompt_ids, demonstration.response_ids
     chosen = demonstration.response_mask or [1] * len(response)
@@ -34,8 +34,9 @@ def to_sample(sample_id: int, demonstration: Demonstration) -> Samples:
 
 
 class SftTask(Task):
-    """Supervised fine-tuning of a policy on demonstrations, as a task of the training loop
-    `run_supervised`. All ranks create the object and call every method together.
+    """Fine-tunes a policy on demonstrations. It supplies the training loop `run_supervised` with
+    the policy, its batches and its loss. All ranks create the object and call every method
+    together.
     """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
@@ -46,7 +47,9 @@ class SftTask(Task):
         self._held_out = broadcast_object(held_out, context.mesh.world)
 
     def batch(self, rows: Sequence[Any]) -> Samples:
-        """The demonstrations as token sequences, about 13 bytes for each token."""
+        """On rank 0: a batch with one token sequence for each of `rows`, tokenised demonstrations;
+        it takes about 13 bytes a token.
+        """
         return Samples.concatenate([to_sample(number, row) for number, row in enumerate(rows)])
 
     def begin(self, batch: Samples) -> StepLoss:
@@ -54,7 +57,7 @@ class SftTask(Task):
 
     def evaluate(self) -> dict[str, float]:
         """{"eval/loss": mean of -log-prob over the response tokens of all held-out demonstrations,
-        "eval/tokens": number of these tokens}; {} without demonstrations.
+        "eval/tokens": number of these tokens}; {} without held-out demonstrations.
         """
         found = super().evaluate()
         return {name.removesuffix("/trained"): value for name, value in found.items()}
@@ -69,8 +72,8 @@ def main(config: SftConfig, inputs: RunInputs) -> int:
 
 
 class SftStep(StepLoss):
-    """The loss of a policy on one batch of demonstrations, the mean of -log-prob over the batch's
-    response tokens, micro-batch by micro-batch.
+    """The loss of a policy on one batch of demonstrations, computed micro-batch by micro-batch: the
+    mean of -log-prob over the batch's response tokens.
     """
 
     def __init__(self, role: Role, samples: Samples) -> None:
@@ -89,8 +92,9 @@ class SftStep(StepLoss):
         return found
 
     def reduced(self) -> dict[str, float]:
-        """{"loss": mean of -log-prob, "tokens/trained": number of response tokens, 0 if the step
-        was skipped}, over all ranks, on every rank.
+        """{"loss": mean of -log-prob, "tokens/trained": number of response tokens}, over all ranks,
+        on every rank. The number is 0 if the optimizer step was skipped because of values that are
+        not finite.
         """
         found = self.metrics.reduce(self.role.mesh.gradient)
         return {"loss": found["loss"], "tokens/trained": found["tokens"]}
@@ -98,6 +102,8 @@ class SftStep(StepLoss):
 
 def sft_step(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepReport:
     """Take one optimizer step of the policy `role` on the token sequences `samples`, which are the
-    same on every rank, as `supervised_step` does.
+    same on every rank; returns the step's number and metrics. `step` counts from 0. `guard` skips a
+    step whose values are not finite. Raises `UserError` if it has skipped too many, or if a weight
+    is not finite afterwards. All ranks call it together.
     """
     return supervised_step(role, lambda: SftStep(role, samples), step, guard)

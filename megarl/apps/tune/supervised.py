@@ -37,9 +37,10 @@ from megarl.types import MicroBatch, Samples, StepReport
 
 
 class StepLoss(ABC):
-    """Base class of the loss of one batch, micro-batch by micro-batch, and its metrics: `loss` is
-    called for each of `micro_batches`, then `reduced` once. All ranks create the object and call
-    every method together.
+    """Base class of the loss of one batch and its metrics. The constructor divides the batch among
+    the ranks; `micro_batches` are this rank's part. The caller calls `loss` for each of them, which
+    also adds to the sums `metrics`, then `reduced` once. All ranks create the object and call every
+    method together.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class StepLoss(ABC):
 
     @abstractmethod
     def loss(self, micro: MicroBatch, guard: StepGuard | None) -> torch.Tensor:
-        """Compute the loss of `micro`, one of `micro_batches`, and add to `metrics`. Returns a
-        scalar to differentiate on this rank: its part of the batch's loss. `guard`: object that
-        records whether the values in the loss are finite; None in an evaluation.
+        """Compute the loss of `micro`, one of `micro_batches`, and add to the sums `metrics`.
+        Returns a scalar to differentiate on this rank. Its gradients, summed over micro-batches and
+        over data- and sequence-parallel ranks, are the gradient of the batch's loss. `guard`:
+        object that records whether the values in the loss are finite; None in an evaluation.
         """
 
     @abstractmethod
@@ -72,8 +74,9 @@ class StepLoss(ABC):
 class Task(ABC):
     """Base class of what the training loop `run_supervised` trains on a fixed data set: a model
     (`role`), its data (`take` gives a step's batch) and its loss (`train` takes an optimizer step,
-    `evaluate` computes metrics of held-out rows). A subclass makes batches in `batch` and gives the
-    loss in `begin`. All ranks create the object and call every method together.
+    `evaluate` computes metrics of held-out rows). A subclass implements `batch`, which makes a
+    batch of rows, and `begin`, which gives the loss of a batch. All ranks create the object and
+    call every method together.
     """
 
     def __init__(self, role: Role, rows: DataRows | None, allowed_skips: int) -> None:
@@ -88,11 +91,13 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Any:
-        """On rank 0: the batch of `rows`, elements of the data set, to send to all ranks."""
+        """Make the batch of `rows`, elements of the data set. Called on rank 0 alone, which
+        broadcasts the batch to all ranks.
+        """
 
     @abstractmethod
     def begin(self, batch: Any) -> StepLoss:
-        """Prepare the loss of `batch`, which is the same on every rank."""
+        """Return the object that computes the loss of `batch`, which is the same on every rank."""
 
     def take(self, first: int, count: int, *, stops: bool) -> Any:
         """The batch of `count` rows from position `first` of the training order, the same on every
@@ -126,10 +131,10 @@ class Task(ABC):
 def supervised_step(
     role: Role, begin: Callable[[], StepLoss], step: int, guard: StepGuard
 ) -> StepReport:
-    """Take one optimizer step of the model `role` on a batch, whose loss `begin` prepares. `step`
-    counts from 0. `guard` skips a step whose values are not finite; raises `UserError` if it has
-    skipped too many, or if a weight is not finite afterwards. Returns the step's number and
-    metrics, {name: number}. All ranks call it together.
+    """Take one optimizer step of the model `role`. `begin`: returns the object that computes the
+    loss of the step's batch. `step` counts from 0. `guard` skips a step whose values are not
+    finite. Raises `UserError` if it has skipped too many, or if a weight is not finite afterwards.
+    Returns the step's number and metrics, {name: number}. All ranks call it together.
     """
     guard.begin(f"step {step + 1}")
     started_at = time.monotonic()
@@ -151,11 +156,11 @@ def supervised_step(
 
 
 def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[MicroBatch]:
-    """Divide `samples`, token sequences that are the same on every rank, among the data ranks,
-    balanced by cost, and return this rank's micro-batches (packed sequences). `role`: the model,
-    whose mesh and token budget of a micro-batch are used. Each `together` consecutive samples, such
-    as the two of a pair, stay in one packed sequence; the number of samples is a multiple of
-    `together`. Does not communicate.
+    """Divide `samples`, token sequences that are the same on every rank, among the data-parallel
+    ranks, balanced by cost, and return this rank's micro-batches (packed sequences). `role`: the
+    model, which gives the parallel layout and the token budget of a micro-batch. Each `together`
+    consecutive samples, such as the two of a pair, stay in one packed sequence; the number of
+    samples is a multiple of `together`. Does not communicate.
     """
     mesh, training = role.mesh, role.training
     even = balance_of(samples, training.share_prefix, role.windows, together=together)
@@ -174,7 +179,7 @@ MakeTask = Callable[[RunContext], Task]
 
 
 def run_supervised(config: SupervisedConfig, inputs: RunInputs, make: MakeTask) -> int:
-    """Run a training on a fixed data set until `config.steps`, from a resumed checkpoint or the
+    """Train a model on a fixed data set until `config.steps`, from a resumed checkpoint or the
     model's own weights. Every trainer rank calls it; rank 0 prints a summary as one JSON object.
     `inputs`: tokenizer, data set and so on, from the checks before a run. `make`: function that
     creates the task (model, data and loss) from the run's context. Returns the exit code 0. Raises
@@ -210,8 +215,8 @@ def supervised_summary(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def refuse_lost_folder(context: RunContext) -> None:
-    """Raise `UserError` on every rank if another run has taken the run folder meanwhile. All ranks
-    call it together, before anything is written to the folder.
+    """Raise `UserError` on every rank if another run has become the owner of the run folder since
+    this run started. All ranks call it together, before anything is written to the folder.
     """
     if lost := context.lost_folder():
         raise UserError(lost)

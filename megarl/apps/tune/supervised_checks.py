@@ -115,11 +115,12 @@ def check_supervised(
     head: HeadName = "logprobs",
 ) -> RunInputs:
     """Run the checks that all runs on a fixed data set share; rank 0 reads the data. `section`:
-    name of the recipe's section that describes the data, also within `evaluation`. `load`: function
-    (section's settings, tokenizer, seed=, setting=name of the section) to the tokenised rows.
-    `ranks`: number of ranks to check for, None for the launcher's. `head`: the output of the
-    trained model, "logprobs" or "scalar". Returns tokenizer, model configuration, and on rank 0 the
-    rows. Raises `ValueError` if a check fails.
+    name of the section that describes the data, both in the recipe and in its `evaluation`
+    (held-out data). `load`: reads a data set, as load(section's settings, tokenizer, seed=,
+    setting=name of the section), and returns the tokenised rows. `ranks`: number of ranks to check
+    for, None for the launcher's. `head`: the output of the trained model, "logprobs" or "scalar".
+    Returns tokenizer, model configuration, and on rank 0 the rows. Raises `ValueError` if a check
+    fails.
     """
     layout = check_layout(config.training, ranks_to_check(ranks))
     require(

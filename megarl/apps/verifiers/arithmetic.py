@@ -84,9 +84,10 @@ def calculate(text: str) -> Fraction | None:
 
 
 def is_huge(text: str) -> bool:
-    """Whether the expression `text` (LaTeX) may take too long to compute: a power, factorial or
-    binomial coefficient in it has an exponent or argument beyond 10,000, or one without letters
-    whose value `calculate` cannot find. Exponents with letters, as in e^{x^2}, are not huge.
+    """Whether the expression `text` (LaTeX) may take too long to compute: it has a power, factorial
+    or binomial coefficient whose exponent or argument exceeds 10,000 or contains a power, factorial
+    or binomial coefficient of numbers that `calculate` cannot compute, or a chain of powers
+    (2^3^4). An exponent with letters, as in e^{x^2}, is not huge.
     """
     text = re.sub(r"\\left|\\right", "", text.replace("**", "^"))
     if CHAIN.search(text):
@@ -122,19 +123,20 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class TokenReader:
-    """Goes through the tokens of an expression, given as (kind, text) each; behind the last one
-    comes a token of the kind "end".
+    """Reads the tokens of an expression one after the other. `tokens`: (kind, text) of each, with
+    kinds that the caller's tokenizer defines, such as "sign". After the last token follows one of
+    the kind "end".
     """
 
     def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
         self._tokens, self._place = [*tokens, ("end", "")], 0
 
     def kind(self) -> str:
-        """The kind of the next token."""
+        """The kind of the next token, without consuming it; "end" after the last."""
         return self._tokens[self._place][0]
 
     def take(self) -> str:
-        """Go on behind the next token; returns its text."""
+        """Consume the next token; returns its text."""
         self._place += 1
         return self._tokens[self._place - 1][1]
 

@@ -22,10 +22,11 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
     """Make the verifier `json_schema` from the recipe: an async function (prompt, response) that
     returns 1.0 if the last fenced json block of the response, or without one the whole response, is
     JSON that the schema allows and, with `json_schema.value` (a dotted path), the value there
-    equals the reference answer; else 0.0. Nothing that a schema refers to is fetched.
+    equals the reference answer; else 0.0. The schema is in the recipe or in a column of the data.
+    Nothing that it refers to is fetched.
 
-    Raises `ValueError` if the recipe's schema is no JSON Schema; the function raises it for a
-    schema in a row of the data.
+    Raises `ValueError` if the recipe's schema is not a valid JSON Schema. The function raises it if
+    the schema in a prompt's row is not.
     """
     own = config.json_schema
     fixed = _validator(own.schema, "json_schema.schema") if own.schema else None

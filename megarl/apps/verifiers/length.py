@@ -82,8 +82,9 @@ def length_reward(config: EnvironmentConfig) -> Verifier:
 
 
 def counted(config: LengthConfig, response: str) -> int:
-    """Length of the response in `config.unit`, "tokens" or "characters". Raises `ValueError` if
-    tokens are asked for and `response` is plain text without its number of tokens.
+    """Length of the response in `config.unit`, "tokens" or "characters". Raises `ValueError` if the
+    unit is tokens and `response` is a plain `str`, not a `Counted`, the subclass with the number of
+    tokens that the model generated.
     """
     if config.unit == "characters":
         return len(response)

@@ -17,13 +17,13 @@ Verify = Callable[[Prompt, str], Awaitable[float]]
 
 def regex(config: EnvironmentConfig) -> Verify:
     """Make the verifier `regex` from the recipe: an async function (prompt, response) that returns
-    1.0 if the last match of `regex.pattern` in the response holds the reference answer, or, with
-    `regex.answer_is_pattern`, if the reference answer as a pattern is found in the response; else
-    0.0.
+    1.0 or 0.0. It is 1.0 if the last match of `regex.pattern` in the response, or the group in the
+    pattern if there is one, equals the reference answer. With `regex.answer_is_pattern` it is 1.0
+    if the response has a match of the reference answer, read as a pattern.
 
-    The function raises `ValueError` for a search that takes longer than `regex.search_limit_s`.
-    Raises `ValueError` at once for a `regex.pattern` that is no regular expression or has several
-    groups.
+    The function raises `ValueError` for a search that takes longer than `regex.search_limit_s`, and
+    for an answer that is to be a pattern and is none. Making the verifier raises `ValueError` for a
+    `regex.pattern` that is no regular expression or has several groups.
     """
     own = config.regex
     flags = patterns.IGNORECASE if own.ignore_case else 0

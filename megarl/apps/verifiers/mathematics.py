@@ -44,7 +44,7 @@ from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
 MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer final expression is not parsed and counts as wrong, unless it is a plain number."""
+"""A longer final expression is not parsed and counts as wrong."""
 MAX_RESPONSE_CHARACTERS = 10_000
 """Of a response without a marked answer, only so many characters from its end are searched."""
 MAX_DEPTH = 6
@@ -86,19 +86,22 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
     comes later; without either, a formula that a sentence calls the answer, or what math-verify
-    extracts. Of a response with the tags `<answer>` and `</answer>` only what the last pair holds
-    is read, where a line that is no sentence is the final expression. Plain numbers are compared
-    exactly; words, ratios and the like as text; everything else by math-verify. A final percent
-    sign is dropped on both sides. An expression longer than `MAX_EXPRESSION_CHARACTERS` or nested
-    deeper than `MAX_DEPTH` counts as wrong, unless it holds numbers only. So does one that has
-    still to be evaluated (`67 + 63`), unless the reference answer is such an expression, or with
-    `math.allow_unevaluated`. The function raises `ValueError` for a reference answer that is not
-    mathematics.
+    extracts. Of a response with the tags `<answer>` and `</answer>` only the content of the last
+    pair is read; if that is a single line without words such as `is` or `answer`, the line is the
+    final expression. Plain numbers are compared exactly; words, ratios and the like as text;
+    everything else by math-verify. A final percent sign is dropped on both sides. An expression of
+    more than 1000 characters counts as wrong. So does one with brackets nested more than 6 deep,
+    unless it holds numbers only, and one that has still to be evaluated (`67 + 63`), unless the
+    reference answer is such an expression, or with `math.allow_unevaluated`. The function raises
+    `ValueError` for a reference answer that is not mathematics.
     """
     parse_marked, parse_response, equal, size = _math_verify()
 
     def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
-        """(whether `response` equals the `reference` answer, its final expression as LaTeX)."""
+        """Compare `response` with the `reference` answer. Returns (whether they are equal, the
+        final expression of the response as LaTeX, "" if it is missing or too long). `prompt`: for
+        the message of the `ValueError` that is raised if the reference is not mathematics.
+        """
         response, line = in_tags(response)
         found = marked(response, line)
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
@@ -221,9 +224,10 @@ def _math_verify() -> tuple[
 
 
 def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]) -> str:
-    """Remove from `text`, a LaTeX expression, values that merely round another: returns `1/3` for
-    `1/3 \\approx 0.333`, or the last value if that is the `reference` answer; "" if a value is not
-    the other rounded. `size`: function to the value of an expression, None if it has none.
+    """Remove rounded values from `text`, a LaTeX expression: `1/3 \\approx 0.333` becomes `1/3`. If
+    the last, rounded value is the `reference` answer, that value is returned instead. "" if
+    neighbouring values differ by more than rounding explains, or one has no value. `size`: function
+    from an expression to its value, or None if it has none.
     """
     sides = [cleaned(side) for side in ROUNDED.split(text)]
     if len(sides) == 1:
@@ -243,9 +247,10 @@ def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]
 
 
 def are_near(first: Any, second: Any) -> bool:
-    """Whether two sympy values are really equal that math-verify takes for equal: it compares a
-    number of decimal places, so that two small values look equal. Here they may differ by a
-    relative error of 5e-6 at most. True for what is no number.
+    """Second check of two sympy values that math-verify calls equal. math-verify rounds to a number
+    of decimal places, so that any two small values look equal. False if `first` is below 1e-6 in
+    size and the two differ by a relative error of more than 5e-6. True for larger values, and for
+    values that are no numbers.
     """
     if not all(getattr(one, "is_number", False) for one in (first, second)):
         return True
@@ -307,9 +312,9 @@ def _squeezed(text: str) -> str:
 
 
 def without_equals(text: str) -> str:
-    """Keep, of the sides of equations in `text`, a LaTeX expression, one for all that are numbers
-    and equal: returns `130` for `67 + 63 = 130`, and `x = 130` for `x = 67 + 63 = 130`; "" if two
-    exact numbers differ.
+    """Shorten a chain of equations in `text`, a LaTeX expression, to its result: `67 + 63 = 130`
+    becomes `130`, and `x = 67 + 63 = 130` becomes `x = 130`. "" if two exact numbers in the chain
+    differ. A text without `=` is returned as it is.
     """
     sides = [side.strip() for side in EQUALS.split(text)]
     if len(sides) == 1:
@@ -353,7 +358,7 @@ def final_expression(text: str) -> str | None:
 
 def marked(response: str, line: str | None) -> str | None:
     """The final expression of a model's `response`: that behind `####` or in a `\\boxed{}`; else
-    `line`, a candidate that was found before, if that is not None; else the last formula that a
+    `line`, the answer line that `in_tags` found, if it is not None; else the last formula that a
     sentence calls the answer; None without any.
     """
     found = final_expression(response)

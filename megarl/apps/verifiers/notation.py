@@ -183,7 +183,8 @@ def cleaned(text: str) -> str:
 
 def rewritten(text: str) -> str:
     """Replace notation that math-verify and `calculate` cannot read in `text`, an expression in
-    LaTeX, by equal notation that they can. Returns the new text.
+    LaTeX, by equal notation that they can, such as `\\frac12` by `\\frac{1}{2}`. Returns the new
+    text.
     """
     for pattern, written in REWRITES:
         text = pattern.sub(written, text)
@@ -203,8 +204,9 @@ def without_units(text: str) -> str:
 
 
 def in_prose(text: str) -> str:
-    """The text of a response without a marked answer, with its numbers written so that math-verify
-    finds them: without currency and percent signs, thin spaces and exponents such as 5e3.
+    """Rewrite `text`, a response that marks no final answer, so that math-verify finds the numbers
+    in it: currency and percent signs and thin spaces are removed, and exponents such as 5e3 written
+    out. Returns the new text.
     """
     text = ANSWER.sub("answer: ", text.translate(WRITTEN).replace("\u3002", ". "))
     text = NO_ANSWER.sub("result", text)

@@ -38,10 +38,11 @@ NAME = re.compile(r"\s*(?:[A-Za-z]|\\(?!infty|pi)[a-z]+)(?:_(?:\w|\{\w+\}))?\s*"
 
 
 def same_part(reference: str, expression: str) -> tuple[str, str]:
-    """Return (reference answer, expression of a response), both LaTeX, reduced to the parts that
-    can be compared: of a letter with its value in a multiple choice (`D. 5`) only the part, letter
-    or value, that the other text names; of two such texts both values, or both letters if these
-    differ. Other texts are returned as they are.
+    """Make two answers comparable of which one or both are a choice with its value, such as `D. 5`.
+    Returns (reference answer, expression of a response), both LaTeX. If the other is only a letter,
+    both are reduced to letters; if it is only a value, both to values. Two such choices with the
+    same letter are reduced to values, with different letters to letters. Other texts are returned
+    as they are.
     """
     texts = [WRAPPED.sub(r"\1", text) for text in (reference, expression)]
     choices = [CHOICE.fullmatch(text) for text in texts]
@@ -60,10 +61,10 @@ def same_part(reference: str, expression: str) -> tuple[str, str]:
 
 
 def compared_as_text(reference: str, expression: str) -> bool | None:
-    """Whether two final expressions (LaTeX) are equal that must not be parsed as products: words,
-    whose letters would commute; numbers in a base (1011_2), whose base must be equal; ratios and
-    times of day; numbers too large to compute; integrals and limits. None if they are none of
-    these, so that they have to be parsed.
+    """Compare final expressions (LaTeX) of kinds that math-verify would misread or compute without
+    end: words, whose letters would be factors; numbers in a base (1011_2), whose base must be
+    equal; ratios and times of day; numbers too large to compute; integrals and limits. Returns
+    whether the two are equal, or None if they are of no such kind and have to be parsed.
     """
     words = _plain_words(reference)
     if words is not None:
@@ -123,9 +124,9 @@ def _ratio(text: str) -> list[Fraction] | None:
 
 
 def outer_brackets(first: str, second: str) -> bool:
-    """Whether two expressions (LaTeX) are both lists in brackets, but in brackets that mean
-    different things: a pair or an open interval `(1, 2)`, a closed interval `[1, 2]`, a set
-    `\\{1, 2\\}`.
+    """Whether two expressions (LaTeX) are both lists in brackets, but in different kinds of
+    brackets: a pair or an open interval `(1, 2)`, a closed interval `[1, 2]`, a set `\\{1, 2\\}`.
+    False if one is no such list.
     """
     ends = []
     for text in (first, second):

@@ -77,13 +77,15 @@ class _Program:
 
 def check_asserts(tests: list[str], setup: str, names: list[str], text: str) -> None:
     """Run `tests`, texts of Python statements, in this process, the checker, and write a line of
-    JSON for each, {"passed": bool, "gone": whether the program has ended}, to descriptor 5.
+    JSON for each, {"passed": bool, "gone": whether the program has ended}, to descriptor 5. Stops
+    after a test in which the program has ended.
 
-    Calls of the program's functions go to its process through descriptors 4 (requests) and 3
-    (replies). `setup`: statements that run first. `names`: functions of the program. Names that the
-    tests use and nobody defines are functions of the program too, or modules of Python's library
-    where the tests use their attributes. So is a builtin, such as `sum`, that the program defines.
-    `text`: the program, which is only parsed.
+    The program runs in another process. Calls of its functions go there through descriptors 4
+    (requests) and 3 (replies). `setup`: statements that run first. `names`: functions of the
+    program. A name that a test uses and nothing defines is taken for a module of Python's library
+    if the test uses an attribute of it, otherwise for a function of the program. A builtin, such as
+    `sum`, that the program defines is also a function of the program. `text`: the program, which is
+    only parsed.
     """
     kernel.prctl(kernel.SET_DUMPABLE, 0)  # the program may not open this process's memory
     program = _Program(3, 4)
@@ -156,10 +158,10 @@ def _undefined(names: set[str], known: Container[str]) -> set[str]:
 
 
 def without_module(tests: list[str], setup: str, names: list[str]) -> set[str]:
-    """Names, such as `np`, of which the tests use an attribute and which neither the tests nor
-    `setup` define nor Python's library has as a module. Only the program could import such a
-    module, but tests see the program's functions alone, so that no program passes. `names`:
-    functions of the program.
+    """Names of modules, such as `np`, that the tests need and do not have: the tests use an
+    attribute of the name, neither the tests nor `setup` define it, and Python's library has no such
+    module. Tests cannot use the program's own imports, so every program fails tests with such a
+    name. `names`: functions of the program. Empty if nothing is missing.
     """
     found = set[str]()
     for test in tests:

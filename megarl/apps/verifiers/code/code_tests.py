@@ -40,10 +40,10 @@ class BadTests(ValueError):
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of one row of a data set for a program that a model writes, and the text to put in
-    front of the program. `kind` says how a test is made: the program reads standard input
-    (`stdin`), its function is called (`calls`), or Python statements call its functions
-    (`asserts`).
+    """The tests of one row of a data set for a program that a model writes. `kind` says what a test
+    does: it gives the program standard input (`stdin`), calls the program's function (`calls`), or
+    runs Python statements that call its functions (`asserts`). Other fields hold the tests, the
+    expected results, and text to put in front of the program.
     """
 
     kind: Literal["stdin", "calls", "asserts"]
@@ -66,8 +66,10 @@ class Tests:
     program's functions}; else empty."""
 
     def whole(self, program: str) -> str:
-        """The text of `program`, which `extract` took from a response, with the text in front that
-        the data set asks for, such as the head of the function that the program is the body of.
+        """The text to run for `program`, the code that `extract` took from a response: the program
+        with the data set's own code in front. This code is the head of the function if the program
+        is only its body, otherwise what the function needs beside it; nothing if the data set has
+        no such code.
         """
         if not self.named:
             return program
@@ -79,10 +81,11 @@ class Tests:
 
 
 def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> Tests:
-    """Read up to `most` tests of programs from a row of a data set, {column: value}: from the
-    column `column` or else the first of `input_output`, `test_list`, `test` and so on that the row
-    has. Returns the inputs or statements with the expected results, and which of the three forms
-    they have. Raises `BadTests` if there are none or their form is unknown.
+    """Read the first `most` tests of a program from a row of a data set, {column: value}. `column`:
+    the column that holds the tests; "" for the first that the row has of `input_output`,
+    `test_list`, `test`, `public_test_cases` with `private_test_cases`, `tests` and `test_cases`.
+    Returns the inputs or statements with the expected results, and which of the three forms they
+    have. Raises `BadTests` if there are none or their form is unknown.
     """
     names = (column,) if column else COLUMNS
     present = [name for name in names if row.get(name) not in (None, "", [], {})]

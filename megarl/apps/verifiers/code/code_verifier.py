@@ -46,10 +46,10 @@ def code(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Score]]
     """Make the verifier `code` from the recipe: starts a sandbox and returns an async function
     (prompt, response) that runs the program in the response on the tests of the prompt's row.
 
-    The function blocks, and returns a score of 1.0 if all tests pass, else 0.0
-    (`environment.code.partial`: the fraction that pass), with the metrics `tests_passed` (a
-    fraction) and `timed_out` (0 or 1); it raises `BadScore` for a row without tests. Raises
-    `ValueError` if the sandbox does not start.
+    The function never awaits: it blocks its event loop until the tests are done. It returns a score
+    of 1.0 if all tests pass, else 0.0 (with `environment.code.partial`: the fraction that pass),
+    with the metrics `tests_passed` (a fraction) and `timed_out` (0 or 1). It raises `BadScore` for
+    a row without tests. Making the verifier raises `ValueError` if the sandbox does not start.
     """
     settings, sandbox = config.code, Sandbox(config.code)
     limit_s = SHARE_OF_LIMIT * config.time_limit_s
@@ -126,9 +126,9 @@ def _passes(
 
 
 def say_protection(config: EnvironmentConfig) -> None:
-    """Print on rank 0, once for all ranks, under which protection the verifier `code` runs
-    programs: starts a sandbox and ends it. Raises `ValueError` if this machine refuses the
-    protection that the recipe asks for.
+    """Print on rank 0 how programs of the verifier `code` are isolated on this machine: by Linux
+    namespaces, by resource limits alone, or not at all. Starts a sandbox to find out, and ends it.
+    Raises `ValueError` if this machine refuses the isolation that the recipe asks for.
     """
     for name, settings in config.programs.items():
         if launcher.rank() == 0:
@@ -140,9 +140,9 @@ def say_protection(config: EnvironmentConfig) -> None:
 
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
     """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in the row of
-    every prompt that it scores. Rows whose tests no program can pass, because they use a module
-    that is not there, are named in a warning. `setting`: the recipe's section that the prompts are
-    read from, for messages.
+    every prompt that it scores. Warns of rows whose tests no program can pass, because the tests
+    use a module that they do not import. `setting`: the recipe's section that the prompts are read
+    from, for messages.
     """
     programs, until = config.programs, time.monotonic() + READ_WITHIN_S
     unmet: dict[str, list[int]] = {}

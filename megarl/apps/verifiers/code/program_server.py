@@ -129,9 +129,11 @@ def call(
 ) -> str:
     """Call a function of the tested program for a request {"call": its name, "args": [encoded
     values], "named": {name: encoded value}}. Returns one line of JSON: {"value"} of the function,
-    or {"raised", "text"} of its exception; raises nothing. `names`: those of the program; a
-    function that is not among them is looked for in an object of its class `Solution`. `kept`: list
-    to which objects are added that JSON cannot hold. `failed`: what loading the program raised.
+    or {"raised", "text"} of its exception; raises nothing. `names`: {name: object} that the program
+    defines; a function that is missing there is looked for in an object of its class `Solution`.
+    `kept`: objects that JSON cannot hold, to which results of this call are added and whose indices
+    travel instead. `failed`: the exception that loading the program raised, which is then the reply
+    to every request; None if it loaded.
     """
 
     def keep(value: Any) -> int:

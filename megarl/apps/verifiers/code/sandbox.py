@@ -51,9 +51,9 @@ class SandboxError(RuntimeError):
 
 
 class Sandbox:
-    """Runs programs that a model wrote on their tests (`run`), under the protection (Linux
-    namespaces, or resource limits alone) and the limits of a `CodeConfig`, in child processes of
-    one server process. Used by one thread; call `close` at the end.
+    """Runs programs that a model wrote on their tests (`run`), in child processes of one server
+    process, with the isolation (Linux namespaces, resource limits alone, or none) and the limits of
+    a `CodeConfig`. Used by one thread; call `close` at the end.
     """
 
     protection: str
@@ -106,13 +106,16 @@ class Sandbox:
         **more: Any,
     ) -> list[dict[str, Any]]:
         """Run `tests` of `program` (text) and block until they are done, at most `total_s` seconds
-        and a few more. `kind`: "stdin" (a test is the input text), "calls" (a dict {"call", "args",
-        "named"}) or "asserts" (the text of Python statements, with `setup` and `names` in `more`).
-        `go_on`: whether tests are run after one that fails.
+        and a few more. Outputs are not compared with expected ones. `kind`: "stdin" (a test is the
+        input text), "calls" (a dict {"call", "args", "named"}) or "asserts" (the text of Python
+        statements). `more`: for asserts, `setup` (statements that run first) and `names` (functions
+        of the program). `go_on`: whether to go on after a test whose status is not "ok".
 
-        Returns for each test that was run, in order, {"status": "ok", "failed", "time", "output" or
-        "memory", "output": standard output, or JSON text of what a function returned}. Raises
-        `SandboxError`, after which the next call starts a new server process.
+        Returns for each test that was run, in order, a dict. Its "status" is "ok", "failed", or the
+        limit that was exceeded: "time", "output" or "memory". After "ok" its "output" is the
+        standard output, or the function's reply as JSON text, {"value"} or {"raised", "text"};
+        asserts have none. Raises `SandboxError`, after which the next call starts a new server
+        process.
         """
         if self._process is None:
             self._start()

@@ -196,15 +196,15 @@ def _own_proc() -> None:
 
 
 def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the tests of a job in order until the first that fails by itself, or all of them with
-    `go_on`. Blocks for at most `total_s` seconds.
+    """Run the tests of a job in order, up to the first whose status is not "ok", or all of them
+    with `go_on`. Blocks for at most `total_s` seconds.
 
     job: {"kind": "stdin", "calls" or "asserts", "program": its text, "tests": list, "total_s":
     seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program}.
-    Returns a dict for each test that was run, which are the first ones, with "status": "ok" (with
-    "output", the program's output or a function's reply as text), "failed" (exit code, exception or
-    assertion), "time", "output" or "memory" (a limit). Fewer tests than given are run if time is
-    over or there is much output.
+    Returns a dict for each test that was run, in order. Its "status" is "ok" (with "output", the
+    program's output or a function's reply as text; none for asserts), "failed" (exit code,
+    exception or assertion), or the limit that was exceeded: "time", "output" or "memory". The last
+    tests are not run if time is over or there is much output.
     """
     kind, tests, size = job["kind"], job["tests"], 0
     until = time.monotonic() + job["total_s"]
@@ -267,8 +267,8 @@ def _as_file(text: str) -> int:
 
 
 class Running:
-    """A program that runs, with this process's end of the pipe on which the program writes; the
-    descriptors are closed with the object.
+    """A running program (`handle`) and this process's end of the pipe on which the program writes;
+    both descriptors are closed when the object is deleted.
     """
 
     def __init__(self, handle: int, out: int) -> None:
@@ -317,12 +317,12 @@ class Programs:
         return path
 
     def start(self, command: list[str] | Callable[[], None], limit_s: float, *wiring: int) -> int:
-        """Start a program, `command`, in the folder under all limits, or call a function in a copy
-        of this process under the same limits. Does not wait. Returns a pidfd, which is readable
-        once it has ended.
+        """Start a program, `command`, in the folder under all limits, or call a function in a
+        forked copy of this process under the same limits. Does not wait. Returns a pidfd, which is
+        readable once the process has ended.
 
-        `limit_s`: seconds of CPU time. `wiring`: descriptors that become its 0, 1, 2 and so on, and
-        are closed here.
+        `limit_s`: seconds of CPU time. `wiring`: descriptors that become the new process's 0, 1, 2
+        and so on, and are closed in this process.
         """
         process = os.fork()
         if process:

@@ -95,8 +95,8 @@ EPERM, ENOSYS = 1, 38
 
 
 def prctl(option: int, value: int = 0, more: int = 0) -> None:
-    """Call prctl(2) for this process with the operation `option`, one of Linux's numbers such as 38
-    for PR_SET_NO_NEW_PRIVS (`SET_NO_NEW_PRIVILEGES` here), and its two arguments. Raises `OSError`.
+    """Call prctl(2) for this process. `option`: number of the operation in Linux, such as 38 for
+    PR_SET_NO_NEW_PRIVS. `value`, `more`: its two arguments. Raises `OSError`.
     """
     call_libc("prctl", option, value, more, 0, 0)
 
@@ -107,8 +107,9 @@ def tie_to_parent() -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2): mount `source` at the path `target`, with a file system of type `kind`
-    ("" for a bind mount) and `options`, its data text. Raises `OSError`.
+    """Call mount(2): mount `source` at the path `target`. `kind`: type of the file system, "" for a
+    bind mount. `flags`: bits of mount(2). `options`: text for the file system, such as "size=1m".
+    Raises `OSError`.
     """
     call_libc("mount", source, target, kind, flags, options)
 
@@ -196,8 +197,9 @@ def new_user(is_root: bool) -> None:
 
 def build_root(visible: Sequence[str]) -> None:
     """Give this process, in a mount namespace of its own, a root folder in memory that holds only
-    the absolute paths `visible`, read-only, the folders `/box` (empty) and `/proc`, and four
-    devices. `/tmp` is a link to `/box`, unless something in it is to be visible. Raises `OSError`.
+    the absolute paths `visible`, read-only, the folders `/box` (empty) and `/proc`, and the devices
+    null, zero, random and urandom. `/tmp` is a link to `/box`, unless a path in `visible` lies in
+    `/tmp`. Raises `OSError`.
     """
     mount("none", "/", "", RECURSIVE | PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=0755")
