@@ -36,13 +36,13 @@ class DriverGpu:
     """Whether MIG has cut the GPU into slices."""
 
 
-def _nvidia_smi(*arguments: str) -> tuple[int, str]:
+def _nvidia_smi(*arguments: str, stderr: int) -> tuple[int, str]:
     """(exit code, what it wrote) of nvidia-smi; (-1, why) where it cannot be run."""
     try:
         told = subprocess.run(
             ["nvidia-smi", *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             text=True,
             errors="replace",
             timeout=DRIVER_WITHIN_S,
@@ -59,7 +59,10 @@ def driver_gpus() -> list[DriverGpu]:
     """
     # A driver before 450 knows no MIG, and answers no query that names it.
     for fields in ("name,driver_version,mig.mode.current", "name,driver_version"):
-        _, said = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
+        query = (f"--query-gpu={fields}", "--format=csv,noheader")
+        code, said = _nvidia_smi(*query, stderr=subprocess.DEVNULL)
+        if code == -1:
+            return []
         rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
         width = fields.count(",") + 1
         found = [DriverGpu(r[0], r[1], r[-1] == "Enabled") for r in rows if len(r) == width]
@@ -76,7 +79,7 @@ def failure() -> str:
     files = sorted(glob.glob(DEVICE_FILES))
     if not files or shutil.which("nvidia-smi") is None:
         return ""
-    code, said = _nvidia_smi("-L")
+    code, said = _nvidia_smi("-L", stderr=subprocess.STDOUT)
     if code == 0:
         return ""
     said = (said.strip().splitlines() or [f"exit code {code}"])[0]

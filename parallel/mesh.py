@@ -101,7 +101,8 @@ class ProcessMesh:
         """
         self.layout = layout
         self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        assert len(self.ranks) == layout.size and layout.sequence % ulysses == 0
+        found = f"{layout}, {len(self.ranks)} ranks, ulysses {ulysses}"
+        assert len(self.ranks) == layout.size and layout.sequence % ulysses == 0, found
         # torch orders the ranks of a process group by number, whatever order it is given.
         assert list(self.ranks) == sorted(set(self.ranks) & set(range(dist.get_world_size())))
         self.is_member = dist.get_rank() in self.ranks

@@ -16,7 +16,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,10 @@ Digests = Mapping[str, str]
 
 
 class Writing:
-    """Writes one checkpoint while training goes on. The constructor gets two functions. A thread
-    calls `write`, which writes this rank's files and returns {path: digest}. On rank 0 another
-    thread calls `commit`, which makes the checkpoint final, with the digests of all ranks, once
-    every rank has reported its files. `wait_written` and `wait_committed` wait for the threads;
-    `give_up` stops them.
+    """Writes one checkpoint while training goes on. The constructor starts a thread, which calls
+    `write`: it writes this rank's files and returns {path: digest}. On rank 0 another thread calls
+    `commit` with the digests of all ranks, once every rank has reported its files. `wait_written`
+    and `wait_committed` wait for the threads; `give_up` stops them.
     """
 
     def __init__(
@@ -69,7 +68,8 @@ class Writing:
         self.committed_s = 0.0
         """On rank 0, seconds from the start until the checkpoint was committed."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._given_up = threading.Event()
+        self._told: Sequence[Digests] | None = None
+        self._is_told = threading.Event()
         name = f"checkpoint of step {step}"
         self._written = in_thread(name, lambda: self._write(write))
         self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
@@ -81,10 +81,21 @@ class Writing:
         late = f"its files were not on the disk after {timeout_s:.0f} s"
         return _outcome(self._written, timeout_s, late)
 
-    def wait_committed(self, timeout_s: float) -> str:
-        """On rank 0, wait until the checkpoint is committed, for `timeout_s` seconds at most;
-        returns what went wrong, a time-out too, or "".
+    @property
+    def digests(self) -> Digests:
+        """{path within the checkpoint: xxh3-128 digest in hexadecimal} of this rank's files; blocks
+        until they are written.
         """
+        return self._written.result()
+
+    def wait_committed(self, reported: Sequence[Digests], timeout_s: float) -> str:
+        """On rank 0, wait until the checkpoint is committed, for `timeout_s` seconds at most;
+        returns what went wrong, a time-out too, or "". `reported`: for each rank, {path within the
+        checkpoint: digest} of its files, for a file system that does not show the ranks' reports
+        yet.
+        """
+        self._told = reported
+        self._is_told.set()
         assert self._committed is not None
         return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
@@ -92,7 +103,8 @@ class Writing:
         """Keep this rank's threads from committing the checkpoint, and wait until they end, for
         `timeout_s` seconds at most. Returns True if they have ended, False if one still writes.
         """
-        self._given_up.set()
+        self._told = None
+        self._is_told.set()
         threads: list[Future[Any]] = [self._written, self._committed or self._written]
         return not wait(threads, timeout_s).not_done
 
@@ -167,9 +179,10 @@ class Writing:
                         reported[rank] = json.loads(path.read_text())
                         if PROBLEM in reported[rank]:
                             raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._given_up.wait(LOOK_S):
-                    return
-            if not self._given_up.is_set():
+                if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
+                    reported = dict(enumerate(self._told or ()))
+                    break
+            if self._told is not None or not self._is_told.is_set():
                 commit({name: digest for one in reported.values() for name, digest in one.items()})
         finally:
             self.committed_s = time.monotonic() - started_at

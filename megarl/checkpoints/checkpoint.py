@@ -175,7 +175,9 @@ class Checkpoints:
         timeout_s, step = self.mesh.timeout_s / 2, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
-            problem = writing.wait_committed(timeout_s) if self.world.rank == 0 else ""
+            reported = gather_objects(dict(writing.digests), self.world)
+            is_main = self.world.rank == 0
+            problem = writing.wait_committed(reported, timeout_s) if is_main else ""
             self._everybody(problem, step, writing)
         self._writing = None
         self._times["time/checkpoint_written_s"] = writing.committed_s

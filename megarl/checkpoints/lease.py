@@ -322,6 +322,8 @@ def has_ended(path: Path, patience_s: float) -> bool:
         found = decode_lease(now)
         if found is not None and found.state == ENDED:
             return True
+        if owner is None and found is not None:
+            return False  # it was being written
         if owner is not None and is_seen and not lives(owner):
             return path.exists()
         is_late = time.monotonic() >= deadline

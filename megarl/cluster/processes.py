@@ -49,15 +49,18 @@ def is_alive(process: Process) -> bool:
 def end(processes: Sequence[Process], *, patience_s: float) -> None:
     """Wait `patience_s` seconds for these processes of this host to end by themselves, kill those
     that are left with SIGKILL, and wait at most `END_TIMEOUT_S` (10) seconds until they are gone.
-    Processes of other hosts, and those that have ended, are passed over; so are Python's resource
-    trackers, which remove the shared memory of killed processes and then end.
+    Processes of other hosts, and those that have ended, are passed over. Python's resource
+    trackers, which remove the shared memory of killed processes, are killed only if they are still
+    there 2 seconds after the others.
     """
-    meant = [process for process in processes if not is_tracker(process)]
-    _wait(meant, patience_s)
-    for process in filter(is_alive, meant):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process[1], signal.SIGKILL)
-    _wait(meant, END_TIMEOUT_S)
+    trackers = [process for process in processes if is_tracker(process)]
+    others = [process for process in processes if process not in trackers]
+    for part, patience in ((others, patience_s), (trackers, 2.0)):
+        _wait(part, patience)
+        for process in filter(is_alive, part):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process[1], signal.SIGKILL)
+    _wait(processes, END_TIMEOUT_S)
 
 
 def _wait(processes: Sequence[Process], within_s: float) -> None:

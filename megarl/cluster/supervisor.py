@@ -116,6 +116,8 @@ class EngineSupervisor:
         """{number: actor} of the new engines of which the service knows that they are ready."""
         self._telling: Any = None
         """Reference of the call that tells the service of engine steps."""
+        self._untold = 0
+        """Engine steps of which the service has not been told."""
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         # By itself: where Ray hangs, so may a call of the other thread.
@@ -226,14 +228,15 @@ class EngineSupervisor:
         """Tell the service that the engines make progress: its callers wait as long as they do.
         Does not wait for the service's answer.
         """
+        self._untold += steps
         try:
             if self._telling is not None:
                 ray.get(self._telling, timeout=0)
         except GetTimeoutError:
-            return  # told again with the next step
+            return  # told with the next look
         except ActorUnavailableError:  # for a moment
             pass
-        self._telling = self._group.service.progress.remote(steps)
+        self._telling, self._untold = self._group.service.progress.remote(self._untold), 0
 
     def _fail(self, reason: str) -> None:
         """End the run: whoever waits for rollouts, or for an engine, gets `reason` as an error."""

@@ -69,18 +69,20 @@ class Letter:
 
 
 class SimulatedExchange:
-    """`Exchange` among threads. `calls` lists what was called."""
+    """`Exchange` among threads. `calls` lists what was called; `bytes_sent` counts to others."""
 
     def __init__(self, mail: Mail, ranks: Sequence[int], rank: int) -> None:
         self.mail, self.ranks = mail, tuple(ranks)
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self.calls: list[str] = []
+        self.bytes_sent = 0
 
     def shift(
         self, tensor: torch.Tensor, shape: Sequence[int], *, channel: int = 0, offset: int = 1
     ) -> Letter:
         kind = f"shift {offset % self.size} on {channel}"
         self.calls.append(kind)
+        self.bytes_sent += tensor.numel() * tensor.element_size()
         target, source = ((self.rank + way * offset) % self.size for way in (1, -1))
         self.mail.put((self.ranks, kind, self.rank, target), tensor.clone())
         return Letter(self.mail, (self.ranks, kind, source, self.rank), shape, tensor)
@@ -89,6 +91,7 @@ class SimulatedExchange:
         """Letter r to rank r; returns everybody's to me."""
         self.calls.append(kind)
         for target, letter in enumerate(letters):
+            self.bytes_sent += letter.numel() * letter.element_size() * (target != self.rank)
             self.mail.put((self.ranks, kind, self.rank, target), letter.clone())
         return [
             self.mail.take((self.ranks, kind, source, self.rank)) for source in range(self.size)

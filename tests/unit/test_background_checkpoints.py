@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import json
 import os
 import random
 import shutil
@@ -154,6 +155,30 @@ def full_disk() -> dict[str, str]:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_the_checkpoint_is_committed_once_every_rank_has_written(tmp_path: Path) -> None:
+    committed, may_write = list[dict[str, str]](), threading.Event()
+
+    def slow() -> dict[str, str]:
+        assert may_write.wait(20)
+        return {"b": "2"}
+
+    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+    second = writing(tmp_path, 1, slow)
+    assert first.wait_written(20) == "" and not first._is_over(0.5) and committed == []
+    may_write.set()
+    # Nobody asks: the threads alone commit.
+    assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]
+    assert second.wait_written(20) == "" == first.wait_committed([], 20)
+
+
+def test_digests_that_were_sent_replace_reports_that_are_not_seen(tmp_path: Path) -> None:
+    committed = list[dict[str, str]]()
+    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+    assert first.wait_written(20) == ""
+    assert first.wait_committed([{"a": "1"}, {"b": "2"}], 20) == ""
+    assert committed == [{"a": "1", "b": "2"}]
+
+
 def test_a_checkpoint_that_is_given_up_is_not_committed(tmp_path: Path) -> None:
     committed = list[dict[str, str]]()
     first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
@@ -171,28 +196,36 @@ def test_a_rank_that_cannot_write_keeps_the_others_from_committing(
     assert first._is_over(20) and committed == [] and not reports_of(tmp_path).exists()
     first.linger(20)
     assert "step 7 is not saved: rank 1: [Errno 28] No space" in capsys.readouterr().err
-    assert first.wait_written(20) == "" and "No space" in first.wait_committed(20)
+    assert first.wait_written(20) == "" and "No space" in first.wait_committed([], 20)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_it_is_committed_once_all_have_written_and_ranks_wait_for_that_before_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: int
+def test_before_an_error_ends_the_run_ranks_wait_for_the_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     committed, may_write = list[dict[str, str]](), threading.Event()
 
-    def write(rank: int) -> dict[str, str]:
-        assert rank != slow or may_write.wait(20)
-        return {"ab"[rank]: str(rank + 1)}
+    def slow() -> dict[str, str]:
+        assert may_write.wait(20)
+        return {"a": "1"}
 
-    first, second = (writing(tmp_path, n, lambda n=n: write(n), committed) for n in range(2))
-    assert not second._is_over(0.5) and committed == []
+    first = writing(tmp_path, 0, slow, committed)
+    second = writing(tmp_path, 1, lambda: {"b": "2"})
+    assert second.wait_written(20) == "" and not second._is_over(0.5)
     threading.Timer(1.5, may_write.set).start()
     first.linger(20)
     second.linger(20)
     assert committed == [{"a": "1", "b": "2"}]
-    assert second.wait_written(20) == "" == first.wait_committed(20)
     said = capsys.readouterr().err
     assert "writing the checkpoint of step 7" in said and "step 7 is saved" in said
+
+
+def test_a_full_disk_is_told_at_the_end() -> None:
+    """Other ranks wait for what comes after."""
+    files = RankFiles(Path("/dev"))
+    files.create(Path("/dev/full")).write(torch.ones(10_000_000).numpy().data)
+    assert "No space left on device" in files.problem
+    with pytest.raises(OSError, match="No space left on device"):
+        files.finish()
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -223,7 +256,7 @@ def test_waits_have_an_end(tmp_path: Path) -> None:
 
     one = writing(tmp_path, 0, stuck, [], num_ranks=1)
     assert one.wait_written(0.1) == "its files were not on the disk after 0 s"
-    assert "was not committed" in one.wait_committed(0.1)
+    assert "was not committed" in one.wait_committed([{}], 0.1)
     may_write.set()
     assert one._is_over(20)
 
@@ -235,7 +268,7 @@ def test_a_commit_that_fails_is_told(tmp_path: Path) -> None:
     reports_of(tmp_path).mkdir()
     one = Writing(7, folder=tmp_path, rank=0, num_ranks=1, write=lambda: {"a": "1"}, commit=commit)
     assert one.wait_written(20) in ("", "[Errno 1] another run owns the folder")
-    assert "another run" in one.wait_committed(20)
+    assert "another run" in one.wait_committed([{"a": "1"}], 20)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -263,3 +296,14 @@ def test_a_commit_that_is_overtaken_leaves_the_new_owners_checkpoint(
         saved._commit(finished, final, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
     assert (final / "weights").read_text() == "of the new owner"
+
+
+def test_a_half_written_report_is_not_read(tmp_path: Path) -> None:
+    committed = list[dict[str, str]]()
+    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+    half = reports_of(tmp_path) / "rank_00001.writing"
+    half.write_text('{"b": ')
+    assert first.wait_written(20) == "" and not first._is_over(0.3)
+    half.write_text(json.dumps({"b": "2"}))
+    half.rename(half.with_suffix(".json"))
+    assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]

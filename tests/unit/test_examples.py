@@ -132,14 +132,14 @@ def test_recipes_of_programs_pass_the_checks(
     longest = max(len(row["response"]) for row in rows(task / "sft.jsonl"))
     assert longest < second.rollout.max_new_tokens
 
-    def changed(**changes: Path) -> list[str]:
+    def changed(**changes: Any) -> list[str]:
         changes |= {"folder": tmp_path / "run", "model.path": task / "model"}
         return [f"--{name}={value}" for name, value in changes.items()]
 
     words = changed(**{"demonstrations.source": task / "sft.jsonl"})
     found = check_sft(config.read(SftConfig, RECIPES / "programs_sft.yaml", words)).rows
     assert found is not None and len(found) == 400
-    sources = {"prompts.source": task / "train.jsonl"}
+    sources: dict[str, Any] = {"model.from_scratch": True, "prompts.source": task / "train.jsonl"}
     sources["evaluation.prompts.source"] = task / "held_out.jsonl"
     small = config.read(RunConfig, RECIPES / "programs.yaml", changed(**sources))
     assert check_run(small, num_ranks=1).prompts is not None

@@ -406,7 +406,8 @@ async def test_a_session_with_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def kit(folder: Path, **settings: Any) -> ToolKit:
     """A started kit of tools with the calculator's tokenizer."""
-    write_calculator(folder / "model")
+    if not (folder / "model").exists():
+        write_calculator(folder / "model")
     codec = Codec.of(load_tokenizer(str(folder / "model")), whole=True)
     config = EnvironmentConfig(tools=ToolsConfig(**settings))
 
