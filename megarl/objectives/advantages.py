@@ -51,8 +51,9 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for rewards that are NaN or beyond 1e18. `rewards_N`, `groups_N` and
-    `tokens_N`: reward, group label and number of trained tokens of each sample.
+    """Raise `ValueError` if a reward is NaN or above 1e18 in absolute value. The arguments are
+    those of every advantage function, [N] each for N samples: only `rewards_N` is checked,
+    `groups_N` (group labels) and `tokens_N` (numbers of trained tokens) must have its shape.
     """
     assert rewards_N.shape == groups_N.shape == tokens_N.shape and rewards_N.dim() == 1
     bad = (~(rewards_N.abs() <= REWARD_LIMIT)).nonzero().flatten().tolist()
@@ -128,7 +129,8 @@ def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     prompt), `tokens_N` int64 trained tokens (not used). Returns advantages [N] float64.
 
     alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
-    all samples; alpha keeps it from shrinking with the groups that teach nothing.
+    all samples. Groups of equal rewards have advantage 0 and shrink this mean; alpha makes up for
+    them.
     """
     groups = _by_group(rewards_N, groups_N)
     differing = rewards_N.new_zeros(groups.num_groups).index_add(
@@ -183,21 +185,22 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
     advantages [N] float64. A sample of T tokens counts T times in the statistics: over tokens,
     advantages have mean 0 and variance 1.
 
-    With a KL penalty in the reward, r has the penalty of the whole sequence. The paper's eq. 8 has,
-    for token t, the penalties from t on: the advantage `reinforce_plus_plus_tokens`.
+    With a KL penalty in the reward, r contains the penalty of the whole sequence. In the paper's
+    eq. 8, token t gets the penalties from t on only: `reinforce_plus_plus_tokens` computes this.
     """
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """REINFORCE++ with baseline, arXiv:2501.03262: r minus its group's mean, then (x - mean) / (std
-    + 1e-6) over all response tokens of the step.
+    """REINFORCE++ with baseline, arXiv:2501.03262: x = r minus its group's mean, then (x - mean) /
+    (std + 1e-6) with mean and std over all response tokens of the step.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
     prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64.
 
-    The group's mean is over samples, the other one over tokens. Where right and wrong answers
-    differ in length it is not 0, and a group of equal rewards gets a small value other than 0.
+    The group's mean counts samples, the second mean counts tokens. If right and wrong answers
+    differ in length, the second mean is not 0, and a group of equal rewards gets a small advantage
+    other than 0.
     """
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
 

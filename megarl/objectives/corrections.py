@@ -70,13 +70,13 @@ def none(
 def decoupled(
     trainer_T: Tensor, engine_T: Tensor, sequence_sum: SequenceSum, config: CorrectionConfig
 ) -> Tensor:
-    """Off-policy weights of decoupled PPO for T tokens: [T] w = exp(trainer_T - engine_T)
-    where w <= `config.upper` (5 by default), else 0; detached. The loss is then w x clipped
-    objective. `trainer_T` and `engine_T` are [T] log-probs of the sampled tokens by
-    trainer and engine; `sequence_sum` is not used.
+    """Off-policy weights of decoupled PPO for T tokens: [T] w = exp(trainer_T - engine_T) where w
+    <= `config.upper` (5 by default), else 0; detached. The loss is then w x clipped objective.
+    `trainer_T` and `engine_T` are [T] log-probs of the sampled tokens by trainer and engine;
+    `sequence_sum` is not used.
 
-    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers have no
-    bound, with which one token of w = e^20 would decide about a whole step. AReaL's code drops the
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers do not
+    bound w, so that one token of w = e^20 would decide about a whole step. AReaL's code drops the
     tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function. The correction
     `tis` keeps such tokens, with the bound as weight.
     """
@@ -111,13 +111,13 @@ def sequence_mask(
 ) -> Tensor:
     """Masked importance sampling of whole samples: [T] off-policy weights, W where `config.lower`
     <= W <= `config.upper` (0 and 2 by default), else 0; detached. W is the product of w =
-    exp(trainer_T - engine_T) over the response tokens of the token's sample, the same for
-    all its tokens. `sequence_sum` takes and returns [T]: each token's value becomes the sum over
-    its sample's response tokens, which may be on several ranks.
+    exp(trainer_T - engine_T) over the response tokens of the token's sample, the same for all its
+    tokens. `sequence_sum` takes and returns [T]: each token's value becomes the sum over its
+    sample's response tokens, which may be on several ranks.
 
     The gradient of a sample that is kept has no bias from the difference between trainer and
-    engine. Over long responses W leaves any bounds, and all samples are dropped; then use
-    `geometric_mask`.
+    engine. For long responses W is far from 1, so that nearly every sample is dropped or has a
+    weight near 0; then use `geometric_mask`.
     """
     weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_T, engine_T)))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
@@ -203,11 +203,14 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
 
 @torch.no_grad()
 def mismatch(trainer_T: Tensor, engine_T: Tensor) -> dict[str, Tensor]:
-    """Sums over this rank's tokens of the differences d between the log-probs by the trainer and
-    those that the engine reported, [T] each, as a dict of float64 scalars: `count` of tokens,
-    `sum_abs` and `max_abs` of |d|, `sum_k1` and `sum_k3` of two KL estimates, and `sum_outside`,
-    the number of tokens whose probability ratio is not in [0.8, 1.25]. Over micro-batches and ranks
-    `max_abs` is reduced with maximum, all others with sum; `summarise` makes metrics of them.
+    """How far the log-probs of the same T sampled tokens by the trainer, `trainer_T` [T], and by
+    the engine, `engine_T` [T], are apart: sums over the tokens of d = engine - trainer, as a dict
+    of float64 scalars.
+
+    `count`: T. `sum_abs`, `max_abs`: of |d|. `sum_k1`, `sum_k3`: of the estimates d and exp(-d) - 1
+    + d of KL(engine || trainer). `sum_outside`: number of tokens whose probability ratio exp(d) is
+    not in [0.8, 1.25]. Over micro-batches and ranks `max_abs` is reduced with maximum, all others
+    with sum; `summarise` makes metrics of the results.
     """
     d_T = engine_T.to(torch.float64) - trainer_T.to(torch.float64)
     return {

@@ -116,17 +116,17 @@ def gspo(
     """GSPO: PPO's clipped loss of each token with the sequence's ratio s = exp(mean over the
     sample's tokens of (logp - old)) instead of the token's.
 
-    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `mean`
-    takes and returns [T]: each token's value becomes the mean over its sample's response tokens;
-    the bounds `clip_low` and `clip_high` are in `config`. Returns loss, whether it was clipped, and
-    ratio s of each token.
+    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `mean` takes and
+    returns [T]: each token's value becomes the mean over its sample's response tokens; the bounds
+    `clip_low` and `clip_high` are in `config`. Returns loss, whether it was clipped, and ratio s of
+    each token.
 
     arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 13 and 14: every token's ratio is sg[s]
     x exp(logp - sg[logp]), where sg stops the gradient. Its value is s, its gradient that of the
-    token's own log-prob. With weights that are constant in a sample the sum has the gradient of the
-    sequence form; it also holds for weights that differ between tokens, and no gradient flows
-    through `mean` to other ranks. s is much closer to 1 than a token's ratio: the paper
-    clips at 3e-4 and 4e-4, so set clip_low and clip_high.
+    token's own log-prob. If all tokens of a sample have the same advantage and weight in the loss,
+    the gradient is that of the sequence form; the token form also allows different ones. No
+    gradient flows through `mean` to other ranks. s is much closer to 1 than a token's ratio: the
+    paper clips at 3e-4 and 4e-4, so set clip_low and clip_high.
     """
     with torch.no_grad():
         # Bounded after the mean: a token beyond the bound counts in full.
