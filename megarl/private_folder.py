@@ -75,8 +75,8 @@ class PrivateFolder:
                 return
 
     def remove(self) -> None:
-        """Remove this temporary folder with its files, and the run's shared memory (/dev/shm) on
-        this machine, which is known by names that begin with the folder's.
+        """Remove this temporary folder with its files, and the run's shared memory on this machine:
+        the files in /dev/shm whose names begin with the folder's name.
         """
         _remove_files(self.path)
         os.close(self._lock)

@@ -257,8 +257,8 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set `value` at a path of keys in the nested dicts `tree`, in place; dicts that are missing on
-    the way are made.
+    """Set `value` at a path of keys in the nested dicts `tree`, in place; a dict is made wherever
+    the path meets none, in place of another value if there is one.
     """
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):

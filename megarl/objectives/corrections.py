@@ -188,8 +188,8 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
     `effective_samples` is Kish's effective sample size as a fraction of the tokens, (sum w)^2 / (n
     sum w^2): 1 if all weights are equal, 1 / n if one token has all the weight, 0 if all weights
     are 0. Kish, Survey Sampling, 1965; for importance weights Kong, A note on importance sampling
-    using standardized weights, 1992. It counts tokens for corrections of whole samples too, whose
-    tokens have equal weights.
+    using standardized weights, 1992. n is the number of tokens also for corrections that give all
+    tokens of a sample one weight.
     """
     n = max(num_tokens, 1.0)
     squares = sums["squares"]

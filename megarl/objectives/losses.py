@@ -81,10 +81,10 @@ def ppo_clip(
     """PPO's loss of each token: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp
     - old).
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are the recipe's
-    `algorithm.clip_low` and `clip_high` in `config`; `mean` is not used. Returns loss,
-    whether it was clipped, and ratio r of each token. arXiv:1707.06347, eq. 7. The two clip widths
-    ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
+    `logp_T` and `old_T` are [T] log-probs of the tokens by the new and the old policy,
+    `advantages_T` (A) is [T]; the bounds are the recipe's `algorithm.clip_low` and `clip_high` in
+    `config`; `mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
+    arXiv:1707.06347, eq. 7. The two clip widths ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     per_token_T, clipped_T = _clip_surrogate(ratio_T, advantages_T.detach(), config)
@@ -97,10 +97,10 @@ def dual_clip(
     """Dual-clip PPO, arXiv:1912.09729: PPO's clipped loss of each token, -min(r A, clip(r, 1 -
     clip_low, 1 + clip_high) A) with r = exp(logp - old), and for A < 0 at most dual_clip x |A|.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
-    The bound dual_clip limits tokens with a negative advantage and a large ratio, which PPO does
-    not clip.
+    `logp_T` and `old_T` are [T] log-probs of the tokens by the new and the old policy,
+    `advantages_T` (A) is [T]; the bounds are in `config`; `mean` is not used. Returns loss, whether
+    it was clipped, and ratio r of each token. The bound dual_clip limits tokens with a negative
+    advantage and a large ratio, which PPO does not clip.
     """
     terms = ppo_clip(logp_T, old_T, advantages_T, mean, config)
     bound_T = -config.dual_clip * advantages_T.detach()
@@ -144,10 +144,10 @@ def cispo(
     """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp for each token, with r = exp(logp
     - old), where sg stops the gradient.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
-    MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a token's weight but keeps its gradient. The
-    paper has no lower bound: set clip_low to 1.
+    `logp_T` and `old_T` are [T] log-probs of the tokens by the new and the old policy,
+    `advantages_T` (A) is [T]; the bounds are in `config`; `mean` is not used. Returns loss, whether
+    it was clipped, and ratio r of each token. MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a
+    token's weight but keeps its gradient. The paper has no lower bound: set clip_low to 1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     weight_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -162,9 +162,9 @@ def sapo(
     is the recipe's `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped:
     its gradient fades as its ratio leaves 1.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `mean` is not
-    used. Returns loss, whether it was clipped (always False) and ratio r of each token.
-    arXiv:2511.20347, eq. 5 and 6.
+    `logp_T` and `old_T` are [T] log-probs of the tokens by the new and the old policy,
+    `advantages_T` (A) is [T]; `mean` is not used. Returns loss, whether it was clipped (always
+    False) and ratio r of each token. arXiv:2511.20347, eq. 5 and 6.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     advantages_T = advantages_T.detach()
@@ -180,11 +180,11 @@ def reinforce(
     """REINFORCE: -A x logp for each token, the policy gradient itself, without clipping; the ratio
     exp(logp - old) is only reported.
 
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `mean` and
-    `config` are not used. Returns loss, whether it was clipped (always False) and ratio of each
-    token. Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient
-    holds for samples of the present policy: with several mini-batches or epochs in a step, later
-    updates are off-policy.
+    `logp_T` and `old_T` are [T] log-probs of the tokens by the new and the old policy,
+    `advantages_T` (A) is [T]; `mean` and `config` are not used. Returns loss, whether it was
+    clipped (always False) and ratio of each token. Williams 1992; used by ReMax, arXiv:2310.10505,
+    and GPG, arXiv:2504.02546. The gradient holds for samples of the present policy: with several
+    mini-batches or epochs in a step, later updates are off-policy.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     return LossTerms(-advantages_T.detach() * logp_T, torch.zeros_like(ratio_T).bool(), ratio_T)

@@ -139,8 +139,8 @@ def _keep(path: Path, until_step: int | None) -> None:
 
 def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
     """Open the viewer that writes metrics as TensorBoard scalars in `folder`/tensorboard. What an
-    earlier process logged of steps after `first_step`, the steps that are done, is hidden. `config`
-    and `recipe` are not used.
+    earlier process logged of steps after `first_step`, the number of steps done, is hidden.
+    `config` and `recipe` are not used.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -149,8 +149,9 @@ def shares(
 
     `with_greedy`: send the ranks also the tokens of each group's greedy response, which is not
     trained on but may get a reward from a reward model there. `skips_equal`: do not send groups of
-    equal rewards, whose advantages are 0; they still count in the loss's denominators. A mini-batch
-    of such groups alone sends one sample, so that its optimizer step, of momentum alone, is taken.
+    equal rewards, whose advantages are 0; their rewards and token counts still count in the step. A
+    mini-batch of such groups alone sends one sample, so that its optimizer step, of momentum alone,
+    is taken.
 
     `stale`: number of groups that the dispatch policy gave up for their age, for the metrics; None
     if the policy gives up none. `carried`: ordinals (positions in the training order) of the groups

@@ -49,7 +49,7 @@ class VllmProcess:
     @property
     def is_lost(self) -> bool:
         """Whether one of vLLM's processes has died, so that no request will be answered any more.
-        Only after the start.
+        To be read only after the start.
         """
         return self._llm.errored
 
@@ -82,9 +82,9 @@ def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
 
 def preload_openmp() -> None:
     """Set LD_PRELOAD in this process's environment, so that child processes started afterwards load
-    torch's OpenMP library. vLLM does the same for its CPU workers: if the system's OpenMP library
-    is loaded too, several threads run on one core. An LD_PRELOAD that names an OpenMP library
-    already is not changed.
+    torch's OpenMP library. vLLM does so for its engine core: if the system's OpenMP library is
+    loaded too, several threads run on one core. An LD_PRELOAD that names an OpenMP library already
+    is not changed.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
@@ -168,8 +168,8 @@ def name_shared_memory() -> None:
 
 def end_with(owner: int) -> None:
     """Wait until the process with the id `owner` has ended, then kill this process by SIGKILL; run
-    in a thread. An engine's process that is killed cannot shut its engine core down, and the core's
-    own parent, the fork server, waits for the core.
+    in a thread. Without this, an engine core would outlive its engine's process if that is killed:
+    the core's parent is the fork server, which lives as long as the core.
     """
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(owner)], [], [])

@@ -30,8 +30,8 @@ async def evaluate_problems(
     """Generate and score one response to each problem. Returns ({metric: value} over all problems,
     transcripts: a dict for each of the first 128 problems, with the keys "prompt", "answer",
     "response", "reward", "correct" and others). The sampling seeds depend only on the problem and
-    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for the fraction
-    `environment.max_failure_share` of the responses.
+    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for at least the
+    fraction `environment.max_failure_share` of the responses.
     """
     records = await answers(attempts, prompts, temperature, name, num_texts=NUM_TRANSCRIPTS)
     return summarise_records(records), records[:NUM_TRANSCRIPTS]
@@ -52,9 +52,9 @@ async def answers(
     first, that get their text; "response" is "" for the others. The sampling seeds depend only on
     the problem and on `name`, that of the evaluation.
 
-    Raises `UserError` if the verifier failed for the fraction `environment.max_failure_share` of
-    the responses, unless `inspects`. With `inspects` each dict also has "segments", the response's
-    `Segment` objects (token ids, log-probs, weight versions).
+    Raises `UserError` if the verifier failed for at least the fraction
+    `environment.max_failure_share` of the responses, unless `inspects`. With `inspects` each dict
+    also has "segments", the response's `Segment` objects (token ids, log-probs, weight versions).
     """
 
     async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:

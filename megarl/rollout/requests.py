@@ -84,8 +84,8 @@ class EnginePool:
     """All engines of a run, over which generation requests are spread. All requests of a rollout go
     to one engine, as long as that lives. It is the engine that answers other rollouts of the same
     prompt, whose prefix cache has the prompt; or the least busy living engine, if there is no such
-    engine or it has at least `rollout.group_size` more open requests. All calls must come from one
-    event loop.
+    engine or it has at least `rollout.group_size` more open requests than the least busy one. All
+    calls must come from one event loop.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:

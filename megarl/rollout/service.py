@@ -239,9 +239,9 @@ class RolloutService:
         return self.moved.add(engine_steps, self._attempts.progress)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
-        """Start to generate, once weights of version `first_step` are on the engines; returns while
-        groups are being generated. `receipts`: digests of these weights, one of which each response
-        must carry; empty to check nothing.
+        """Start to generate, once the weights with which the run begins are on the engines; returns
+        while groups are being generated. `receipts`: digests of these weights, one of which each
+        response must carry; empty to check nothing.
         """
         self._closed_at = time.monotonic()
         self.engines.version = self.window.version
@@ -287,7 +287,7 @@ class RolloutService:
         """Wait until the batch of `step` is complete and return the samples that `data_rank` trains
         on, a `SharePlan`: without their token arrays, which `megarl.rollout.batch.assemble` adds.
         None if the run was interrupted before any rank took that step. Raises `RuntimeError` if
-        generation has failed, and `UserError` if the verifier failed for the fraction
+        generation has failed, and `UserError` if the verifier failed for at least the fraction
         `environment.max_failure_share` of a step's responses.
 
         Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
@@ -366,6 +366,7 @@ class RolloutService:
         Returns (metrics {name: value}, a list with a dict for each of the first 128 problems:
         "prompt", "response", "reward" and others); None if the run was interrupted. Every rank may
         call it, and all get the result of the one evaluation of this `name` and weight version.
+        Raises `RuntimeError` and `UserError` as `take` does.
 
         Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
         engines, together with the other ranks, and to call again. `publications`: how often it has
@@ -395,9 +396,9 @@ class RolloutService:
         """Generate and score one response to each of `prompts`. Returns a dict for each, in their
         order: "prompt", "answer", "response" (text), "reward", "correct", "tokens" and others. The
         sampling seeds depend only on the prompt and `name`. Raises `UserError` if the verifier
-        failed for the fraction `environment.max_failure_share` of the responses, unless `inspects`.
-        With `inspects` each dict also has "segments", the response's `Segment` objects (token ids,
-        log-probs, weight versions).
+        failed for at least the fraction `environment.max_failure_share` of the responses, unless
+        `inspects`. With `inspects` each dict also has "segments", the response's `Segment` objects
+        (token ids, log-probs, weight versions).
         """
         asked = prompts, temperature, name
         return await self._waits.result(
