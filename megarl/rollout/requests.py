@@ -214,7 +214,7 @@ async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: Engin
     """Wait for `answer`, the result of a request to `engine`, and return it. Raises `TimeoutError`,
     and cancels `answer`, once the engine has had `deadline_s` seconds in which its generation was
     not paused. The engine is asked for its pauses only once `deadline_s` have passed; errors of
-    that question are raised too.
+    this call of `engine.paused_s` are raised too.
     """
     began, left_s = time.monotonic(), deadline_s
     task = asyncio.ensure_future(answer)
