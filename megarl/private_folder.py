@@ -45,8 +45,9 @@ KILLED_WITHIN_S = 2.0
 
 class PrivateFolder:
     """A temporary folder of this process, /tmp/megarl-PID-RANDOM with mode 700, locked as long as
-    the process lives; `remove` deletes it. Making one also removes such folders of the same user
-    whose process was killed, and what is left of these runs.
+    the process lives; `remove` deletes it. Making one also cleans up after runs of the same user
+    whose process was killed: kills their remaining processes, and removes their folders and shared
+    memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -74,8 +75,8 @@ class PrivateFolder:
                 return
 
     def remove(self) -> None:
-        """Remove this temporary folder with its files, and the run's shared memory (/dev/shm) on
-        this machine, which is known by names that begin with the folder's.
+        """Remove this temporary folder with its files, and the run's shared memory on this machine:
+        the files in /dev/shm whose names begin with the folder's name.
         """
         _remove_files(self.path)
         os.close(self._lock)
@@ -87,9 +88,10 @@ def run_folder() -> Iterator[Path]:
     processes on this machine share. Until the end of the block, temporary files of this process,
     and of those that it starts, are made in the folder's `tmp` (TMPDIR is set).
 
-    If no process above this one has made the folder, this one does. At the end of the block it then
-    kills all processes of the run on this machine but itself, and removes the folder. Raises
-    `UserError` if the folder cannot be made or other users could look into it.
+    The first process of the run makes the folder; its child processes find it by MEGARL_FOLDER in
+    the environment. At the end of its block, the process that made the folder kills all other
+    processes of the run on this machine, and removes the folder. Raises `UserError` if the folder
+    cannot be made or other users could look into it.
     """
     made, path = None, Path(os.environ.get(MARK) or "/none")
     if path.is_dir():
@@ -144,10 +146,11 @@ def refuse_open(path: Path) -> None:
 
 def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
     """Kill (SIGKILL) every process of a run on this node, until none is left or 2 seconds have
-    passed: processes whose environment variable MEGARL_FOLDER is `mark`, the path of the run's
-    temporary folder, or below it, those in the session of a process whose id is in `leaders`, and
-    their descendants; not this process and those above it. Returns the ids of those that still run
-    then.
+    passed; returns the ids of those that still run. Not killed are this process and its ancestors.
+
+    A process belongs to the run if its environment variable MEGARL_FOLDER is `mark`, the path of
+    the run's temporary folder, or a path below `mark`, if it is in the session of a process whose
+    id is in `leaders`, or if it descends from such a process.
     """
     deadline = time.monotonic() + KILLED_WITHIN_S
     while left := marked_processes(mark, leaders):
@@ -163,8 +166,8 @@ def kill_marked(mark: str, leaders: Collection[int] = ()) -> list[int]:
 def marked_processes(mark: str, leaders: Collection[int] = ()) -> list[int]:
     """Ids, sorted, of the running processes of a run on this node, with all their descendants:
     processes whose environment variable MEGARL_FOLDER is `mark`, the path of the run's temporary
-    folder, or begins with it and a slash; and processes in the session of a process whose id is in
-    `leaders`. This process and those above it are left out.
+    folder, or begins with `mark` and a slash; and processes in the session of a process whose id is
+    in `leaders`. This process and its ancestors are left out.
     """
     import psutil
 

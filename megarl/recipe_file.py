@@ -51,9 +51,10 @@ class _Loader(yaml.SafeLoader):
 
     def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
         """The value of a YAML node as text, number, truth value, None, list or dict. `key`: dotted
-        path of the node in the recipe. {dotted key: line, from 1} of the settings in it is added to
-        `lines`. Raises `yaml.YAMLError` for what a recipe must not have: deep nesting, too many
-        values, keys that occur twice or are no texts.
+        path of the node in the recipe. {dotted key: line, from 1} of the node and of all settings
+        inside the node is added to `lines`. `depth`: nesting depth of the node. Raises
+        `yaml.YAMLError` for what a recipe must not have: deep nesting, too many values, keys that
+        occur twice or are no texts.
         """
         self.num_values += 1
         if depth > DEEPEST:  # also a list that contains itself
@@ -158,8 +159,9 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     """The value of a YAML text, None for an empty one; YAML 1.2 numbers, so that `1e-4` is a
     number. If `lines` is given, {dotted key: its line, from 1} of each setting is added to it.
 
-    Raises `ValueError` whose message is the rest of a sentence about the text and begins with ",
-    line N" where the line is known.
+    Raises `ValueError` for a text that is not YAML, or has what a recipe must not have, such as a
+    key that occurs twice. The message continues the name of the text, as in ", line 3: the key
+    ...".
     """
     try:
         loader = _Loader(text)
@@ -215,8 +217,8 @@ def is_section(kind: Any) -> TypeGuard[type[Config]]:
 def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
     """Follow a path of keys, such as ["training", "optimizer"], through the settings of
     configuration class `kind`, as far as the keys are known. Returns (type of the setting reached,
-    number of keys that were followed). Keys of lists are numbers; keys of tables are names of the
-    user's.
+    number of keys that were followed). The key of a list's item is its index; the keys of a setting
+    of type dict, such as the names of several critics, are the user's, and all are known.
     """
     for depth, key in enumerate(keys):
         inner = typing.get_args(kind)
@@ -255,8 +257,8 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set `value` at a path of keys in the nested dicts `tree`, in place; dicts that are missing on
-    the way are made.
+    """Set `value` at a path of keys in the nested dicts `tree`, in place; a dict is made wherever
+    the path meets none, in place of another value if there is one.
     """
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):

@@ -24,8 +24,8 @@ LONGEST_PATH, LONGEST_NAME = 4095, 255
 @dataclass
 class Beside:
     """The folder of the recipe that is being read, in which relative paths are looked for. Given to
-    pydantic as the validation context; each path that is found there is then added to the list
-    `found`.
+    pydantic as the validation context; validation adds each path that it finds in this folder to
+    the list `found`.
     """
 
     folder: Path | None
@@ -37,8 +37,10 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class IsPath:
-    """Marks, in `Annotated[str, IsPath(...)]`, a setting of a configuration class that names a
-    file, a folder or code. When a recipe is read, the text is expanded and checked.
+    """Marks, in `Annotated[str, IsPath(use, names, what)]`, a setting of a configuration class that
+    names a file, a folder or code. `use`: "read", "write" or "code". For code, `names`: the
+    built-in names that are allowed, empty for any, and `what`: whether a user's file must have a
+    "function" or a "Class". When a recipe is read, the text is expanded and checked.
     """
 
     use: Literal["read", "write", "code"] = "read"
@@ -56,8 +58,9 @@ class IsPath:
     def read(self, text: str, info: ValidationInfo) -> str:
         """Called by pydantic with the setting's text, a path or a name of code. Returns the path
         that is used: `~` and variables replaced and, if it is found only in the recipe's folder,
-        joined with that. Raises pydantic's error, with what to set, for a text that is too long for
-        a path, or names nothing that is allowed.
+        joined with that folder. Raises pydantic's error, with what to set, for a text that is too
+        long for a path, has an unknown variable or user, or for code is neither in `names` nor
+        `path/to/file.py:function`.
         """
         if "\0" in text:
             raise refused(f"is {text!r}, which holds the character NUL; remove it")

@@ -147,7 +147,8 @@ def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     raises `ValueError` for a reward that is NaN or beyond 1e18.
 
     alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
-    all samples; alpha keeps it from shrinking with the groups that teach nothing.
+    all samples. Groups of equal rewards have advantage 0 and shrink this mean; alpha makes up for
+    them.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -206,23 +207,24 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
     sample of T tokens counts T times in the statistics: over tokens, advantages have mean 0 and
     variance 1.
 
-    With a KL penalty in the reward, r has the penalty of the whole sequence. The paper's eq. 8 has,
-    for token t, the penalties from t on: the advantage `reinforce_plus_plus_tokens`.
+    With a KL penalty in the reward, r contains the penalty of the whole sequence. In the paper's
+    eq. 8, token t gets the penalties from t on only: `reinforce_plus_plus_tokens` computes this.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
 
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """REINFORCE++ with baseline, arXiv:2501.03262: r minus its group's mean, then (x - mean) / (std
-    + 1e-6) over all response tokens of the step.
+    """REINFORCE++ with baseline, arXiv:2501.03262: x = r minus its group's mean, then (x - mean) /
+    (std + 1e-6) with mean and std over all response tokens of the step.
 
     For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
     prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64; raises `ValueError`
     for a reward that is NaN or beyond 1e18.
 
-    The group's mean is over samples, the other one over tokens. Where right and wrong answers
-    differ in length it is not 0, and a group of equal rewards gets a small value other than 0.
+    The group's mean counts samples, the second mean counts tokens. If right and wrong answers
+    differ in length, the second mean is not 0, and a group of equal rewards gets a small advantage
+    other than 0.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)

@@ -87,9 +87,9 @@ class KLConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Off-policy correction: the factor of each token's loss by how much more likely the token is
-    for the trainer than for the engine that sampled it, w = exp(trainer log-prob - engine
-    log-prob).
+    """Off-policy correction: multiplies the loss of each token by a weight computed from the ratio
+    w = exp(trainer log-prob - engine log-prob), the token's probability for the trainer divided by
+    that for the engine that sampled it.
     """
 
     kind: Annotated[str, CORRECTION] = "none"

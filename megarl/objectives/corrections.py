@@ -81,8 +81,8 @@ def decoupled(
     objective. `trainer_logp_T` and `engine_logp_T` are [T] log-probs of the sampled tokens by
     trainer and engine; `sequence_sum` is not used.
 
-    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers have no
-    bound, with which one token of w = e^20 would decide about a whole step. AReaL's code drops the
+    Hilton et al., arXiv:2110.00641; for stale rollouts AReaL, arXiv:2505.24298. The papers do not
+    bound w, so that one token of w = e^20 would decide about a whole step. AReaL's code drops the
     tokens above `behav_imp_weight_cap`, 5 in its recipes, and so does this function. The correction
     `tis` keeps such tokens, with the bound as weight.
     """
@@ -131,8 +131,8 @@ def sequence_mask(
     its sample's response tokens, which may be on several ranks.
 
     The gradient of a sample that is kept has no bias from the difference between trainer and
-    engine. Over long responses W leaves any bounds, and all samples are dropped; then use
-    `geometric_mask`.
+    engine. For long responses W is far from 1, so that nearly every sample is dropped or has a
+    weight near 0; then use `geometric_mask`.
     """
     weights_T = _bounded_exp(sequence_sum(_log_weights(trainer_logp_T, engine_logp_T)))
     return torch.where(_inside(weights_T, config), weights_T, 0.0)
@@ -206,8 +206,8 @@ def summarise_weights(sums: Mapping[str, float], num_tokens: float) -> dict[str,
     `effective_samples` is Kish's effective sample size as a fraction of the tokens, (sum w)^2 / (n
     sum w^2): 1 if all weights are equal, 1 / n if one token has all the weight, 0 if all weights
     are 0. Kish, Survey Sampling, 1965; for importance weights Kong, A note on importance sampling
-    using standardized weights, 1992. It counts tokens for corrections of whole samples too, whose
-    tokens have equal weights.
+    using standardized weights, 1992. n is the number of tokens also for corrections that give all
+    tokens of a sample one weight.
     """
     n = max(num_tokens, 1.0)
     squares = sums["squares"]

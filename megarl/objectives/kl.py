@@ -62,8 +62,8 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
     exp(-d). `logp` and `ref` are [T] log-probs of the sampled tokens by the policy and by the
     reference; returns [T], differentiable in `logp`.
 
-    Computed with `expm1`, which keeps the digits of small d. Below d = -K3_LIMIT the tangent at
-    that point continues it: value and gradient stay continuous and finite, and still pull the
+    Computed with `expm1`, which keeps the digits of small d. Below d = -10 the tangent at -10 takes
+    the place of the function: value and gradient stay continuous and finite, and still pull the
     policy back.
     """
     d = logp - ref.detach()
@@ -84,9 +84,10 @@ LARGEST_ERROR = 0.2
 
 class KLControl:
     """The coefficient of the KL penalty during a run, in the attribute `coefficient`, which begins
-    with that of the recipe's section `algorithm.kl` (`config`). With `algorithm.kl.target` in the
-    recipe, `update` changes it after each step, as a proportional controller in log-space,
-    arXiv:1909.08593, 2.2; otherwise it is constant:
+    with `algorithm.kl.coefficient` of the recipe (`config` is its section `algorithm.kl`). If the
+    recipe sets `algorithm.kl.target`, `update` changes the coefficient after each step, as a
+    proportional controller in log-space, arXiv:1909.08593, 2.2, with the recipe's
+    `algorithm.kl.gain`; otherwise it is constant:
 
         error = clip(kl / target - 1, -0.2, 0.2)        coefficient <- coefficient (1 + gain error)
 

@@ -20,11 +20,11 @@ from megarl.objectives.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """What advantages per token are computed from, for the T tokens of all samples of a step on one
-    data rank, [T] each: rewards, the critic's values (None without a critic), whether the policy
-    generated the token (`mask`), and the number of its sample (`sample_ids`); also
-    `sum_over_ranks`, which sums a tensor over the data ranks. The tokens of a sample are in order
-    and next to each other.
+    """Input of an advantage function that gives one advantage per token: the T tokens of all
+    samples of a step on one data rank. [T] each: the rewards, the critic's values (None without a
+    critic), whether the policy generated the token (`mask`), and the number of its sample
+    (`sample_ids`). `sum_over_ranks` sums a tensor over the data ranks. The tokens of a sample are
+    in order and next to each other.
     """
 
     rewards: Tensor

@@ -40,8 +40,8 @@ Bound = Annotated[float | None, Range(-8e307, 8e307)]
 
 class ObserveConfig(Config):
     """What a run reports and where: metrics for TensorBoard and Weights & Biases, transcripts of
-    rollouts, progress, and recordings of its processes; `metrics.jsonl` in the run folder is always
-    written.
+    rollouts, progress, and timelines of what its processes do; `metrics.jsonl` in the run folder is
+    always written.
     """
 
     tensorboard: bool = True
@@ -66,7 +66,7 @@ class ObserveConfig(Config):
 
 
 class EarlyStopConfig(Config):
-    """Ends a run before `steps`, with a checkpoint, once a metric is good enough."""
+    """Ends a run before its last step, with a checkpoint, once a metric has reached a bound."""
 
     metric: str = ""
     """Name of a metric in `metrics.jsonl` or `evaluations.jsonl`, for example eval/accuracy; empty

@@ -85,11 +85,13 @@ class Observer(contextlib.AbstractContextManager):
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
     ) -> None:
         """Write metrics and transcripts of an evaluation of the weights after `step` steps to
-        `evaluations.jsonl` and the viewers, and show the metrics.
+        `evaluations.jsonl`, and the metrics also to the viewers (TensorBoard, W&B) and to standard
+        error.
 
         Args:
             step: steps done; 0 is before training.
-            metrics: named `eval/...` or `eval_<kind>/...`; an evaluation may take several calls.
+            metrics: {name: number}, named `eval/...`, or `eval_sampled/...` for responses at the
+                temperature of training; an evaluation may take several calls.
             transcripts: a dict for each problem: prompt, answer, response, correct, reward, tokens.
 
         Raises:

@@ -51,9 +51,9 @@ def parts_of(path: Path) -> list[RotatedPart]:
 
 
 def read_again(path: Path, step: int) -> Path:
-    """The one file that must be read when a run resumes after `step` steps: the first full part of
-    the JSON-lines file `path`, which is cut into parts by size, with lines of later steps, or
-    `path` itself if there is none.
+    """The only file of a rotated JSON-lines file that a run resumed after `step` steps reads, to
+    remove the lines of later steps: the first full part of `path` that has such lines, or `path`
+    itself if no full part has. Earlier parts stay as they are, later ones are discarded unread.
     """
     return next((part.path for part in parts_of(path) if part.last > step), path)
 

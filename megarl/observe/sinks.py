@@ -52,12 +52,12 @@ def finite(value: Any) -> Any:
 
 def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any]]:
     """Iterate over the lines of a JSON-lines file, such as metrics.jsonl, each as a dict with
-    `step`. A file that does not exist has none.
+    `step`. A file that does not exist has none. A last line without newline, which a killed process
+    leaves, is skipped.
 
-    A last line without newline is skipped: a killed process leaves one. With `numbers`, as in files
-    of metrics, every value must be a number or null, and `transcripts` a list of objects. Raises
-    `ValueError`, which names the line and how to delete it, for a line that is not a JSON object
-    with an integer `step`, or has another value than `numbers` allows.
+    `numbers`: check that every value is a number or null, and the value of the key `transcripts`,
+    if there is one, a list of objects. Raises `ValueError`, which names the line and how to delete
+    it, for a line that fails this check or is not a JSON object with an integer `step`.
     """
     if not path.exists():
         return
@@ -139,8 +139,8 @@ def _keep(path: Path, until_step: int | None) -> None:
 
 def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
     """Open the viewer that writes metrics as TensorBoard scalars in `folder`/tensorboard. What an
-    earlier process logged of steps after `first_step`, the steps that are done, is hidden. `config`
-    and `recipe` are not used.
+    earlier process logged of steps after `first_step`, the number of steps done, is hidden.
+    `config` and `recipe` are not used.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -160,8 +160,9 @@ WANDB_ID = "wandb_id.txt"
 
 def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
     """Open the viewer that sends metrics to the Weights & Biases project `config.wandb_project`,
-    with the recipe (nested dicts) as the run's config; the API key comes from the environment. If
-    `first_step` steps are done, the W&B run of the run folder `folder` is continued.
+    with the recipe (nested dicts) as the W&B run's config; the API key comes from the environment.
+    If `first_step`, the number of steps done, is above 0, the W&B run of the run folder `folder` is
+    continued, otherwise a new one begins.
 
     W&B drops what is logged at a step that it has already: after a resume the steps that a killed
     run had logged beyond its checkpoint stay as they were.
@@ -180,7 +181,8 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
 def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
     """Open every viewer that `config` asks for, TensorBoard and W&B, for a run in the run folder
     `folder` that has done `first_step` steps. `recipe`: the recipe as nested dicts. Raises
-    `ImportError` if a viewer's package is not installed; the checks before a run refuse that.
+    `ImportError` if a viewer's package is not installed, which `megarl` already checks before a run
+    starts.
     """
     asked = {wandb: bool(config.wandb_project), tensorboard: config.tensorboard}
     return [make(config, folder, first_step, recipe) for make, is_on in asked.items() if is_on]

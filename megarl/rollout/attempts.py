@@ -37,8 +37,8 @@ class PromptSource(Protocol):
 
 
 class EnvironmentHandle(Protocol):
-    """Interface of an environment, as the rollout service calls it: it judges what the model wrote,
-    and answers it where a rollout has several turns. A session is the environment's state for one
+    """Interface of an environment, as the rollout service calls it: it scores the model's text and,
+    in rollouts of several turns, responds to it. A session is the environment's state for one
     rollout, and has a `key`.
     """
 

@@ -27,8 +27,9 @@ returns the arrays in the same order."""
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """One sample of a step: a prompt with one rollout. Its `segments` have references to the token
-    arrays instead of the arrays, so that it is cheap to send.
+    """One sample of a step: a prompt with one rollout. So that it is cheap to send, its `segments`
+    do not hold the arrays of token ids and log-probs, but references to the arrays in Ray's object
+    store.
     """
 
     sample_id: int
@@ -73,8 +74,8 @@ class StepGroups:
 
     def share(self, data_rank: int) -> StepBatch:
         """The batch that the rank `data_rank` trains on: token ids, log-probs and rewards for each
-        mini-batch. Only where the token arrays of all segments are in this process, not references
-        to them.
+        mini-batch. Works only if the segments hold their token arrays; for segments with references
+        to arrays in Ray's object store use `assemble`.
         """
         return assemble(self.plans[data_rank], list)
 
@@ -142,19 +143,22 @@ def shares(
     many packed sequences, of at most `micro_batch_tokens` tokens. Token arrays are not read. With
     fewer accepted groups than `num_mini_batches`, there are only as many mini-batches as groups.
 
-    `drawn`: accepted and rejected groups, for the metrics. `seconds`: that the step's rollouts
-    took. `transcripts`: number of groups to write as text. `warning`: for the user.
+    `drawn`: accepted and rejected groups, for the metrics. `seconds`: duration of the step's
+    rollouts. `transcripts`: number of groups to write as text. `warning`: text to show to the user,
+    "" for none.
 
-    A group's greedy response is a sample of the step without trained tokens, whose tokens the ranks
-    get only `with_greedy`, for their reward models. `skips_equal`: groups of equal rewards, whose
-    advantages are 0, count in the step but are not sent to the ranks. A mini-batch of such groups
-    alone keeps one sample, so that its optimizer step, of momentum alone, is taken.
+    `with_greedy`: send the ranks also the tokens of each group's greedy response, which is not
+    trained on but may get a reward from a reward model there. `skips_equal`: do not send groups of
+    equal rewards, whose advantages are 0; their rewards and token counts still count in the step. A
+    mini-batch of such groups alone sends one sample, so that its optimizer step, of momentum alone,
+    is taken.
 
-    `stale`: number of groups that the dispatch policy gave up for their age; None if it gives up
-    none. `carried`: ordinals (positions in the training order) of groups that an earlier start of
-    the run has generated. `prefix_saves`: fraction of their samples' tokens that beginnings of
-    prompts must save to be computed once; infinite to share none. `windows`: each layer's sliding
-    window in tokens or None.
+    `stale`: number of groups that the dispatch policy gave up for their age, for the metrics; None
+    if the policy gives up none. `carried`: ordinals (positions in the training order) of the groups
+    that came from a checkpoint. `prefix_saves`: a common beginning of prompts is computed only once
+    if this saves at least this fraction of the samples' tokens; infinite: never. `windows`: for
+    each layer the model's sliding attention window in tokens, None for full attention; empty if all
+    layers have full attention.
     """
     rollouts = [rollout for group in accepted for rollout in _members(group)]
     samples = _plans(accepted)
@@ -281,14 +285,14 @@ def describe(
     seconds: float,
     carried: Collection[int] = (),
 ) -> dict[str, float]:
-    """Metrics {name: value} of a step's rollouts. `drawn`: its groups, also those that dynamic
-    sampling rejected: the `accepted` groups alone would give biased averages. Only the metrics of
-    token age are of the accepted groups. `seconds`: that the rollouts took. `carried`: ordinals
-    (positions in the training order) of groups that an earlier start of the run generated, which do
-    not count for tokens per second.
+    """Metrics {name: value} of the rollouts of `step`, which took `seconds`. Most are over the
+    groups `drawn`, those that dynamic sampling rejected included, since the `accepted` groups alone
+    would give biased averages; only the metrics of token age are over `accepted`. `carried`:
+    ordinals (positions in the training order) of groups that came from a checkpoint; their tokens
+    are left out of tokens per second.
 
-    `staleness/mean` and `staleness/max` are over rollouts, greedy responses included, of `step`
-    less the oldest weight version that generated a token of the rollout.
+    The staleness of a rollout is `step` minus the oldest weight version that generated one of its
+    tokens. `staleness/mean` and `staleness/max` are over all rollouts, greedy responses included.
     """
     rollouts = [rollout for group in drawn for rollout in group.rollouts]
     lengths = [rollout.num_tokens for rollout in rollouts]

@@ -66,9 +66,10 @@ def recorded(folder: Path) -> dict[int, set[int]]:
 def write_batch(
     path: Path, batch: StepBatch, num_data_ranks: int, lost: Callable[[], str] = str
 ) -> None:
-    """Write a batch to the safetensors file `path`, without its transcripts: under another name
-    first, which changes once all is on the disk. Makes its folder. `num_data_ranks`: of the run,
-    noted in the file. Raises `OSError`.
+    """Write a batch to the safetensors file `path`, without its transcripts, and make the file's
+    folder. The file is written under a temporary name, and renamed to `path` once it is on the
+    disk. `num_data_ranks`: of the run, noted in the file. Raises `OSError` if the file cannot be
+    written.
 
     `lost`: returns in a sentence why the run must not write to its folder, "" while it may. If it
     returns a sentence, no file is left, and the sentence is raised as a `UserError`.

@@ -176,7 +176,8 @@ class RolloutConfig(Config):
     @property
     def most_open_groups(self) -> int:
         """Maximum number of groups (all rollouts of a prompt) that are started and neither trained
-        nor rejected: `max_open_groups`, or its default.
+        nor rejected: `max_open_groups` or, if that is null, (1 + `max_staleness`) x
+        `groups_per_step`.
         """
         usual = (1 + self.max_staleness) * self.groups_per_step
         return usual if self.max_open_groups is None else self.max_open_groups

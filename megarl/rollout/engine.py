@@ -201,8 +201,8 @@ class Engine(VllmProcess):
         return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
 
     async def pulse(self) -> Pulse:
-        """Say that the engine lives, and what progress it has made: engine steps, tokens, open
-        requests, whether it is paused or one of vLLM's processes is dead.
+        """The engine's sign of life: counts of engine steps, tokens and open requests so far,
+        whether generation is paused, and whether one of vLLM's processes is dead.
         """
         return Pulse(
             steps=self._steps,

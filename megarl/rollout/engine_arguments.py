@@ -30,8 +30,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs` for an engine with the settings `config`.
     `model`: folder or hub name. `tokenizer`: folder or hub name, empty for an engine that only sees
-    token ids. `max_tokens`: longest sequence, prompt included. `seed`: vLLM's own, of requests
-    without one.
+    token ids. `max_tokens`: longest sequence, prompt included. `seed`: for requests that have no
+    seed of their own.
     """
     found: dict[str, Any] = {
         "model": model,

@@ -49,7 +49,7 @@ class VllmProcess:
     @property
     def is_lost(self) -> bool:
         """Whether one of vLLM's processes has died, so that no request will be answered any more.
-        Only after the start.
+        To be read only after the start.
         """
         return self._llm.errored
 
@@ -63,9 +63,10 @@ class VllmProcess:
 
 @contextlib.contextmanager
 def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
-    """A context manager for the statements that import vLLM. Afterwards vLLM starts its engine
-    core, the process in which it computes, so that the core ends with this process: forked from a
-    process that imports vLLM meanwhile if `on_cpu`, else spawned.
+    """A context manager for the statements that import vLLM. It changes how vLLM will start its
+    engine core, the process in which vLLM computes: the core will be killed when this process ends.
+    If `on_cpu`, the core will be forked from a fork server, which imports vLLM at the same time as
+    this process; otherwise it will be spawned.
     """
     if on_cpu:
         preload_openmp()
@@ -80,9 +81,10 @@ def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
 
 
 def preload_openmp() -> None:
-    """Set LD_PRELOAD of this process so that its child processes load torch's OpenMP library first,
-    as vLLM has its core do: with the system's library beside it, threads share a core. It must be
-    in the environment of a process when that starts. A preload of some OpenMP is left as it is.
+    """Set LD_PRELOAD in this process's environment, so that child processes started afterwards load
+    torch's OpenMP library. vLLM does so for its engine core: if the system's OpenMP library is
+    loaded too, several threads run on one core. An LD_PRELOAD that names an OpenMP library already
+    is not changed.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
@@ -93,9 +95,9 @@ def preload_openmp() -> None:
 
 
 class SpawnedCoreContext(SpawnContext):
-    """The multiprocessing context by which vLLM spawns its engine core on a GPU, and this one its
-    tensor-parallel workers, which are daemons. Processes that it makes are killed when the process
-    that made them ends.
+    """The multiprocessing context with which vLLM spawns its engine core on a GPU, and with which
+    the engine core spawns its tensor-parallel workers, as daemons. A process made with this context
+    is killed when the process that made it ends.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -112,9 +114,9 @@ class SpawnedCoreContext(SpawnContext):
 
 
 class CoreContext(ForkServerContext):
-    """The multiprocessing context by which vLLM forks its engine core on the CPU from a fork
-    server. Processes that it makes get the present environment variables of the process that made
-    them, also those set since the fork server started, and are killed when that process ends.
+    """The multiprocessing context with which vLLM forks its engine core on the CPU from a fork
+    server. A process made with this context gets its maker's present environment variables, not
+    those that the fork server was started with, and is killed when its maker ends.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -133,8 +135,8 @@ def run_in_environment(
 ) -> None:
     """First function of a new process: call `target(**kwargs)`, and kill the process when the
     process with the id `owner` ends. `environment`: all variables that this process is to have;
-    None to leave them. `recording`: (the run's folder of activity files, to which this process
-    writes what it does; its name there), or None.
+    None to leave them. `recording`: (where the run's processes record timelines of what they do,
+    this process's name there); None to record nothing.
     """
     if environment is not None:
         os.environ.clear()
@@ -147,9 +149,10 @@ def run_in_environment(
 
 
 def name_shared_memory() -> None:
-    """Have this process, and the workers that vLLM starts from it, give shared memory names that
-    belong to the run's folder, so that the run's end removes it. vLLM leaves some where it ends
-    well, and all of it where it is killed.
+    """Make the shared memory of this process, and of the workers that vLLM starts from it, have
+    names that begin with the name of the run's temporary folder. At the end of the run, shared
+    memory with such names is removed, since vLLM does not always remove its own, and none if it is
+    killed.
     """
     import vllm.v1.executor.multiproc_executor as executor
 
@@ -165,8 +168,8 @@ def name_shared_memory() -> None:
 
 def end_with(owner: int) -> None:
     """Wait until the process with the id `owner` has ended, then kill this process by SIGKILL; run
-    in a thread. An engine's process that is killed cannot shut its engine core down, and the core's
-    own parent, the fork server, waits for the core.
+    in a thread. Without this, an engine core would outlive its engine's process if that is killed:
+    the core's parent is the fork server, which lives as long as the core.
     """
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(owner)], [], [])

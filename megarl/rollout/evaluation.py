@@ -30,8 +30,8 @@ async def evaluate_problems(
     """Generate and score one response to each problem. Returns ({metric: value} over all problems,
     transcripts: a dict for each of the first 128 problems, with the keys "prompt", "answer",
     "response", "reward", "correct" and others). The sampling seeds depend only on the problem and
-    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for too many
-    responses.
+    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for at least the
+    fraction `environment.max_failure_share` of the responses.
     """
     records = await answers(attempts, prompts, temperature, name, num_texts=NUM_TRANSCRIPTS)
     return summarise_records(records), records[:NUM_TRANSCRIPTS]
@@ -50,9 +50,11 @@ async def answers(
     `prompts`: "prompt", "answer" (reference), "response" (text), "correct", "reward", "failure",
     "tokens" (generated), "finish", "metrics" and others. `num_texts`: number of problems, from the
     first, that get their text; "response" is "" for the others. The sampling seeds depend only on
-    the problem and on `name`, that of the evaluation. Raises `UserError` if the verifier failed for
-    too many responses; not with `inspects`, where each dict also has "segments", the response's
-    `Segment` objects (token ids, log-probs, weight versions).
+    the problem and on `name`, that of the evaluation.
+
+    Raises `UserError` if the verifier failed for at least the fraction
+    `environment.max_failure_share` of the responses, unless `inspects`. With `inspects` each dict
+    also has "segments", the response's `Segment` objects (token ids, log-probs, weight versions).
     """
 
     async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:
@@ -146,7 +148,8 @@ def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> st
     scoring, one for each response. `where` names the step or evaluation in the warning. Responses
     that no verifier was asked about (cut off) do not count.
 
-    Raises `UserError` with that message if the fraction is at least `limit`, 0 to 1, too.
+    Raises `UserError` with that message instead if the fraction is at least `limit`, 0 to 1. Below
+    0.1 nothing is raised, however low `limit` is.
     """
     judged = [verdict for verdict in verdicts if verdict.judged]
     failed = [verdict for verdict in judged if verdict.failure]

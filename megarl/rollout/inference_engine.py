@@ -50,8 +50,9 @@ class InferenceEngine(Protocol):
     """
 
     async def start(self) -> None:
-        """Load the model and return when it is ready. Its weights may have any values, since the
-        trainer sends version 0 before generation, unless the engine was made with `load`.
+        """Load the model and return when it is ready. If the engine was constructed with
+        `load=True`, the weights must be those on disk. Otherwise they may have any values, since
+        the trainer sends version 0 before generation.
         """
         ...
 
@@ -68,7 +69,7 @@ class InferenceEngine(Protocol):
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
         present weights; with `adapted` False without LoRA adapters. After new weights were sent,
-        they are compared with the trainer's own.
+        the trainer compares these log-probs with its own.
         """
         ...
 

@@ -28,9 +28,10 @@ class Receipts:
     it was written, and receipts depend on layouts that may be others by now."""
 
     def publish(self, version: int, receipts: Sequence[str]) -> bool:
-        """Remember the receipts (digests of all weights) of a version, of which every engine must
-        have one, and forget those of a version that is too old for any further sample. Returns
-        whether `version` is new: False if its receipts are known already, or `receipts` is empty.
+        """Remember the `receipts` (digests of all weights) of `version`: a response of this version
+        must carry one of them. Forget the receipts of a version that is too old for any further
+        sample. Returns whether `version` is new: False if its receipts are known already, or
+        `receipts` is empty.
         """
         if not receipts or version in self.known:
             return False
@@ -41,8 +42,8 @@ class Receipts:
     def check_answer(self, answer: Segment, where: str) -> None:
         """Raise `RuntimeError` if the tokens of `answer`, what an engine has generated, come from
         other weights than the trainer sent as their version. `where`: whose response, for the
-        message. Versions that the trainer has not told yet pass; `check_groups` looks at them
-        later.
+        message. Tokens of a version whose receipts are not known yet pass; `check_groups` checks
+        them later.
         """
         self._refuse_unnamed([answer], where)
         refuse_unknown_weights(spans_of([answer]), self.known, where, later=True)

@@ -81,11 +81,11 @@ class _Home:
 
 
 class EnginePool:
-    """All engines of a run, over which generation requests are spread. The first request of a
-    rollout goes to the engine that answers other rollouts of the same prompt, whose prefix cache
-    has the prompt, unless that engine has at least `rollout.group_size` more open requests than the
-    least busy one; else to the least busy living engine. Later requests of the rollout go to the
-    same engine. All calls must come from one event loop.
+    """All engines of a run, over which generation requests are spread. All requests of a rollout go
+    to one engine, as long as that lives. It is the engine that answers other rollouts of the same
+    prompt, whose prefix cache has the prompt; or the least busy living engine, if there is no such
+    engine or it has at least `rollout.group_size` more open requests than the least busy one. All
+    calls must come from one event loop.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
@@ -214,7 +214,7 @@ async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: Engin
     """Wait for `answer`, the result of a request to `engine`, and return it. Raises `TimeoutError`,
     and cancels `answer`, once the engine has had `deadline_s` seconds in which its generation was
     not paused. The engine is asked for its pauses only once `deadline_s` have passed; errors of
-    that question are raised too.
+    this call of `engine.paused_s` are raised too.
     """
     began, left_s = time.monotonic(), deadline_s
     task = asyncio.ensure_future(answer)
@@ -235,8 +235,9 @@ async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: Engin
 
 def refuse_older(answer: Segment, wanted: int | None, number: int) -> None:
     """Raise `RuntimeError` if engine `number` has sampled a token of `answer` with weights of an
-    older version than `wanted`, which every engine had when it was asked; None: not known, nothing
-    is raised. Such tokens must not be trained on as if they were of that version.
+    older version than `wanted`, the version that every engine had when the request was sent; None
+    if that is not known, and nothing is raised. Such tokens must not be trained on as if they were
+    of that version.
     """
     oldest = min((version for version, _ in answer.versions), default=wanted)
     if wanted is not None and oldest is not None and oldest < wanted:

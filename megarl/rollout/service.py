@@ -57,7 +57,8 @@ the others are replaced}. The group has rewards, verdicts and lengths, but no to
 @dataclass
 class FinishedGroups:
     """Keeps the finished groups (all rollouts of a prompt) until they are trained, also those that
-    dynamic sampling rejected. The open batch is that of the earliest step that still lacks groups.
+    dynamic sampling rejected: in `closed` the groups of complete batches by step, in `open` all
+    others by ordinal (position in the training order).
     """
 
     open: dict[int, Group] = field(default_factory=dict)
@@ -90,8 +91,8 @@ class FinishedGroups:
         the same steps returns the same groups, though more are finished by then: several ranks
         write them into one checkpoint.
 
-        A group that was started because another one was rejected would be too old without the other
-        one, so a checkpoint has both or neither.
+        Rejected groups are among them: the group that replaces a rejected one counts for an early
+        step only if the rejection is known, and for a later step it might be too old.
         """
         if done not in self._kept:
             found = [*self.open.values()]
@@ -102,17 +103,19 @@ class FinishedGroups:
 
 
 def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
-    """(weight version at which it was started, group) of each group, ascending by version and then
-    by ordinal, the position of its prompt in the training order: the order in which steps use them.
-    It is not that of the ordinals where a resumed run has generated some of them again.
+    """(weight version at which the group was started, group) of each group, ascending by version
+    and then by ordinal, the position of its prompt in the training order: the order in which steps
+    use them. Ordinals alone do not give this order if a resumed run has generated some groups
+    again, at newer weights.
     """
     found = [(group.rollouts[0].dispatched_at, group) for group in groups]
     return sorted(found, key=lambda one: (one[0], one[1].ordinal))
 
 
 def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
-    """Raise `ValueError` if one of the groups in a checkpoint is one that the steps before have
-    used, according to the checkpoint's `cursor`, or if one is there twice.
+    """Raise `ValueError` if a checkpoint's unused finished `groups` contain a group twice, or one
+    that the steps before the checkpoint have used according to its `cursor`: all groups below
+    `cursor.first` in the training order, and those in `cursor.beyond`.
     """
     seen = set(cursor.beyond)
     for group in groups:
@@ -229,16 +232,16 @@ class RolloutService:
         await self._waits.fail(RuntimeError(reason))
 
     def progress(self, engine_steps: int = 0) -> int:
-        """Note progress, and return a number that has grown since the last call if there was any:
-        engine steps, and answers of engines and environment. `engine_steps`: steps that all engines
-        have made since the last call.
+        """Number of engine steps and of answers by engines and environment so far: if it has grown
+        since the last call, rollouts have made progress. `engine_steps`: steps that all engines
+        have made since the last call, which are added.
         """
         return self.moved.add(engine_steps, self._attempts.progress)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
-        """Start to generate, once weights of version `first_step` are on the engines; returns while
-        groups are being generated. `receipts`: digests of these weights, one of which each response
-        must carry; empty to check nothing.
+        """Start to generate, once the weights with which the run begins are on the engines; returns
+        while groups are being generated. `receipts`: digests of these weights, one of which each
+        response must carry; empty to check nothing.
         """
         self._closed_at = time.monotonic()
         self.engines.version = self.window.version
@@ -284,7 +287,8 @@ class RolloutService:
         """Wait until the batch of `step` is complete and return the samples that `data_rank` trains
         on, a `SharePlan`: without their token arrays, which `megarl.rollout.batch.assemble` adds.
         None if the run was interrupted before any rank took that step. Raises `RuntimeError` if
-        generation has failed, and `UserError` if the verifier failed for too many responses.
+        generation has failed, and `UserError` if the verifier failed for at least the fraction
+        `environment.max_failure_share` of a step's responses.
 
         Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
         engines, together with the other ranks, and to call again. `publications`: how often it has
@@ -362,6 +366,7 @@ class RolloutService:
         Returns (metrics {name: value}, a list with a dict for each of the first 128 problems:
         "prompt", "response", "reward" and others); None if the run was interrupted. Every rank may
         call it, and all get the result of the one evaluation of this `name` and weight version.
+        Raises `RuntimeError` and `UserError` as `take` does.
 
         Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
         engines, together with the other ranks, and to call again. `publications`: how often it has
@@ -391,8 +396,9 @@ class RolloutService:
         """Generate and score one response to each of `prompts`. Returns a dict for each, in their
         order: "prompt", "answer", "response" (text), "reward", "correct", "tokens" and others. The
         sampling seeds depend only on the prompt and `name`. Raises `UserError` if the verifier
-        failed for too many responses; not with `inspects`, where each dict also has "segments", the
-        response's `Segment` objects (token ids, log-probs, weight versions).
+        failed for at least the fraction `environment.max_failure_share` of the responses, unless
+        `inspects`. With `inspects` each dict also has "segments", the response's `Segment` objects
+        (token ids, log-probs, weight versions).
         """
         asked = prompts, temperature, name
         return await self._waits.result(

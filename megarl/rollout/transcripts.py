@@ -16,7 +16,7 @@ def record_of(
 ) -> dict[str, Any]:
     """The dict for one rollout in transcripts and evaluations: "response" (text), "correct",
     "reward" (of all turns), "failure", "detail" (the verifier's error, "" for none), "tokens"
-    (generated), "finish" (why generation stopped), and where there are some "metrics" and "turns".
+    (generated), "finish" (why generation stopped), and, where there are any, "metrics" and "turns".
     `segments`: the parts of the rollout, in order, by model and environment. `verdict`: the result
     of scoring. `texts`: each of the `segments` as text, or empty to leave the text out.
     """

@@ -87,9 +87,9 @@ class WaitProgress:
         self._at = time.monotonic()
 
     def add(self, engine_steps: int, answers: int) -> int:
-        """Note progress, and return a number that grows with it. `engine_steps`: steps that all
-        engines have made since the last call. `answers`: number of answers of engines and
-        environment so far, in all.
+        """Note progress; returns the number of engine steps and answers so far. `engine_steps`:
+        steps that all engines have made since the last call. `answers`: number of answers of
+        engines and environment since the start.
         """
         self._engine_steps += engine_steps
         if (found := self._engine_steps + answers) != self._found:

@@ -55,7 +55,7 @@ class Batch:
 class DispatchPolicy(Protocol):
     """Interface of a dispatch policy, which decides when groups (all rollouts of a prompt) start
     and which groups each step trains on. Groups are known by ordinals, their positions in the
-    training order; the open batch is that of the earliest step that still lacks groups. The rollout
+    training order. The open batch is that of the earliest step that still lacks groups. The rollout
     service calls every method from one event loop.
     """
 
@@ -84,17 +84,18 @@ class DispatchPolicy(Protocol):
 
     def start(self) -> int:
         """Mark the next group (all rollouts of a prompt) as started; returns its ordinal, its
-        position in the training order. Only if `may_start()`. Ordinals ascend, and skip those that
-        the cursor of `restore` names as used, and those of `adopt`.
+        position in the training order. Only if `may_start()`. Ordinals ascend, and skip the groups
+        that the cursor of `restore` names as used and those that `adopt` has noted.
         """
         ...
 
     def adopt(self, ordinal: int, version: int, accepted: bool) -> bool:
-        """Note a group from a checkpoint: group `ordinal` (its position in the training order) was
-        started at weights of `version` and finished before the run was resumed; `accepted`: dynamic
-        sampling keeps it. Called after `restore`, ascending by version and then by ordinal, before
-        any group is started, with `close` after each. Returns False, and notes nothing, if a step
-        might find the group too old: it is then started as if it were new.
+        """Note a group from a checkpoint, so that it is not generated again: group `ordinal` (its
+        position in the training order) was started at weights of `version` and finished before the
+        run was resumed; `accepted`: dynamic sampling keeps it. Called after `restore`, ascending by
+        version and then by ordinal, before any group is started, with `close` after each. Returns
+        False, and notes nothing, if the group might be too old for the step that would use it:
+        `start` then returns it like a new one.
         """
         ...
 

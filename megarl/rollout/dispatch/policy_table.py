@@ -30,8 +30,10 @@ def limits_of(config: RolloutConfig, *, rejects: bool, last_step: int) -> Limits
 
 
 def refusal(dispatch: str, cursor: Cursor) -> str:
-    """Why a run cannot be resumed with the policy `dispatch` from a checkpoint whose steps have
-    used the groups of `cursor`: a phrase that also says what to set; empty if the run can.
+    """Why a run cannot be resumed with the policy `dispatch` ("ordered" or "windowed"): a phrase
+    that also says what to set; "" if it can. `cursor`: the groups (prompts with their rollouts)
+    that the steps before the checkpoint have used; the policy `ordered` needs that no earlier group
+    is unused.
     """
     if POLICIES[dispatch].takes_gaps or not cursor.beyond:
         return ""
