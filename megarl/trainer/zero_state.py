@@ -49,8 +49,8 @@ class _OwnPart(NamedTuple):
     count: int
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """This parameter's elements, as a flat view, of `values`: a tensor with one element for
-        each element of the optimizer's flat tensor in which the parameter lies, such as a moment.
+        """This rank's elements of the parameter in `values`, as a flat view. `values`: a tensor
+        with as many elements as `flat`, such as one of the optimizer's moments.
         """
         return values.data.view(-1).narrow(0, self.offset, self.count)
 

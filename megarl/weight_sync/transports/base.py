@@ -90,8 +90,9 @@ class Sender(Protocol):
         ...
 
     def lost(self) -> int | None:
-        """The position of an engine that another engine has lost while one sent it this version or
-        received it from it; None if there is none.
+        """The position of an engine whose connection to another engine has ended during this
+        version: the other engine, which passed weights to it or got weights from it, has reported
+        it. None if no engine was reported.
         """
         return None
 

@@ -323,9 +323,9 @@ class Receiver(_End):
 
 
 class Pinned:
-    """Page-locks a tensor's host memory for CUDA while it lives, so that copies between it and the
-    GPU run while the process goes on, and waits for these copies. In a process that does not use a
-    GPU nothing is registered, and there is nothing to wait for.
+    """Page-locks a tensor's host memory for CUDA until `release`, so that copies between it and the
+    GPU run while the process goes on; `wait` blocks until they are done. In a process that does not
+    use a GPU nothing is registered, and there is nothing to wait for.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
