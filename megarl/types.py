@@ -100,7 +100,8 @@ class Preference:
 
 class TokenArrays(NamedTuple):
     """The tokens of a segment, a part of a rollout that the model or the environment wrote: two
-    arrays of equal length T, `token_ids` (int32) and `logprobs` (float32).
+    arrays of equal length T, `token_ids` (int32) and `logprobs` (float32, by the engine; 0 for the
+    environment's tokens).
     """
 
     token_ids: np.ndarray
@@ -143,7 +144,8 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of scoring a rollout: `reward`, which is trained on (higher is better), `correct`,
-    and what went wrong, if anything. Made by `megarl.environments.scoring.Environment`.
+    and `failure`, why the verifier gave no score ("" if it gave one). Made by
+    `megarl.environments.scoring.Environment`.
     """
 
     reward: float

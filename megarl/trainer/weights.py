@@ -42,8 +42,8 @@ class Weights(Protocol):
         ...
 
     def has(self, name: str) -> bool:
-        """Whether a checkpoint stores a tensor `name`. Asked for buffers, which few checkpoints
-        contain; False for random initialisation.
+        """Whether the source stores a tensor `name`; always False for random initialisation. It is
+        asked for buffers, which few checkpoints contain.
         """
         ...
 

@@ -99,9 +99,9 @@ def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfi
 
 
 def most_share(kept: int, gpu_bytes: float) -> float:
-    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, with which a
-    colocated inference engine fits on a GPU of `gpu_bytes` bytes, of which the policy keeps `kept`
-    bytes.
+    """The largest `rollout.engine.gpu_memory_utilization`, rounded to hundredths toward 0, with
+    which an inference engine fits on a GPU of `gpu_bytes` bytes beside the policy, which keeps
+    `kept` bytes. Not above 0 if no engine fits.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
 

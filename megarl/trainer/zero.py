@@ -241,9 +241,9 @@ class TrainEngine:
         return norm, rate
 
     def discard(self) -> None:
-        """Drop the accumulated gradients, of which some are not finite; neither weights nor
-        optimizer state change. All ranks call it together, after the `backward` with `last`,
-        instead of `step`.
+        """Drop the accumulated gradients instead of taking a step, because some are not finite;
+        neither weights nor optimizer state change. All ranks call it together, in place of `step`,
+        after the `backward` with `last`.
         """
         if self.config.zero_stage == 0:
             self._engine.zero_grad()
@@ -425,8 +425,8 @@ class TrainEngine:
 
     def save(self, folder: Path, files: RankFiles) -> None:
         """Add this rank's part of master weights and optimizer state to `files`, the collected
-        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` writes it to
-        the disk later or at once. All ranks call it.
+        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` decides
+        whether to write the file at once or to keep it in memory for later. All ranks call it.
         """
         about: dict[str, Any] = {"steps_done": self.steps_done}
         if self.loss_scale is not None:

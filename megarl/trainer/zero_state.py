@@ -68,8 +68,9 @@ class TrainState:
 
     def write(self, folder: Path, files: RankFiles, about: Mapping[str, Any]) -> None:
         """Add this rank's file, rank_NNNNN.safetensors in `folder`, to `files`, the collected files
-        of a checkpoint; no file where a lower rank holds the same tensors. `about`: further values
-        for the file's header, of JSON's types, which `read` returns.
+        of a checkpoint. Tensors that a lower rank holds too are left out; without ZeRO, most
+        data-parallel ranks have no file. `about`: further values for the file's header, of JSON's
+        types, which `read` returns.
         """
         if self._stage == 0 and self._mesh.gradient.rank > 0:
             return
@@ -101,8 +102,8 @@ class TrainState:
     def read(self, folder: Path) -> dict[str, Any]:
         """Restore master weights, moments and weights from the files that `write` made in `folder`,
         under whatever layout; returns a dict with the entries of `about` that `write` was given.
-        All ranks call it together. Raises `UserError` on all of them if the files are of a model
-        with other trained parameters or shapes.
+        All ranks call it together. Raises `UserError` if the files are of a model with other
+        trained parameters or shapes (on all ranks), or lack a moment.
         """
         files = [Store([path]) for path in sorted(folder.glob("rank_*.safetensors"))]
         headers = [json.loads(file.metadata["about"]) for file in files]

@@ -110,9 +110,10 @@ class BucketReceiver:
             yield bucket, buffers
 
     def digest(self, bucket: Bucket, stored: Mapping[str, torch.Tensor]) -> None:
-        """Add what the engine has stored of a bucket (block of weights that was sent at once) to
-        the digests, one for each tensor of the model, that `status` returns. `stored`: {engine
-        parameter: flat tensor}, the bucket's part of each parameter as the engine has stored it.
+        """Digest what the engine has stored of a bucket (block of weights that was sent at once),
+        and add this to the sums, one for each tensor of the model, that `status` returns. `stored`:
+        {engine parameter: flat tensor}, the bucket's part of each parameter as the engine has
+        stored it.
         """
         started_at = time.perf_counter()
         for copy in self.route.copies[bucket.number]:

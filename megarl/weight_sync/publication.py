@@ -81,9 +81,10 @@ class Update(Protocol):
         in the order of `Engines.members`.
 
         After `Engines.update` the answer of an engine is a list with a dict for each of its ranks:
-        "version", "digests", "seconds", "problem". After `Engines.load_adapter` it is {"version":
-        the version that the engine has loaded, "receipt": the digest of its adapters}. Raises
-        `EngineLost` for engines that are dead, have failed, or have not answered in time.
+        "version", "digests" (an int for each tensor), "seconds" ({phase: s}), "problem" (error
+        message or ""). After `Engines.load_adapter` it is {"version": the version that the engine
+        has loaded, "receipt": the digest of its adapters}. Raises `EngineLost` for engines that are
+        dead, have failed, or have not answered in time.
         """
         ...
 
@@ -115,7 +116,9 @@ class Engines(Protocol):
         ...
 
     def is_one_host(self) -> bool:
-        """Whether all engines run on the caller's host, and replaced ones will too."""
+        """Whether all engines, and those that may be started in their places, run on the caller's
+        host.
+        """
         ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:

@@ -117,8 +117,8 @@ class Route:
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
         """The `Route` of trainer rank `source`: which regions of tensors it sends, and in which
-        bucket (block of memory that is sent at once). `spec`: the degrees, ZeRO stage and engines
-        between which weights travel. `table` lists the model's tensors.
+        bucket (block of memory that is sent at once). `spec`: how trainer and engines split the
+        model. `table` lists the model's tensors.
 
         Raises `ValueError` where `table` belongs to another model than `spec`, or where the
         trainer's or the engines' tensor-parallel degree cannot split a tensor.
@@ -130,9 +130,10 @@ class Route:
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:
         """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket
-        (block of memory that is sent at once). `table` lists the model's tensors. `destination`:
-        the rank's number by `spec.destination`. Raises `ValueError` where `table` belongs to
-        another model than `spec`, or a layout cannot split it.
+        (block of memory that is sent at once). `spec`: how trainer and engines split the model.
+        `table` lists the model's tensors. `destination`: the rank's number by `spec.destination`.
+        Raises `ValueError` where `table` belongs to another model than `spec`, or where a
+        tensor-parallel degree cannot split a tensor.
         """
         part = _plan(spec, table)
         owned = engine_rank_owned(table, destination % spec.engine_tensor, spec.engine_tensor)

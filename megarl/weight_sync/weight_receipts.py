@@ -18,8 +18,9 @@ import xxhash
 
 
 class VersionSpan(NamedTuple):
-    """The weights that generated consecutive tokens of a response: their version, and the receipt
-    (digest as hex text, or "" if the engine says none) that the engine gave.
+    """The weights that generated consecutive tokens of a response: their version, and their
+    receipt, the digest as hex text by which the engine tells what it computed with ("" if it gave
+    none).
     """
 
     version: int

@@ -386,9 +386,10 @@ class P2PGroup:
         """{tag: transfer that was started and not waited for}."""
 
     def join(self, number: int, watch: Watch) -> None:
-        """Join the group, made anew under `number`, the same on all its ranks; blocks until all
-        have joined. Does nothing if it is joined under `number` already. `watch`: called while
-        waiting, raises to end that. Raises `Aborted` if the attempt to send a version is aborted.
+        """Join the group that is made anew for `number`; blocks until all its ranks have called
+        this with the same `number`. A group of another number is left first; if this process is in
+        the group of `number` already, nothing is done. `watch`: called while waiting, raises to end
+        that. Raises `Aborted` if the attempt to send a version is aborted.
         """
         if number == self._number:
             return

@@ -178,8 +178,8 @@ class Sender(base.Sender):
         return min(self._meeting.number(key) or 0 for key in keys)
 
     def lost(self) -> int | None:
-        """The position of an engine that another engine has lost while this version was sent, or
-        None.
+        """The position of an engine whose connection to another engine has ended while this version
+        was sent, as that other engine has reported; None if none was reported.
         """
         return self._meeting.lost()
 

@@ -174,8 +174,8 @@ def memory_bytes(route: Route) -> int:
 
 
 def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """The part of an engine rank's shared `memory` (uint8 [memory_bytes]) that is for `bucket`,
-    uint8 [bucket.num_bytes]; every second bucket has the same part.
+    """The part, uint8 [bucket.num_bytes], of an engine rank's shared `memory` (uint8
+    [memory_bytes]) into which `bucket` is written. There are two parts, which buckets use in turn.
     """
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
