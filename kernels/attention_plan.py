@@ -132,8 +132,9 @@ def _longest(positions: Positions) -> int:
 
 @dataclass
 class AttentionPlan:
-    """Which tokens of one packed micro-batch every rank of the sequence (context-parallel) axis
-    has, and the work lists of its attention, which all layers share. Each rank makes it once for a
+    """How the attention of one packed micro-batch is divided among the ranks of the sequence
+    (context-parallel) axis: which tokens each rank has, and the work lists (which queries attend to
+    which keys) that the attention kernel gets in every layer. Each rank makes it once for a
     micro-batch with `AttentionPlan.of(indices, starts, device)` and passes it to
     `sequence_attention`, for layers with a sliding window as `plan.within(window)`.
     """
@@ -231,8 +232,8 @@ class AttentionPlan:
     def part(self, owner: int, distance: int) -> torch.Tensor | None:
         """Which keys of Ulysses group `owner` travel `distance` steps around the ring, from group
         to group: ascending indices [n] int64 into the tokens of `owner` (ranks one after the
-        other), on the CPU, or None for all. It is None without a sliding window, and for a distance
-        beyond `hops`, the number of steps that keys travel in this plan.
+        other), on the CPU, or None for all. Without a sliding window it is always None, and also
+        for a distance beyond `hops`, the most steps that any keys travel in this plan.
         """
         if self.window is None or distance > self.hops:
             return None
@@ -283,9 +284,10 @@ class AttentionPlan:
         return self.group_lengths[owner] if chosen is None else len(chosen)
 
     def works(self, rank: int, owner: int | None) -> list[Any]:
-        """Work lists of the block attention kernel, for queries of Ulysses group `rank` and keys of
-        group `owner`: one for the keys of the queries' own documents, and one for each level of
-        documents that they continue. Lists without work are left out.
+        """Work lists (which queries attend to which keys) of the block attention kernel, for
+        queries of Ulysses group `rank` and keys of group `owner`. The first list is for keys of the
+        queries' own documents. One more follows for each level of documents that these continue, as
+        a response continues its prompt. Lists without work are left out.
 
         `owner` None stands for the keys of all groups that queries of `rank` attend to,
         concatenated by group. With a number, the keys are those that travel from `owner` to `rank`

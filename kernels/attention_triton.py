@@ -125,13 +125,15 @@ def forward_kernel(
     `lse_ptr` (natural log-sum-exp [heads, num_queries]), both float32 with the results over earlier
     keys, or 0 and -inf.
 
-    One-dimensional grid of num_rows x query heads programs. `rows_ptr` [num_rows, 5] int32 has for
-    each tile of queries: its number, begin and end in `runs` of the key tiles seen completely,
-    begin and end in `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last +
-    1). `index_q`, `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q
-    is seen. scale2 and cap2 are the factor and the soft cap (used if CAPPED) of scores times
-    log2(e). Suffixes _l and _h are strides of a token and of a head; `section` heads run at a time.
-    GROUP query heads share a KV head; WIDTH and REST are the columns of the head's two tiles.
+    One-dimensional grid of num_rows x query heads programs; `section` heads run at a time, so that
+    their keys and values fit the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of
+    queries: its number, begin and end in `runs` of the key tiles seen completely, begin and end in
+    `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last + 1). `index_q`,
+    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
+    scale2 and cap2 are the factor and the soft cap (used if CAPPED) of scores times log2(e).
+    Suffixes _l and _h are strides of a token and of a head. GROUP query heads share a KV head. A
+    head is a tile of WIDTH columns, and a second one of REST columns unless REST is 0. PRECISION:
+    `input_precision` of `tl.dot`. With DESCRIBED, `k_ptr` and `v_ptr` are tensor descriptors.
     """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
@@ -244,13 +246,16 @@ def grad_keys_kernel(
     queries that sees it, summed over its GROUP query heads and added in place to `grad_k_ptr` and
     `grad_v_ptr` [num_keys, KV heads, HEAD] float32.
 
-    One-dimensional grid of num_rows x KV heads programs. `rows_ptr` [num_rows, 5] int32 has for
-    each tile of keys: its number, begin and end in `runs` of the query tiles that see all of it,
-    begin and end in `runs` of those that see a part; `runs` [N, 2] int32 are (first query tile,
-    last + 1). `lse2_ptr` and `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over
-    all keys. `scale` is the factor of scores; scale2 and cap2 are factor and soft cap times
-    log2(e). Suffixes _l and _h are strides of a token and of a head; `section` heads run at a time;
-    WIDTH and REST are the columns of the head's two tiles.
+    One-dimensional grid of num_rows x KV heads programs; `section` heads run at a time, so that
+    what they read fits the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of keys: its
+    number, begin and end in `runs` of the query tiles that see all of it, begin and end in `runs`
+    of those that see a part; `runs` [N, 2] int32 are (first query tile, last + 1). `lse2_ptr` and
+    `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys. `index_q`,
+    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
+    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap (used if CAPPED) times
+    log2(e). Suffixes _l and _h are strides of a token and of a head. A head is a tile of WIDTH
+    columns, and a second one of REST columns unless REST is 0. PRECISION: `input_precision` of
+    `tl.dot`. With DESCRIBED, `q_ptr` and `grad_out_ptr` are tensor descriptors.
     """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
@@ -321,13 +326,17 @@ def grad_queries_kernel(
     """Gradient of one tile of ROWS queries of one head from every tile of COLUMNS keys that it
     sees, added in place to `grad_q_ptr` [num_queries, heads, HEAD] float32.
 
-    One-dimensional grid of num_rows x query heads programs. `rows_ptr` [num_rows, 5] int32 has for
-    each tile of queries: its number, begin and end in `runs` of the key tiles seen completely,
-    begin and end in `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last +
-    1). `lse2_ptr` and `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys.
-    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap times log2(e). Suffixes
-    _l and _h are strides of a token and of a head; `section` heads run at a time; WIDTH and REST
-    are the columns of the head's two tiles.
+    One-dimensional grid of num_rows x query heads programs; `section` heads run at a time, so that
+    their keys and values fit the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of
+    queries: its number, begin and end in `runs` of the key tiles seen completely, begin and end in
+    `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last + 1). `lse2_ptr` and
+    `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys. `index_q`,
+    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
+    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap (used if CAPPED) times
+    log2(e). Suffixes _l and _h are strides of a token and of a head. GROUP query heads share a KV
+    head. A head is a tile of WIDTH columns, and a second one of REST columns unless REST is 0.
+    PRECISION: `input_precision` of `tl.dot`. With DESCRIBED, `k_ptr` and `v_ptr` are tensor
+    descriptors.
     """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)

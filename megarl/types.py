@@ -100,7 +100,8 @@ class Preference:
 
 class TokenArrays(NamedTuple):
     """The tokens of a segment, a part of a rollout that the model or the environment wrote: two
-    arrays of equal length T, `token_ids` (int32) and `logprobs` (float32).
+    arrays of equal length T, `token_ids` (int32) and `logprobs` (float32, by the engine; 0 for the
+    environment's tokens).
     """
 
     token_ids: np.ndarray
@@ -143,7 +144,8 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of scoring a rollout: `reward`, which is trained on (higher is better), `correct`,
-    and what went wrong, if anything. Made by `megarl.environments.scoring.Environment`.
+    and `failure`, why the verifier gave no score ("" if it gave one). Made by
+    `megarl.environments.scoring.Environment`.
     """
 
     reward: float
@@ -272,10 +274,11 @@ class Samples:
         reward: float = 0.0,
         prompt: int = -1,
     ) -> Samples:
-        """Make `Samples` with a single sample of the tokens `token_ids`, [T]. `mask`, [T]: which
-        tokens the policy generated; without it all but the first. `reward` is put on the last of
-        these. `engine_logprobs`, [T]; zeros without it. `prompt`: number of tokens of the prompt;
-        -1 where only `mask` tells it.
+        """Make `Samples` with a single sample. `sample_id`: its index in the step. `token_ids`:
+        [T]. `mask`, [T]: which tokens the policy generated; None for all but the first. `reward`:
+        of the whole response, put on the last token that the policy generated. `engine_logprobs`,
+        [T]: log-probs by the engine; None for zeros. `prompt`: number of tokens of the prompt; -1
+        if unknown.
         """
         length = len(token_ids)
         chosen = np.arange(length) > 0 if mask is None else np.asarray(mask, dtype=bool)
@@ -338,8 +341,9 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of one training step that one data-parallel rank trains on, with numbers of the
-    whole step that every rank needs. Made by the rollout service, one for each rank.
+    """The samples of one training step that one data-parallel rank trains on, with the rewards,
+    groups (all rollouts of one prompt), lengths and metrics of the whole step, the same on every
+    rank. Made by the rollout service, one for each rank.
     """
 
     step: int
@@ -370,8 +374,9 @@ class MicroBatch:
     """Samples concatenated into one packed sequence without padding, with next-token labels already
     shifted: the input of one forward and backward pass. Made by `megarl.trainer.packing`.
 
-    With sequence parallelism T counts this rank's tokens only; `starts`, `indices` and `members`
-    are those of the whole packed sequence.
+    With sequence parallelism a rank has T tokens of the packed sequence. Three fields describe the
+    whole packed sequence: `starts` (where documents begin), `indices` (which tokens each rank has)
+    and `members` (ids of the samples).
     """
 
     token_ids: torch.Tensor

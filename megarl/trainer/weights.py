@@ -42,8 +42,8 @@ class Weights(Protocol):
         ...
 
     def has(self, name: str) -> bool:
-        """Whether a checkpoint stores a tensor `name`. Asked for buffers, which few checkpoints
-        contain; False for random initialisation.
+        """Whether the source stores a tensor `name`; always False for random initialisation. It is
+        asked for buffers, which few checkpoints contain.
         """
         ...
 
@@ -72,8 +72,9 @@ class CheckpointWeights:
 
 
 class OtherTensors:
-    """A source of a model's tensors, as `Weights`: those of `weights`, but the tensors that
-    `made(name)` returns, whole and of any shape, where it is not None.
+    """A source of a model's tensors, with the methods of `Weights`. `made(name)` is asked first: it
+    returns a whole tensor, of any shape, or None. Where it returns None, the tensor comes from
+    `weights`. `has` asks `weights` alone.
     """
 
     def __init__(self, weights: Weights, made: Callable[[str], torch.Tensor | None]) -> None:
@@ -144,9 +145,9 @@ def weight_files(path: str) -> list[Path]:
 
 @functools.cache
 def base_digest(path: str) -> str:
-    """xxh3-128 digest, in hexadecimal, of a sample of the weights of the model at `path`, a folder
-    or hub name, by which LoRA adapters know their base model again. It covers names, shapes and 512
-    elements of each tensor.
+    """XXH3-128 digest, in hexadecimal, of the weights of the model at `path`, a folder or hub name.
+    LoRA adapters are stored with this digest of their base model, so that putting them on another
+    model is noticed. It covers the names, shapes, dtypes and 512 elements of all tensors.
     """
     return sampled_digest(open_whole(_folder(path)))
 

@@ -45,13 +45,14 @@ def working_memory(
     longest: int,
     samples: int,
 ) -> dict[str, int]:
-    """{what it is for: bytes on a GPU}: an upper bound of the memory that a training step of one
-    model needs beside weights, gradients and optimizer state, on the rank that needs most. The keys
-    are words, such as "a chunk of logits".
+    """Upper bounds, in bytes, of the GPU memory that a training step of one model needs beside
+    weights, gradients and optimizer state, on the rank that needs most. Returns {purpose, such as
+    "a chunk of logits": bytes}, to be added up.
 
     `table`: the model's parameters with shapes and how tensor-parallel ranks split them. `model`:
-    the content of config.json. `layout`: degrees of parallelism. `longest`: tokens of the longest
-    sample, prompt included. `samples`: samples of a step, over all ranks.
+    the content of config.json. `layout`: degrees of parallelism. `training`: dtype, ZeRO stage,
+    recomputation and the like. `longest`: tokens of the longest sample, prompt included. `samples`:
+    samples of a step, over all ranks.
     """
     each, tensor = BYTES[training.dtype], layout.tensor
     tokens = max(training.micro_batch_tokens, -(-longest // layout.sequence))
@@ -85,10 +86,11 @@ def working_memory(
 
 
 def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfig) -> int:
-    """Bytes that the policy keeps on each GPU while colocated inference engines have the rest: its
-    weights, those that ZeRO 3 gathers while weights are sent, two buckets of weights on their way
-    to the engines, and what is counted for CUDA and NCCL. `table`: the policy's parameters with
-    shapes and how tensor-parallel ranks split them.
+    """Bytes that the policy keeps on each GPU while inference engines use the rest of the same GPU:
+    its weights, the parameters that ZeRO 3 gathers at most, two of the buckets in which weights are
+    sent to the engines, room for digests of weights, and a constant for CUDA and NCCL. `table`: the
+    policy's parameters with shapes and how tensor-parallel ranks split them. `config`: the run's
+    settings.
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
     weights = role_memory(table, layout, training, trains=True).weights
@@ -97,9 +99,9 @@ def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfi
 
 
 def most_share(kept: int, gpu_bytes: float) -> float:
-    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, with which a
-    colocated inference engine fits on a GPU of `gpu_bytes` bytes, of which the policy keeps `kept`
-    bytes.
+    """The largest `rollout.engine.gpu_memory_utilization`, rounded to hundredths toward 0, with
+    which an inference engine fits on a GPU of `gpu_bytes` bytes beside the policy, which keeps
+    `kept` bytes. Not above 0 if no engine fits.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
 

@@ -47,11 +47,11 @@ def deepspeed_config(
     trains: bool = True,
     trained: int = working_memory.BUCKET_ELEMENTS,
 ) -> dict[str, object]:
-    """The dict to pass to `deepspeed.initialize` as its configuration. Gradient accumulation is
-    controlled by megarl, which sets DeepSpeed's accumulation boundary itself, so it is 1 here.
-    `num_data_ranks`: data x sequence ranks. `trains`: False for a frozen model. `trained`: number
-    of elements that are trained on a tensor-parallel rank; the buffer in which gradients are
-    reduced is no larger.
+    """The configuration dict for `deepspeed.initialize`. In it gradient accumulation is 1, since
+    megarl itself tells DeepSpeed which micro-batch ends an optimizer step. `num_data_ranks`:
+    data-parallel times sequence-parallel ranks. `trains`: False for a frozen model. `trained`:
+    number of trainable elements on one tensor-parallel rank, which limits the size of the buffer
+    for reducing gradients.
     """
     zero: dict[str, object] = {
         "stage": config.zero_stage,
@@ -116,12 +116,13 @@ def _own_values(parameter: Any, rank: int) -> torch.Tensor:
 
 
 class TrainEngine:
-    """A model on this rank, trained under DeepSpeed, or frozen (`trains=False`). Calling it with a
-    micro-batch runs a forward pass; then `backward` for each micro-batch and `step` make an
-    optimizer step. All ranks of `mesh` create it and make the same calls together.
+    """This rank's part of a model, trained under DeepSpeed, or frozen (`trains=False`). Calling the
+    object with a micro-batch runs a forward pass and returns the output of the model's head. An
+    optimizer step is a forward pass and `backward` for each micro-batch, then `step`. All ranks of
+    `mesh` create the object and make the same calls together.
 
-    A frozen model has no optimizer and no gradients. DeepSpeed is used for it only under ZeRO 3,
-    which partitions its parameters; otherwise it is a plain tensor-parallel shard.
+    A frozen model has no optimizer and no gradients. It uses DeepSpeed only under ZeRO 3, which
+    partitions the parameters; otherwise it is a plain tensor-parallel shard.
     """
 
     def __init__(
@@ -240,9 +241,9 @@ class TrainEngine:
         return norm, rate
 
     def discard(self) -> None:
-        """Drop the accumulated gradients, of which some are not finite; neither weights nor
-        optimizer state change. All ranks call it together, after the `backward` with `last`,
-        instead of `step`.
+        """Drop the accumulated gradients instead of taking a step, because some are not finite;
+        neither weights nor optimizer state change. All ranks call it together, in place of `step`,
+        after the `backward` with `last`.
         """
         if self.config.zero_stage == 0:
             self._engine.zero_grad()
@@ -294,8 +295,9 @@ class TrainEngine:
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
 
     def full_score_weight(self) -> torch.Tensor:
-        """A copy of the whole [1, H] weight of a score head (heads "value" and "scalar"), on every
-        rank. All ranks call it together.
+        """A copy, on every rank, of the whole [1, hidden size] weight of the linear layer with
+        which a value model or reward model (heads "value" and "scalar") gives a score. Raises
+        `AttributeError` for a model with another head. All ranks call it together.
         """
         weight: Any = self.module.model.get_parameter(SCORE)
         with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
@@ -320,13 +322,13 @@ class TrainEngine:
                 )
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{Hugging Face name: flat tensor} of the part of every weight that this rank has: its
-        tensor-parallel shard, and under ZeRO 3 its slice of that shard, with the padding of the
-        last one. All ranks call it together.
+        """{Hugging Face name: flat tensor} of this rank's part of every weight: its tensor-parallel
+        shard or, under ZeRO 3, its slice of that shard. Slices have equal sizes, so the last one
+        may end in padding. All ranks call it together.
 
         Without LoRA adapters nothing is copied or gathered: the tensors are the model's own memory.
-        With adapters, an adapted weight is W + (alpha / rank) B A, computed each time it is asked
-        for; under ZeRO 3 this call gathers all A and B.
+        With adapters, an adapted weight is W + (alpha / rank) B A, computed each time the mapping
+        is asked for that weight; under ZeRO 3 this call gathers all A and B.
         """
         found = {
             name: getattr(parameter, "ds_tensor", parameter).data.view(-1)
@@ -423,8 +425,8 @@ class TrainEngine:
 
     def save(self, folder: Path, files: RankFiles) -> None:
         """Add this rank's part of master weights and optimizer state to `files`, the collected
-        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` writes it to
-        the disk later or at once. All ranks call it.
+        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` decides
+        whether to write the file at once or to keep it in memory for later. All ranks call it.
         """
         about: dict[str, Any] = {"steps_done": self.steps_done}
         if self.loss_scale is not None:

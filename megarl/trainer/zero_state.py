@@ -49,8 +49,8 @@ class _OwnPart(NamedTuple):
     count: int
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """This parameter's elements, as a flat view, of `values`: a tensor with one element for
-        each element of the optimizer's flat tensor in which the parameter lies, such as a moment.
+        """This rank's elements of the parameter in `values`, as a flat view. `values`: a tensor
+        with as many elements as `flat`, such as one of the optimizer's moments.
         """
         return values.data.view(-1).narrow(0, self.offset, self.count)
 
@@ -68,8 +68,9 @@ class TrainState:
 
     def write(self, folder: Path, files: RankFiles, about: Mapping[str, Any]) -> None:
         """Add this rank's file, rank_NNNNN.safetensors in `folder`, to `files`, the collected files
-        of a checkpoint; no file where a lower rank holds the same tensors. `about`: further values
-        for the file's header, of JSON's types, which `read` returns.
+        of a checkpoint. Tensors that a lower rank holds too are left out; without ZeRO, most
+        data-parallel ranks have no file. `about`: further values for the file's header, of JSON's
+        types, which `read` returns.
         """
         if self._stage == 0 and self._mesh.gradient.rank > 0:
             return
@@ -102,8 +103,8 @@ class TrainState:
     def read(self, folder: Path) -> dict[str, Any]:
         """Restore master weights, moments and weights from the files that `write` made in `folder`,
         under whatever layout; returns a dict with the entries of `about` that `write` was given.
-        All ranks call it together. Raises `UserError` on all of them if the files are of a model
-        with other trained parameters or shapes.
+        All ranks call it together. Raises `UserError` if the files are of a model with other
+        trained parameters or shapes (on all ranks), or lack a moment.
         """
         files = [Store([path]) for path in sorted(folder.glob("rank_*.safetensors"))]
         headers = [json.loads(file.metadata["about"]) for file in files]

@@ -79,11 +79,12 @@ class BucketReceiver:
     ) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
         """Iterate over the buckets (blocks of memory that are sent at once) of a weight version:
         (bucket, {engine parameter: flat tensor of the part of it in this bucket}). The `Bucket`
-        says where each part lies. Padding is set to zero.
+        says where in the parameter each part lies. Padding, such as vocabulary rows that no tensor
+        fills, is set to zero.
 
         The tensors are valid until the next bucket is asked for. Raises `RuntimeError` where the
-        version has not come within `timeout_s` seconds, and `Aborted` where the trainer gives it
-        up.
+        whole version has not come within `timeout_s` seconds, and `Aborted` where the trainer gives
+        the version up.
         """
         self.seconds = dict.fromkeys(("wait", "digest", "install"), 0.0)
         self._digests = [0] * len(self.route.tensors)
@@ -109,9 +110,10 @@ class BucketReceiver:
             yield bucket, buffers
 
     def digest(self, bucket: Bucket, stored: Mapping[str, torch.Tensor]) -> None:
-        """Add what the engine has stored of a bucket (block of weights that was sent at once) to
-        the digests, one for each tensor of the model, that `status` returns. `stored`: {engine
-        parameter: flat tensor}, the bucket's part of each parameter as the engine has stored it.
+        """Digest what the engine has stored of a bucket (block of weights that was sent at once),
+        and add this to the sums, one for each tensor of the model, that `status` returns. `stored`:
+        {engine parameter: flat tensor}, the bucket's part of each parameter as the engine has
+        stored it.
         """
         started_at = time.perf_counter()
         for copy in self.route.copies[bucket.number]:
@@ -131,7 +133,8 @@ class BucketReceiver:
 
 class Modules:
     """Collects parameters from the buckets (blocks of memory that are received at once) until all
-    parameters of a module have arrived, since engines rebuild whole modules.
+    parameters of a torch module have arrived, since vLLM transforms the weights of a module (such
+    as by repacking) only together.
 
     Parameters are copied only if the module spans several buckets. The copies are freed once the
     module is complete.

@@ -40,14 +40,14 @@ Key = TypeVar("Key")
 def carried(
     regions: Iterable[tuple[Key, torch.Tensor, torch.Tensor, Box]],
 ) -> Iterator[tuple[Key, Digest]]:
-    """Copy many regions of tensors and digest what was copied; yields (key, digest) for each, in
-    any order. A digest is a 64-bit int, or a tensor if the target is on a GPU.
+    """Copy many regions of tensors and digest the bytes of each copy; yields (key, digest) for each
+    region, in any order. A digest is a 64-bit int, or a tensor if the target is on a GPU.
 
     `regions`: (key, source, target, box) of each region. `key` names the region for the caller.
-    `source` and `target`: [rows, columns], of any devices and dtypes; the copy has those of
-    `target`. `box`: (top, bottom, left, right) of the region in the whole tensor, rows [top,
-    bottom) and columns [left, right); part of the digest. Copies from a GPU to the host are all
-    started first and then waited for together, so that they overlap.
+    `source` and `target`: views [rows, columns] of the region alone, of any devices and dtypes; the
+    copy has the device and dtype of `target`. `box`: (top, bottom, left, right) of the region in
+    the whole tensor, rows [top, bottom) and columns [left, right); part of the digest. Copies from
+    a GPU to the host are all started first and then waited for together, so that they overlap.
     """
     started = []
     for key, source, target, box in regions:
@@ -64,10 +64,10 @@ def carried(
 
 
 def carry(source: torch.Tensor, target: torch.Tensor, box: Box) -> Digest:
-    """Copy a region of a tensor from `source` to `target`, both [rows, columns], and return the
-    digest of the copied bytes: a 64-bit int, or a tensor if `target` is on a GPU. The copy has the
-    dtype and device of `target`. `box`: (top, bottom, left, right) of the region in the whole
-    tensor, rows [top, bottom) and columns [left, right); part of the digest.
+    """Copy a region of a tensor and return the digest of the copied bytes: a 64-bit int, or a
+    tensor if `target` is on a GPU. `source` and `target`: views [rows, columns] of the region
+    alone; the copy has the dtype and device of `target`. `box`: (top, bottom, left, right) of the
+    region in the whole tensor, rows [top, bottom) and columns [left, right); part of the digest.
     """
     if target.device.type != "cpu":
         target.copy_(source)

@@ -40,7 +40,7 @@ class WeightSyncConfig(Config):
 
     @property
     def bucket_bytes(self) -> int:
-        """The setting `weight_sync.bucket_mib`, weights that are sent at once, in bytes. 0: the
-        trainer's device decides, 8 MiB on a CPU and 64 MiB on a GPU.
+        """The setting `weight_sync.bucket_mib`, the most weights that are sent at once, in bytes.
+        Returns 0 for the setting 0, with which the trainer uses 8 MiB on a CPU and 64 MiB on a GPU.
         """
         return self.bucket_mib * 2**20

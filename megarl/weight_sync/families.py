@@ -18,8 +18,9 @@ from megarl.weight_sync.parameters import VOCAB_PADDING, Cut, ParameterSpec, Sec
 
 
 def head_width_difference(settings: Mapping[str, Any]) -> str:
-    """Check for a model type whose heads vLLM takes to be hidden_size / num_attention_heads wide.
-    `settings`: those of config.json. Returns a phrase on how `head_dim` differs, or "".
+    """Check for a model type whose heads have the width hidden_size / num_attention_heads in vLLM,
+    whatever `head_dim` says. `settings`: those of config.json. Returns a phrase for an error
+    message if `head_dim` is another number, else "".
     """
     if settings["head_dim"] * settings["num_attention_heads"] == settings["hidden_size"]:
         return ""
@@ -30,9 +31,9 @@ def head_width_difference(settings: Mapping[str, Any]) -> str:
 
 
 def output_bias_difference(settings: Mapping[str, Any]) -> str:
-    """Check for a model type for which vLLM has no attention output bias. `settings`: those of
-    config.json. Returns a phrase if transformers has that bias, else "". vLLM's loader ignores
-    surplus biases, so this is the only check.
+    """Check for a model type whose attention output projection has no bias in vLLM. `settings`:
+    those of config.json. Returns a phrase for an error message if transformers has that bias, else
+    "". vLLM's loader ignores surplus biases, so this is the only check.
     """
     return (
         "attention_bias is true, but vLLM has no bias on o_proj and drops the model's"
@@ -43,15 +44,17 @@ def output_bias_difference(settings: Mapping[str, Any]) -> str:
 
 def untied_difference(settings: Mapping[str, Any]) -> str:
     """Check for a model type for which vLLM ties the output head to the embedding. `settings`:
-    those of config.json. Returns a phrase if the model's head is not tied, else ""."""
+    those of config.json. Returns a phrase for an error message if the model's head is not tied,
+    else "".
+    """
     return "" if settings["tie_word_embeddings"] else "output head is not tied, but vLLM ties it"
 
 
 def mixed_windows_difference(settings: Mapping[str, Any]) -> str:
     """Check for a model type for which vLLM has a sliding window in all layers or in none.
-    `settings`: those of config.json, with transformers' `layer_types`. Returns a phrase if some
-    layers, but not all, have a window, else "". vLLM's Qwen models then end at the start, or attend
-    to everything in every layer.
+    `settings`: those of config.json, with transformers' `layer_types`. Returns a phrase for an
+    error message if only some layers have a window, else "". With such a model vLLM's Qwen classes
+    fail at the start, or ignore the window in every layer.
     """
     if len(set(settings.get("layer_types") or ())) < 2:
         return ""

@@ -80,8 +80,8 @@ def table_to_json(table: Sequence[ParameterSpec]) -> str:
 
 
 def table_from_json(rows: Sequence[Any]) -> list[ParameterSpec]:
-    """The parameter table, a list with one entry for each tensor of a model, of which
-    `table_to_json` made a text. `rows`: the text, parsed by `json.loads`.
+    """Rebuild a parameter table, a list with one entry for each tensor of a model, from the JSON
+    text that `table_to_json` returned. `rows`: this text, parsed by `json.loads`.
     """
     return [
         ParameterSpec(
@@ -94,11 +94,12 @@ def table_from_json(rows: Sequence[Any]) -> list[ParameterSpec]:
 
 
 def training_shards(table: Sequence[ParameterSpec], tensor: int) -> dict[str, Shard]:
-    """How `tensor` training ranks split a model: {tensor name: a `Shard`: rank r has the indices
-    [edges[r], edges[r + 1]) of dimension `dim`}. Tensors that are not split are left out.
+    """How training splits a model over `tensor` tensor-parallel ranks: {tensor name: a `Shard`:
+    rank r has the indices [edges[r], edges[r + 1]) of dimension `dim`}.
 
-    KV heads that do not divide evenly over the ranks are not split: every rank has all of them. Nor
-    are tensors that stack several layers, and those recorded from vLLM's loader.
+    Tensors that every rank has whole are left out. Beside norms and the like, these are KV heads
+    that do not divide evenly over the ranks, tensors that stack several layers, and tensors that
+    were recorded from vLLM's loader.
     """
     shards = {}
     for parameter in table:
@@ -150,13 +151,13 @@ def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) ->
 
 
 def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kinds:
-    """Find tensors of `table` that lie alike, such as those of equal layers: on the ranks of every
-    engine, and on training ranks that split them by `shards` ({tensor: how}). A reshard plan is
-    then computed for one tensor of each kind only. Returns {tensor: the tensor that stands for it}
-    and {tensor: engine parameter}, as `Kinds`.
+    """Find tensors of `table` that engine and training ranks split and store alike, such as the
+    same weight of each layer, so that the transfer is planned for only one of them. `shards`:
+    {tensor: how training ranks split it}. Returns `Kinds`: {tensor: the first tensor like it,
+    perhaps itself} and {tensor: engine parameter}.
 
-    Two tensors are alike if their engine parameters are stacked from tensors of equal shapes, cuts
-    and shards, and they are at the same place in it.
+    An engine parameter may stack several tensors. Two tensors are alike if their engine parameters
+    stack tensors of equal shapes, cuts and shards, and the two have the same place there.
     """
     stacked: dict[str, list[ParameterSpec]] = {}
     for parameter in table:
@@ -238,10 +239,10 @@ def _part(parameter: ParameterSpec, rank: int, tensor: int) -> Box:
 def refuse_other_model(
     in_table: Mapping[str, object], in_model: Mapping[str, object], model: str
 ) -> None:
-    """Raise `ValueError` if a parameter table (the list of a model's tensors) and a model differ,
-    naming the first tensor by name that does. `in_table`, `in_model`: {tensor name: its shape, or
-    its number of elements}. `model`: what to call the model in the message, such as "the engine's
-    model".
+    """Raise `ValueError` if a model differs from a parameter table (the list of a model's tensors);
+    the message names the first tensor, in alphabetical order, that differs. `in_table`, `in_model`:
+    {tensor name: its shape, or its number of elements}. `model`: what to call the model in the
+    message, such as "the engine's model".
     """
     for name in sorted(in_table.keys() | in_model.keys()):
         if in_table.get(name) != in_model.get(name):

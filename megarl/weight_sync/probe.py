@@ -28,10 +28,10 @@ models (docs/results/learning.md).
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which log-prob differences between trainer and engine are accepted as rounding in 16 bit. A
-    difference is the absolute one of a token. Single tokens say nothing there: another kernel with
-    the same weights moves one by more than 1. The mean and the ninth decile over the text tell
-    rounding from other weights.
+    """Limits of the absolute differences between the trainer's and an engine's log-probs of a text,
+    for 16-bit dtypes. Rounding alone can move the log-prob of one token by more than 1, so not
+    single tokens are judged but the mean and the ninth decile (90th percentile) over the text.
+    Above two of the limits a warning is given, above the third the run ends.
     """
 
     mean: float
@@ -98,9 +98,9 @@ class Probe:
         """A probe of uniformly random tokens, 48 or `max_tokens` - 1 if that is less. `dtypes`: of
         trainer and engines, such as "bfloat16".
 
-        `tolerance`: largest accepted log-prob difference of a token. 0: 1e-3 in float32; where a
-        dtype has 16 bit, the mean and the ninth decile of the differences are judged by what
-        rounding does in the coarsest dtype.
+        `tolerance`: largest accepted absolute log-prob difference of a token. 0 means 1e-3 if all
+        dtypes are float32. With a 16-bit dtype, 0 means limits of the mean and the ninth decile
+        over the text instead (`Rounding`), those of the least precise dtype.
         """
         draw = torch.Generator().manual_seed(seed)
         length = min(PROBE_TOKENS, max_tokens - 1)
@@ -126,12 +126,13 @@ class Probe:
     ) -> float:
         """Judge whether the engines score the probe text like the trainer; returns the largest
         absolute difference of a token's log-prob. `trainer`: log-probs of the tokens but the first.
-        `engines`: the same by each engine. `numbers`: the engines' numbers for messages, in the
-        order of `engines`; from 0 by default. `version`, `layouts`: of the weights and of trainer
-        and engines, for messages.
+        `engines`: the same by each engine. For messages: `numbers` of the engines, in the order of
+        `engines` (default: from 0), the weights' `version`, and `layouts`, the parallelism of
+        trainer and engines as text.
 
-        Raises `RuntimeError` where log-probs are not finite or the differences are more than
-        rounding; writes a warning to the console, once for each engine, where they are large.
+        Raises `RuntimeError` where log-probs are not finite or differ by more than rounding
+        explains. In 16 bit, writes a warning to the console, once for each engine, where they
+        differ unusually.
         """
         worst = 0.0
         if not all(map(math.isfinite, trainer)):
@@ -156,11 +157,12 @@ class Probe:
     def compare_effects(
         self, trainer: Effect, engines: Sequence[Effect], *, version: int, numbers: Sequence[int]
     ) -> float:
-        """Judge whether the engines compute with the trainer's LoRA adapters: compares how the
-        adapters change the probe text's log-probs. `engines`: log-probs by each engine; `numbers`:
-        the engines' numbers, and `version`, for messages. Returns the largest mean difference of
-        the changes of any engine. New adapters change less than `compare` accepts as rounding, but
-        rounding is nearly the same with and without them, and is measured without them.
+        """Judge whether the engines compute with the trainer's LoRA adapters, by how much the
+        adapters change the log-probs of the probe text. `engines`: log-probs by each engine.
+        `numbers`: the engines' numbers, and `version`, for messages. Returns the largest mean
+        difference, of any engine, between its changes and the trainer's. `compare` is too coarse
+        here: new adapters change log-probs by less than the rounding that it accepts. The limit
+        here is a multiple of the engine's rounding without adapters.
 
         Raises `RuntimeError` where an engine computes without adapters, or with others.
         """

@@ -51,8 +51,8 @@ class SendsWeights(Protocol):
         ...
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{parameter name: this rank's part as a flat tensor}: of its tensor-parallel shard all, or
-        under ZeRO 3 this rank's slice.
+        """{parameter name: flat tensor} of this rank's part: its whole tensor-parallel shard or,
+        under ZeRO 3, its slice of that shard.
         """
         ...
 
@@ -65,8 +65,8 @@ class SendsWeights(Protocol):
 
 
 class Update(Protocol):
-    """Interface of one weight update that all engines are working on. Engines are numbered by their
-    positions in `Engines.members`, also in an `EngineLost`.
+    """Interface of one weight update that all engines have begun: check it, or wait for its end.
+    Engines are named by their positions in `Engines.members`, also in `EngineLost.engines`.
     """
 
     def poll(self) -> None:
@@ -81,16 +81,17 @@ class Update(Protocol):
         in the order of `Engines.members`.
 
         After `Engines.update` the answer of an engine is a list with a dict for each of its ranks:
-        "version", "digests", "seconds", "problem". After `Engines.load_adapter` it is {"version":
-        the version that the engine has loaded, "receipt": the digest of its adapters}. Raises
-        `EngineLost` for engines that are dead, have failed, or have not answered in time.
+        "version", "digests" (an int for each tensor), "seconds" ({phase: s}), "problem" (error
+        message or ""). After `Engines.load_adapter` it is {"version": the version that the engine
+        has loaded, "receipt": the digest of its adapters}. Raises `EngineLost` for engines that are
+        dead, have failed, or have not answered in time.
         """
         ...
 
     def settle(self, *, timeout_s: float) -> list[int]:
         """After the transfer was aborted, wait at most `timeout_s` seconds until the engines have
-        stopped receiving. Returns the positions of the engines that have not stopped, or failed by
-        an error of their own.
+        stopped receiving. Returns the positions of two kinds of engines: those that still receive,
+        and those that failed by an error of their own rather than by the abort.
         """
         ...
 
@@ -98,9 +99,9 @@ class Update(Protocol):
 class Engines(Protocol):
     """Interface of all inference engines of a run, as trainer rank 0 calls them.
 
-    Calls end within `timeout_s` seconds and raise `EngineLost` where an engine has died. They
-    concern the engines that take part in the present publication, the sending of a weight version:
-    `members`. They number engines by their positions in that list.
+    Where nothing else is said, methods concern the engines in `members`, which get the weight
+    version that is being sent, and name engines by their positions in that list. Methods with
+    `timeout_s` wait at most so many seconds, and raise `EngineLost` where an engine has died.
     """
 
     members: list[int]
@@ -115,7 +116,9 @@ class Engines(Protocol):
         ...
 
     def is_one_host(self) -> bool:
-        """Whether all engines run on the caller's host, and replaced ones will too."""
+        """Whether all engines, and those that may be started in their places, run on the caller's
+        host.
+        """
         ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
@@ -152,10 +155,10 @@ class Engines(Protocol):
         ...
 
     def hold(self) -> list[int]:
-        """Begin to send a weight version. From now until `let_go`, the supervisor, a thread that
-        looks for dead engines, does not start new ones in their place; only `replace` does. Sets
-        `members` to the engines that run, after a wait if these are too few. Returns the numbers of
-        the engines in `members` that have no weights yet.
+        """Begin to send a weight version: sets `members` to the engines that are ready, and blocks
+        while these are fewer than the run needs. Until `let_go`, the supervisor, a thread that
+        looks for dead engines, does not start new ones in their place. Returns the numbers, in the
+        run, of the engines in `members` that have no weights yet.
         """
         ...
 
@@ -166,9 +169,9 @@ class Engines(Protocol):
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Start new engines in the place of those with the given `numbers` in the run, without
-        waiting until they are ready. Then sets `members` to the engines that run, after a wait if
-        these are too few.
+        """Begin to start new engines in the place of those with the given `numbers` in the run.
+        Then sets `members` to the engines that are ready, and blocks while these are fewer than the
+        run needs.
         """
         ...
 

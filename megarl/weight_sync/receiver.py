@@ -231,8 +231,9 @@ class ReshardEngine(WeightTransferEngine):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
-        """Called by vLLM after each update. Where the output head is tied to the embedding, lets
-        vLLM repack the head's weight, of which it may have a copy.
+        """Called by vLLM after each update. Where the output head is tied to the embedding, has
+        vLLM repack the head's weight: on a CPU the head computes with a packed copy of the
+        embedding.
         """
         if self._is_tied():
             # On CPU a tied head multiplies with a packed copy of the embedding.

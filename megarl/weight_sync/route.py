@@ -31,9 +31,9 @@ from megarl.weight_sync.parameters import (
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """How trainer and engines split the model, and the size of the blocks that are sent: with the
-    model's parameter table, all from which each trainer rank and engine rank computes the same plan
-    of the transfer. The trainer sends it to the engines as a dict.
+    """How trainer and engines split the model, and the size of the blocks that are sent. From this
+    and the model's parameter table each trainer rank and engine rank computes the same plan of the
+    transfer. The trainer sends it to the engines as a dict.
     """
 
     layout: Layout
@@ -117,8 +117,8 @@ class Route:
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
         """The `Route` of trainer rank `source`: which regions of tensors it sends, and in which
-        bucket (block of memory that is sent at once). `spec`: the degrees, ZeRO stage and engines
-        between which weights travel. `table` lists the model's tensors.
+        bucket (block of memory that is sent at once). `spec`: how trainer and engines split the
+        model. `table` lists the model's tensors.
 
         Raises `ValueError` where `table` belongs to another model than `spec`, or where the
         trainer's or the engines' tensor-parallel degree cannot split a tensor.
@@ -130,9 +130,10 @@ class Route:
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:
         """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket
-        (block of memory that is sent at once). `table` lists the model's tensors. `destination`:
-        the rank's number by `spec.destination`. Raises `ValueError` where `table` belongs to
-        another model than `spec`, or a layout cannot split it.
+        (block of memory that is sent at once). `spec`: how trainer and engines split the model.
+        `table` lists the model's tensors. `destination`: the rank's number by `spec.destination`.
+        Raises `ValueError` where `table` belongs to another model than `spec`, or where a
+        tensor-parallel degree cannot split a tensor.
         """
         part = _plan(spec, table)
         owned = engine_rank_owned(table, destination % spec.engine_tensor, spec.engine_tensor)
@@ -168,8 +169,9 @@ class Route:
         ]
 
     def first_tensor(self, number: int) -> str:
-        """Name of the first tensor in bucket (block of weights that is sent at once) `number`, from
-        0, or of one after it, for error messages.
+        """Name, for error messages, of the first tensor in bucket (block of weights that is sent at
+        once) `number`, from 0. Where the bucket holds only padding, a tensor of a later bucket, or
+        else the model's last.
         """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:
@@ -207,8 +209,9 @@ def training_parts(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owne
 
 
 def own_ranks(spec: RouteSpec) -> dict[int, int]:
-    """{engine rank: trainer rank in the same memory}, counted over all engines; the numbers are
-    equal. Empty unless engine ranks share memory with trainer ranks (`spec.local`).
+    """{engine rank, counted over all engines: the trainer rank that shares memory with it}. Engine
+    rank n shares memory with trainer rank n, so each number is mapped to itself. Empty unless
+    `spec.local`: else no memory is shared.
     """
     shared = min(spec.num_destinations, spec.layout.size) if spec.local else 0
     return {number: number for number in range(shared)}

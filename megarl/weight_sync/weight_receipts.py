@@ -18,8 +18,9 @@ import xxhash
 
 
 class VersionSpan(NamedTuple):
-    """The weights that generated consecutive tokens of a response: their version, and the receipt
-    (digest as hex text, or "" if the engine says none) that the engine gave.
+    """The weights that generated consecutive tokens of a response: their version, and their
+    receipt, the digest as hex text by which the engine tells what it computed with ("" if it gave
+    none).
     """
 
     version: int
@@ -54,12 +55,11 @@ def refuse_unknown_weights(
     *,
     later: bool = False,
 ) -> None:
-    """Raise `RuntimeError` if tokens were generated with other weights than those that the trainer
-    sent as their version. `spans`: versions and receipts (digests of the weights) that the engine
-    gave. `known`: {version: receipts that engines may have of it}; empty where nothing is known,
-    and nothing is raised. Versions older than all known ones pass. `where`: whose tokens, for the
-    message. With `later`, versions newer than all known ones pass too: the trainer may not have
-    told them yet.
+    """Raise `RuntimeError` if tokens were generated with other weights than the trainer has sent.
+    `spans`: versions and receipts (digests of the weights) that the engine gave. `known`: {version:
+    the receipts that are right for it}; if empty, nothing is checked. Versions older than all known
+    ones pass. With `later`, versions newer than all known ones pass too: the trainer may not have
+    told them yet. `where`: whose tokens, for the message.
     """
     for version, receipt in spans:
         if not known or version < min(known) or (later and version > max(known)):

@@ -42,8 +42,9 @@ class Sender(Protocol):
     """Interface of a trainer rank's half of a transport, the way in which weights get to engines.
     Weights are sent in buckets, blocks of memory on each engine rank. The constructor takes (this
     rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`; the
-    setting `weight_sync.folder`). Methods that wait call `watch` repeatedly, which raises to end
-    the wait; they raise `Aborted` if another process gave up.
+    setting `weight_sync.folder`). `watch` is a function that a method calls repeatedly while it
+    waits, and that raises to end the wait. Methods that wait raise `Aborted` if another process
+    gave the version up.
     """
 
     LOCAL: bool = False
@@ -90,8 +91,9 @@ class Sender(Protocol):
         ...
 
     def lost(self) -> int | None:
-        """The position of an engine that another engine has lost while one sent it this version or
-        received it from it; None if there is none.
+        """The position of an engine whose connection to another engine has ended during this
+        version: the other engine, which passed weights to it or got weights from it, has reported
+        it. None if no engine was reported.
         """
         return None
 

@@ -85,11 +85,11 @@ def _synchronize(*memories: torch.Tensor) -> None:
 
 
 class Sender(shared_memory.Sender):
-    """Trainer rank's half of the transport `cuda_ipc`: writes weights into the memory of engine
-    ranks on the GPUs that both share.
+    """Trainer rank's half of the transport `cuda_ipc`: writes weights, by CUDA IPC, into memory
+    that engine ranks read on the same GPUs.
 
-    Trainer rank r of n allocates the memory of the engine ranks r, r + n, ..., counted over all
-    engines.
+    Of n trainer ranks, rank r allocates the memory of the engine ranks r, r + n, ..., counted over
+    all engines.
     """
 
     LOCAL = True

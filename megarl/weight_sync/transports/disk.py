@@ -123,8 +123,8 @@ class Sender(base.Sender):
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
         """Append a bucket (block of weights) that was written to `reserve`'s memory to this rank's
-        files. After the last bucket flush them to disk; rank 0 then waits for all ranks, and gives
-        the version's folder its name.
+        files. After the last bucket flush them to disk; rank 0 then waits for all ranks, and
+        renames the version's folder to the name for which engines wait.
 
         Raises `RuntimeError` where a file cannot be written, for example on a full disk.
         """
@@ -226,7 +226,9 @@ class Receiver:
         dtype = self._route.dtype
 
         def now() -> list[int]:
-            """[version, number of the attempt] that the sender has begun last."""
+            """[version, number of the attempt] that the sender has begun last, as it has written in
+            the run's folder; [-1, 0] before the first.
+            """
             found = self._now.read_text() if self._now.exists() else "-1 0"
             return [int(one) for one in found.split()]
 

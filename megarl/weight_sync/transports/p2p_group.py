@@ -108,12 +108,12 @@ class StoreServer:
 
 
 class Rendezvous(Store):
-    """This process's connection to the key-value store of trainer rank 0 (`StoreServer`), and the
-    number of the present attempt to send a weight version, which any rank can abort here. Threads
-    may share it.
+    """This process's connection to the key-value store of trainer rank 0 (`StoreServer`), as a
+    torch `Store`. It also has the number of the present attempt to send a weight version, which any
+    rank can abort here. Threads may share it.
 
-    Methods raise `RuntimeError` where the server is gone. `set` to `delete_key` have the names that
-    torch calls; process groups of gloo and NCCL need no others.
+    Methods raise `RuntimeError` where the server is gone, unless they say otherwise. Of torch's
+    `Store` it has only the methods that process groups of gloo and NCCL call.
     """
 
     def __init__(self, address: str, key: str, members: int) -> None:
@@ -261,8 +261,9 @@ class Rendezvous(Store):
         return None
 
     def refuse_aborted(self, error: BaseException) -> None:
-        """Raise `Aborted` instead of `error`, a failed message's, if some rank has aborted the
-        present attempt, which ends all messages. Otherwise do nothing: the caller raises `error`.
+        """Raise `Aborted` if some rank has aborted the present attempt to send a version. Otherwise
+        do nothing: the caller raises `error`. `error`: the failure of a message, for which an abort
+        is a sufficient reason, since it cancels all messages.
         """
         if self.is_aborted():
             raise Aborted(GIVEN_UP) from error
@@ -311,7 +312,8 @@ class PeerGone(RuntimeError):
 
 class InFlight:
     """Messages that are being sent or received by one rank of a process group, and a thread that
-    waits for them. Keeps their buffers alive.
+    waits for them. Poll the future `ended`, and call `check` once it is done, or give the messages
+    up by `cancel`. Keeps their buffers alive.
     """
 
     def __init__(
@@ -339,9 +341,8 @@ class InFlight:
                 raise PeerGone(f"{self._names[peer]} is gone: {short(error)}") from error
 
     def check(self) -> None:
-        """Raise `PeerGone` if a message has failed; call it once `ended` is done, for which it
-        otherwise waits. On a GPU it also orders later work on the current stream after the
-        messages.
+        """Raise `PeerGone` if a message has failed. Blocks until the future `ended` is done. On a
+        GPU, work that is submitted to the current stream afterwards runs after the messages.
         """
         self.ended.result()
         for work in self._works.values() if self._on_gpu else ():
@@ -385,9 +386,10 @@ class P2PGroup:
         """{tag: transfer that was started and not waited for}."""
 
     def join(self, number: int, watch: Watch) -> None:
-        """Join the group, made anew under `number`, the same on all its ranks; blocks until all
-        have joined. Does nothing if it is joined under `number` already. `watch`: called while
-        waiting, raises to end that. Raises `Aborted` if the attempt to send a version is aborted.
+        """Join the group that is made anew for `number`; blocks until all its ranks have called
+        this with the same `number`. A group of another number is left first; if this process is in
+        the group of `number` already, nothing is done. `watch`: called while waiting, raises to end
+        that. Raises `Aborted` if the attempt to send a version is aborted.
         """
         if number == self._number:
             return

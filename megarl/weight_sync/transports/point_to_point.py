@@ -116,7 +116,7 @@ class Sender(base.Sender):
         """What receivers need to connect, a dict: "address" and "key" of rank 0's key-value store,
         and "device", "cpu" or "cuda".
 
-        All ranks will connect anew for the next version.
+        The call also has the effect that all ranks form new process groups for the next version.
         """
         self._stale = True
         found = self._meeting
@@ -134,12 +134,12 @@ class Sender(base.Sender):
         meeting.attempt = attempt
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The memory to which this rank must write its part of a bucket (block of weights that is
-        sent at once), a send buffer: (region of a tensor, view [rows, columns] to write it to) for
-        each. For the first bucket it also waits until the ranks of engine 0 have connected.
+        """The send buffer to which this rank must write its part of a bucket (block of weights that
+        is sent at once): (region of a tensor, view [rows, columns] to write it to) for each region.
 
-        Waits until the bucket that used the same memory has been sent. Raises `EngineLost` if the
-        connection to engine 0 has ended.
+        Waits until the bucket that used the same buffer before has been sent and, for the first
+        bucket, until the ranks of engine 0 have connected. Raises `EngineLost` if the connection to
+        engine 0 has ended.
         """
         if bucket.number == 0:
             self._join(watch)
@@ -170,15 +170,16 @@ class Sender(base.Sender):
 
     def progress(self, engine: int) -> int:
         """Number of buckets (blocks of weights) of this version that all ranks of the engine at
-        position `engine` have received. With many engines it lags behind.
+        position `engine` have reported as received. With more than 64 ranks in the run, trainer's
+        and engines', not every bucket is reported, and the number may be too low.
         """
         attempt, ranks = self._meeting.attempt, range(self._route.spec.engine_tensor)
         keys = [f"received/{attempt}/{engine}/{rank}" for rank in ranks]
         return min(self._meeting.number(key) or 0 for key in keys)
 
     def lost(self) -> int | None:
-        """The position of an engine that another engine has lost while this version was sent, or
-        None.
+        """The position of an engine whose connection to another engine has ended while this version
+        was sent, as that other engine has reported; None if none was reported.
         """
         return self._meeting.lost()
 
@@ -253,15 +254,17 @@ class Relay:
 
     def offer(self, block: torch.Tensor) -> None:
         """Have the thread send the next bucket (block of weights); returns at once. `block`: the
-        bucket's memory, [n] uint8, which must not change before `sent` counts the bucket. Only
-        vocabulary padding may change, because every rank sets it to zero by itself.
+        bucket's memory, [n] uint8, which must not change before the attribute `sent`, the number of
+        buckets delivered, counts this bucket. Only vocabulary padding may change, because every
+        rank sets it to zero by itself.
         """
         written = torch.cuda.current_stream(block.device).record_event() if block.is_cuda else None
         self._offered.put((block, written))
 
     def check(self) -> None:
-        """Raise the error that has ended the thread, if there is one; `Aborted` where the receiving
-        rank is gone, for which the constructor's function `lose` was called already.
+        """Raise the error that has ended the thread, if there is one. If the connection to the
+        receiving rank has ended, this is `Aborted`: the thread has already reported the loss, by
+        calling the constructor's argument `lose`.
         """
         if self._ended.done():
             try:

@@ -174,8 +174,8 @@ def memory_bytes(route: Route) -> int:
 
 
 def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """The part of an engine rank's shared `memory` (uint8 [memory_bytes]) that is for `bucket`,
-    uint8 [bucket.num_bytes]; every second bucket has the same part.
+    """The part, uint8 [bucket.num_bytes], of an engine rank's shared `memory` (uint8
+    [memory_bytes]) into which `bucket` is written. There are two parts, which buckets use in turn.
     """
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
@@ -323,9 +323,9 @@ class Receiver(_End):
 
 
 class Pinned:
-    """Page-locks a tensor's host memory for CUDA while it lives, so that copies between it and the
-    GPU run while the process goes on, and waits for these copies. In a process that does not use a
-    GPU nothing is registered, and there is nothing to wait for.
+    """Page-locks a tensor's host memory for CUDA until `release`, so that copies between it and the
+    GPU run while the process goes on; `wait` blocks until they are done. In a process that does not
+    use a GPU nothing is registered, and there is nothing to wait for.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
