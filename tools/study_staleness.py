@@ -67,7 +67,7 @@ def at_equal_time(one: dict[str, Any], seconds: float) -> float:
 def cases(args: Args) -> list[dict[str, Any]]:
     """The runs of a study; those of one seed follow each other, so that they are done in turns."""
     return [
-        {"bound": bound, "correction": correction, "seed": seed}
+        {"bound": bound, "correction": correction, "dispatch": "ordered", "seed": seed}
         for seed in args.seeds
         for bound in args.bounds
         for correction in (args.corrections if bound else ["none"])

@@ -10,7 +10,7 @@ def score(prompt, response):
     A right number is paid without a box too: at the start none of the model's boxes holds the right
     number, and a reward for boxes alone teaches boxes with wrong numbers.
     """
-    numbers = re.findall(r"-?\d{1,6}", response)
+    numbers = re.findall(r"(?<!\d)-?\d{1,6}(?!\d)", response)
     right = bool(numbers) and int(numbers[-1]) == int(prompt.answer)
     boxed = re.search(r"\\boxed\{-?\d{1,6}\}\D*$", response) is not None
     return {

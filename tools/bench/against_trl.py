@@ -188,4 +188,6 @@ def refuse_lengths(lengths: dict[str, float], agree: float, where: str) -> None:
     `agree` of the smaller.
     """
     if max(lengths.values()) > (1 + agree) * min(lengths.values()):
-        raise RuntimeError(f"mean lengths {where} differ too much to compare: {lengths}")
+        raise RuntimeError(
+            f"mean lengths {where} differ too much to compare: {lengths}; take more steps or rounds"
+        )

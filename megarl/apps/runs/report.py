@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
-from megarl.files import new_file
 from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
 
 FILE = "report.html"
@@ -74,9 +74,11 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         # Transcripts of another program.
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
     target = target or folder / FILE
-    with new_file(target) as file:
-        # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
-        file.write(text.encode(errors="replace"))
+    # Not synced: a run writes it again and again, and waits for no disk.
+    being_written = target.with_name(f".report.{os.getpid()}.html")
+    # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
+    being_written.write_text(text, encoding="utf-8", errors="replace")
+    being_written.replace(target)
     return target
 
 

@@ -83,6 +83,7 @@ class PairStep(StepLoss):
         samples, together = (batch.side(0), 1) if is_single else (batch.samples, 2)
         super().__init__(role, samples, SUMS, together=together)
         self.batch, self.num_tokens = batch, len(batch.samples.token_ids)
+        self.is_single = is_single
 
     @abstractmethod
     def terms(self, sums: torch.Tensor, ids: torch.Tensor) -> Terms:
@@ -137,8 +138,9 @@ class PairStep(StepLoss):
         found = self.metrics.reduce(self.role.mesh.gradient)
         metrics = {"loss": found["loss"], "accuracy": found["right"] / len(self.batch)}
         for side in ("chosen", "rejected"):
-            if found[f"num_{side}"] > 0:  # a step of single responses may have one side only
-                metrics[f"reward/{side}"] = found[side] / found[f"num_{side}"]
+            number = found[f"num_{side}"] if self.is_single else len(self.batch)
+            if number > 0:  # a step of single responses may have one side only
+                metrics[f"reward/{side}"] = found[side] / number
         if {"reward/chosen", "reward/rejected"} <= metrics.keys():
             metrics["reward/margin"] = metrics["reward/chosen"] - metrics["reward/rejected"]
         return metrics

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.apps.tune.supervised import StepLoss, Task, run_supervised, supervised_step
+from megarl.apps.tune.supervised import StepLoss, Task, chunks, run_supervised, supervised_step
 from megarl.config import SftConfig
 from megarl.parallel.collectives import broadcast_object
 from megarl.trainer.context import RunContext, RunInputs
@@ -43,8 +43,13 @@ class SftTask(Task):
         config, rows = context.config, inputs.held_out_rows
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         super().__init__(role, inputs.rows, config.training.max_skipped_steps)
-        held_out = self.batch([rows.at(n) for n in range(len(rows))]) if rows is not None else None
-        self._held_out = broadcast_object(held_out, context.mesh.world)
+        self._held_out = list[Samples]()
+        """Rows to evaluate on, in batches of about a step's size: one has the device's memory."""
+        number = broadcast_object(len(rows) if rows is not None else 0, context.mesh.world)
+        for first, count in chunks(number, config.samples_per_step):
+            part = range(first, first + count)
+            one = self.batch([rows.at(n) for n in part]) if rows is not None else None
+            self._held_out.append(broadcast_object(one, context.mesh.world))
 
     def batch(self, rows: Sequence[Any]) -> Samples:
         """On rank 0: a batch with one token sequence for each of `rows`, tokenised demonstrations;
@@ -59,8 +64,14 @@ class SftTask(Task):
         """{"eval/loss": mean of -log-prob over the response tokens of all held-out demonstrations,
         "eval/tokens": number of these tokens}; {} without held-out demonstrations.
         """
-        found = super().evaluate()
-        return {name.removesuffix("/trained"): value for name, value in found.items()}
+        if not self._held_out:
+            return {}
+        loss, tokens = 0.0, 0.0
+        for batch in self._held_out:
+            found = self.evaluated(batch)
+            loss += found["loss"] * found["tokens/trained"]
+            tokens += found["tokens/trained"]
+        return {"eval/loss": loss / max(1.0, tokens), "eval/tokens": tokens}
 
 
 def main(config: SftConfig, inputs: RunInputs) -> int:

@@ -115,17 +115,23 @@ class Task(ABC):
         """
         return supervised_step(self.role, lambda: self.begin(batch), step, self._guard)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """{"eval/NAME": value} of metrics on the rows that are not trained on, the same on every
         rank; {} without such rows.
         """
         if self._held_out is None:
             return {}
-        work = self.begin(self._held_out)
+        return {f"eval/{name}": value for name, value in self.evaluated(self._held_out).items()}
+
+    @torch.no_grad()
+    def evaluated(self, batch: Any) -> dict[str, float]:
+        """The metrics of `batch`, which `batch` has made, {name: number}, without training on it.
+        All ranks call it together with the same batch.
+        """
+        work = self.begin(batch)
         for micro in work.micro_batches:
             work.loss(micro, None)
-        return {f"eval/{name}": value for name, value in work.reduced().items()}
+        return work.reduced()
 
 
 def supervised_step(
