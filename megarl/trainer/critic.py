@@ -95,9 +95,10 @@ class Critic:
     def finish(self, step: int) -> dict[str, float]:
         """Train the critic, if it shares the policy's ranks; otherwise fetch the result of the
         training in `learn`. Returns the metrics of the step on all ranks, {"critic/loss",
-        "critic/explained_variance", "critic/grad_norm", ...: number}, with `section` before the
-        slash. Raises `UserError` on all ranks if more optimizer steps without finite values occur
-        than `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
+        "critic/explained_variance", "critic/grad_norm", ...: number}; for a critic in the recipe's
+        section `critics` they begin with "critics.NAME/". Raises `UserError` on all ranks if more
+        optimizer steps without finite values occur than `training.max_skipped_steps` allows, or if
+        a weight is not finite afterwards.
         """
         transfer = self.scorer.transfer
         if transfer.is_shared:

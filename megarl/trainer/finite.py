@@ -86,8 +86,8 @@ class StepGuard:
         self._broken = torch.zeros(len(WATCHED), dtype=torch.float32, device=role.device)
 
     def begin(self, where: str) -> None:
-        """Say of which step later messages are: `where` is the beginning of their text, such as
-        "step 3".
+        """Set the text with which messages begin from now on: `where` names the step, such as "step
+        3".
         """
         self._where = where
 
