@@ -273,8 +273,8 @@ def problems(
     """The mistakes in pydantic's error, each as one text with the dotted key, what was found and
     what to set.
 
-    `hint`: called with the path of an unknown key; returns what to say about it, "" for nothing.
-    `root`: what stands before the keys.
+    `hint`: called with the path of an unknown key; returns what the text says after "unknown key",
+    "" for nothing. `root`: dotted key of the object that was checked, with which all keys begin.
     """
     found = []
     for issue in error.errors(include_url=False):

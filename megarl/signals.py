@@ -190,7 +190,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 def become(parent: int, command: list[str], number: int = signal.SIGKILL) -> None:
     """Replace this process by the program `command` (exec), which gets the signal `number` when its
-    parent, the process with the id `parent`, ends. Never returns.
+    parent, the process with the id `parent`, ends. Never returns; raises `OSError` if the program
+    cannot be started.
     """
     die_with_parent(parent, number)
     os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
@@ -238,8 +239,8 @@ _is_under_way = False
 
 def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
     """On rank 0, print a line on standard error that a signal has ended `megarl COMMAND`, unless
-    `ended` tells that the user knows. `trains`: the command is one that trains, so that the line
-    says whether the run was still starting.
+    `ended.is_said`. `trains`: the command trains, so that the line says whether the run was still
+    starting.
     """
     if not ended.is_said and os.environ.get("RANK", "0") == "0":
         stage = "while it was starting" if trains and not _is_under_way else "before it was done"

@@ -182,11 +182,12 @@ class RunContext:
         """Create one of the run's models, such as "policy" or "reference", under DeepSpeed on the
         ranks of `mesh`, which call it together; the model is destroyed at the end of the run.
 
-        `name`: for messages. `model`: path of its weights. `head`: what it computes, such as
-        "logprobs" or "value". `optimizer_steps`: optimizer steps of the whole run, for the
-        learning-rate schedule; None makes a frozen model. `training` (precision, ZeRO stage,
-        optimizer) and `mesh` default to those of the run. Raises `UserError` on every rank if a
-        weight is not finite.
+        `name`: for messages. `model`: path of its weights. `head`: what it computes: "logprobs",
+        "value" (a number for each token), "scalar" (one for each sample) or "states" (last hidden
+        states). `optimizer_steps`: optimizer steps of the whole run, for the learning-rate
+        schedule; None makes a frozen model. `training` (precision, ZeRO stage, optimizer) and
+        `mesh` default to those of the run. Raises `UserError` on every rank if a weight is not
+        finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.compilation import announced
@@ -295,8 +296,8 @@ class RunContext:
     def write_recipe(self) -> None:
         """Write all settings of the run to `recipe.yaml` in the run folder, and say on standard
         error which settings of a resumed run differ from those that it began with. Rank 0 calls it.
-        Where the run is already finished the file stays as it is, since `megarl replay` trains
-        again by it.
+        The file of a finished run stays as it is, since `megarl replay` repeats steps with its
+        settings.
         """
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():

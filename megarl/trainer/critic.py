@@ -61,8 +61,8 @@ class Critic:
     def values(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> Column:
         """The critic's value of the state before each token that the policy generated: for each
         mini-batch of the step a float32 tensor [T], 0 for all other tokens of this rank's samples.
-        `packed`: for each mini-batch, its packed sequences. Ranks outside the policy pass None and
-        [] and get an empty list.
+        `packed`: for each mini-batch of `batch`, this rank's packed sequences. Ranks outside the
+        policy pass None and [] and get an empty list.
         """
         return self.scorer.score(batch, packed, temperature=1.0)
 
