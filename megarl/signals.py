@@ -84,9 +84,9 @@ _ended: EndedBySignal | None = None
 
 
 def ending(caught: KeyboardInterrupt) -> EndedBySignal:
-    """The `EndedBySignal` for `caught`: `caught` itself if it is one; else, since libraries such as
-    Ray raise a plain `KeyboardInterrupt` in its place, the one that the handler of this process has
-    raised; if there is none, a new one for Ctrl-C.
+    """The `EndedBySignal` behind `caught`, which is `caught` itself if it is one. Libraries such as
+    Ray raise a plain `KeyboardInterrupt` instead: for such a one, returns what the signal handler
+    of this process has raised, or, if it has raised nothing, a new `EndedBySignal` for Ctrl-C.
     """
     return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
