@@ -43,9 +43,9 @@ class Range:
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def checked(self, value: Any) -> Any:
-        """Called by pydantic with the setting's value, a number or a list or dict of numbers:
-        returns it unchanged if all its numbers are in the range. Raises pydantic's error, with what
-        to set, otherwise.
+        """Called by pydantic with the setting's value, a number or a list or dict of numbers.
+        Returns the value unchanged if all its numbers are in the range; otherwise raises
+        `PydanticCustomError`, whose text is `fix` or names the range.
         """
         numbers = value if isinstance(value, tuple) else (value,)
         for one in value.values() if isinstance(value, dict) else numbers:
@@ -62,29 +62,29 @@ FILE = "path/to/file.py:function"
 
 
 def is_own(name: object) -> bool:
-    """Whether the value of a setting names code of the user's own: a text such as
-    `path/to/file.py:function`.
+    """Whether the value of a setting has the form of a name of user code,
+    `path/to/file.py:function`: a text with ".py:" in it. The file is not looked at.
     """
     return isinstance(name, str) and ".py:" in name
 
 
 class Of:
     """Marks a setting of a configuration class, as in `Annotated[float, Of("loss", "sapo")]`, that
-    has an effect only where another setting of the class, `key`, has one of `values`, or, without
-    values, where it is set. Elsewhere the marked setting must have its default, or making an object
-    of the class raises `ValueError`.
+    has an effect only while another setting of the class, `key`, has one of `values`, or, if no
+    `values` are given, is not empty, 0, false or null. Otherwise the marked setting must have its
+    default, or making an object of the class raises `ValueError`.
 
-    `key` is dotted for a setting in a section of the class. `why`: the reason that the error gives,
-    by default the value of `key`. `fix`: what the error advises besides leaving the setting out, by
-    default to set `key`; "" for nothing.
+    `key` is dotted for a setting in a section of the class. `why`: reason in the error message, by
+    default that `key` has a value that does not use the marked setting. `fix`: what the message
+    advises besides leaving the marked setting out, by default to set `key`; "" for nothing.
     """
 
     def __init__(self, key: str, *values: object, why: str = "", fix: str | None = None) -> None:
         self.key, self.values, self.why, self.fix = key, values, why, fix
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, is set
-        although the setting `key` has a value with which it has no effect.
+        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, differs from
+        its default although the value of the setting `key` leaves it without effect.
         """
         found = operator.attrgetter(self.key)(owner)
         if owner.is_default(name) or (found in self.values if self.values else found):
@@ -99,8 +99,8 @@ class Of:
 
 
 class Excludes:
-    """Marks a setting, in `Annotated[str, Excludes("sources")]`, that must not be set together with
-    the setting `key` of its class. `why`: reason for the error message.
+    """Marks a setting, in `Annotated[str, Excludes("sources")]`: of this setting and the setting
+    `key` of its class, only one may differ from its default. `why`: reason for the error message.
     """
 
     def __init__(self, key: str, why: str = "") -> None:
@@ -108,7 +108,7 @@ class Excludes:
 
     def check(self, owner: "Config", name: str) -> None:
         """Raise `ValueError` if the setting `name` of `owner`, a configuration object, and the
-        setting `key`, which it excludes, are both set.
+        setting `key` both differ from their defaults.
         """
         other = f"beside {type(owner).__name__}.{self.key}{self.why and f', {self.why}'}"
         is_alone = owner.is_default(name) or owner.is_default(self.key)
@@ -116,16 +116,17 @@ class Excludes:
 
 
 class Needs:
-    """Marks a text setting, in `Annotated[str, Needs("set it to a file")]`, that must not be empty;
-    or a section whose setting `key` must not be. `fix`: what the error message advises.
+    """Marks a text setting that must not be empty, in `Annotated[str, Needs("set it to a file")]`;
+    with `key`, marks a section of settings in which the setting `key` must not be empty. `fix`:
+    what the error message advises.
     """
 
     def __init__(self, fix: str, key: str = "") -> None:
         self.fix, self.key = fix, key
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, is empty or,
-        if it is a section, its setting `key` is.
+        """Raise `ValueError` if the setting `name` of `owner`, a configuration object, is empty;
+        with `key`, if the setting `key` in the section `name` is empty.
         """
         place = f"{name}.{self.key}" if self.key else name
         full = f"{type(owner).__name__}.{place}"
@@ -133,8 +134,9 @@ class Needs:
 
 
 class Without:
-    """Marks a setting, in `Annotated[..., Without(why="...")]`, that must keep its default; or a
-    section whose settings `keys` must keep theirs. `why`: reason for the error message.
+    """Marks a setting that its class shares with others but cannot use, in `Annotated[...,
+    Without(why="...")]`, so that the setting must keep its default; with `keys`, marks a section in
+    which the settings `keys` must keep theirs. `why`: reason for the error message.
     """
 
     def __init__(self, *keys: str, why: str) -> None:
@@ -186,8 +188,8 @@ class Config(BaseModel):
 
     def check(self) -> None:
         """Raise `ValueError` if settings do not fit each other; called after every construction.
-        Subclasses override it. A message may write a setting as `ThisConfig.name`, in the place of
-        which the user reads its dotted key.
+        Subclasses override it. Where a message writes a setting as `ThisConfig.name`, the user is
+        shown the setting's dotted key instead.
         """
 
     def is_default(self, key: str) -> bool:
@@ -210,7 +212,8 @@ class Config(BaseModel):
 
 def section(kind: type[C], **values: Any) -> C:
     """The default of a field that is a section of settings: an object of configuration class
-    `kind`, with `values` in place of its defaults. It is made at its first use.
+    `kind`, with `values` in place of its defaults. Used as `name: Kind = section(Kind)`; what is
+    returned is a pydantic `Field`, which makes the section whenever none is given.
     """
     return Field(default_factory=functools.partial(kind, **values))
 
@@ -270,8 +273,8 @@ def problems(
     """The mistakes in pydantic's error, each as one text with the dotted key, what was found and
     what to set.
 
-    `hint`: called with the path of an unknown key; returns what to say about it, "" for nothing.
-    `root`: what stands before the keys.
+    `hint`: called with the path of an unknown key; returns what the text says after "unknown key",
+    "" for nothing. `root`: dotted key of the object that was checked, with which all keys begin.
     """
     found = []
     for issue in error.errors(include_url=False):

@@ -56,7 +56,8 @@ _save_within_s = SAVE_WITHIN_S
 
 def save_within(seconds: float) -> None:
     """From now on, allow `seconds` seconds after a signal for the training step under way and its
-    checkpoint, in place of the default of 6 (`SAVE_WITHIN_S`).
+    checkpoint, in place of the default of 6 (`SAVE_WITHIN_S`). After that time the user is told
+    that there is no checkpoint, and the thread of `guard` soon ends the process.
     """
     global _save_within_s
     _save_within_s = seconds
@@ -83,8 +84,9 @@ _ended: EndedBySignal | None = None
 
 
 def ending(caught: KeyboardInterrupt) -> EndedBySignal:
-    """The `EndedBySignal` that was raised in this process where `caught`, a `KeyboardInterrupt`
-    perhaps of a library, arrived. Without one, an `EndedBySignal` for Ctrl-C.
+    """The `EndedBySignal` behind `caught`, which is `caught` itself if it is one. Libraries such as
+    Ray raise a plain `KeyboardInterrupt` instead: for such a one, returns what the signal handler
+    of this process has raised, or, if it has raised nothing, a new `EndedBySignal` for Ctrl-C.
     """
     return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
@@ -101,9 +103,9 @@ class _Signal(BaseException):
 @contextlib.contextmanager
 def past_interrupts() -> Iterator[None]:
     """A context manager for a block in which a library swallows `KeyboardInterrupt`, as vLLM does
-    while it waits for its core: SIGTERM, Ctrl-C and SIGHUP leave the block as another exception,
-    and `EndedBySignal` is raised behind it. Only in the main thread, and only where Ray is not
-    called.
+    while its engine starts. In the block SIGTERM, Ctrl-C and SIGHUP raise a `BaseException` of
+    another class; at the end of the block that becomes an `EndedBySignal`. Only for the main
+    thread, and not around calls of Ray.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -131,8 +133,8 @@ class Stop:
         self.number = 0
         """The signal; 0 before there is one."""
         self.at = 0.0
-        self.done = threading.Event()
         """When the signal came, by `time.monotonic`."""
+        self.done = threading.Event()
 
     def __bool__(self) -> bool:
         return self.number != 0
@@ -167,8 +169,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def ignore_while_closing() -> None:
     """From now on, SIGTERM, Ctrl-C and SIGHUP no longer interrupt this process, which has failed
-    and ends what it has started. The thread of `guard` still ends the process by force in time.
-    Does nothing outside of the main thread.
+    and is closing what it has started. The thread of `guard` still ends the process by force, as
+    long after a signal as always. Does nothing outside of the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         _hear(lambda number, frame: None)
@@ -188,7 +190,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 def become(parent: int, command: list[str], number: int = signal.SIGKILL) -> None:
     """Replace this process by the program `command` (exec), which gets the signal `number` when its
-    parent, the process with the id `parent`, ends. Never returns.
+    parent, the process with the id `parent`, ends. Never returns; raises `OSError` if the program
+    cannot be started.
     """
     die_with_parent(parent, number)
     os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
@@ -215,10 +218,10 @@ def die_with_launcher() -> None:
 
 
 def keep_blocked_signals() -> None:
-    """Called once before this process starts others by multiprocessing, so that signals that are
-    blocked in this process, such as SIGTERM in Ray's processes under `megarl launch`, stay blocked.
-    Multiprocessing unblocks SIGTERM and SIGINT in the thread that first starts a process; that is
-    done in another thread here.
+    """Keep the signals blocked that are blocked in the calling thread, such as SIGTERM in Ray's
+    processes under `megarl launch`. Called once, before this process first starts another one by
+    multiprocessing: that would unblock SIGTERM and SIGINT in the calling thread. Here another
+    thread takes this effect.
     """
     from multiprocessing import resource_tracker
 
@@ -239,8 +242,8 @@ _is_under_way = False
 
 def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
     """On rank 0, print a line on standard error that a signal has ended `megarl COMMAND`, unless
-    `ended` tells that the user knows. `trains`: the command is one that trains, so that the line
-    says whether the run was still starting.
+    `ended.is_said`. `trains`: the command trains, so that the line says whether the run was still
+    starting.
     """
     if not ended.is_said and os.environ.get("RANK", "0") == "0":
         stage = "while it was starting" if trains and not _is_under_way else "before it was done"
@@ -289,12 +292,13 @@ def graceful() -> Iterator[Stop]:
 
 
 def guard(within_s: float) -> None:
-    """Start a daemon thread that ends this process and its children by force, at most `within_s`
-    seconds after a SIGTERM, Ctrl-C or SIGHUP (longer if `save_within` allows more than 6 seconds),
-    and 1.5 seconds after a second signal. Returns at once; called once, in the main thread.
+    """Start a daemon thread that ends this process and its children by force if the process still
+    runs `within_s` seconds after a SIGTERM, Ctrl-C or SIGHUP, or 1.5 seconds after a second signal.
+    If `save_within` allows more than 6 seconds, the seconds above 6 are added to `within_s`.
+    Returns at once; called once, in the main thread.
 
-    Python runs signal handlers only between its own instructions, so a process inside a library's C
-    code would not notice; the byte that a signal writes to the wake-up descriptor arrives at once.
+    A Python signal handler waits until a library's C code returns. This thread does not: it reads
+    the wake-up descriptor, to which the interpreter writes a byte as soon as a signal arrives.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

@@ -99,8 +99,8 @@ def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
 
 def prove_attention(model: PreTrainedModel) -> None:
     """Raise `ValueError` unless every layer of `model` calls megarl's attention function, with keys
-    and values of one width. Tried by a forward pass of four tokens on the meta device: `model` is
-    there, built with `attn_implementation="megarl_packed"`, and needs no weights.
+    and values of one width. The check is a forward pass of four tokens without weights: `model` is
+    on the meta device, built with `attn_implementation="megarl_packed"`.
     """
     calls: list[tuple[int, int]] = []
     """Width of keys and of values in each call."""

@@ -91,9 +91,10 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if AutoTP would leave a parameter whole whose
-    attention heads it splits over `tensor` ranks, because the parameter belongs to no linear layer:
-    attention sinks, for example. `model` may be on the meta device.
+    """Raise `ValueError`, with the setting to change, if `model` has a parameter with an entry for
+    each attention head that belongs to no linear layer, such as attention sinks: over `tensor`
+    ranks, DeepSpeed AutoTP would split the heads, but not this parameter. `model` may be on the
+    meta device.
     """
     patterns = "|".join(
         re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())

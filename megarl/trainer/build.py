@@ -37,12 +37,14 @@ def build_network(
     heads, with this rank's weights on `device`: its tensor-parallel shard, and under ZeRO 3 a slice
     of that shard. LoRA adapters of `training.lora` are in it. All ranks of `mesh` call it together.
 
-    `seed`: of weights that are drawn at random. `head`: what the model computes, such as
-    "logprobs". With `needs_score`, raises `ValueError` for a checkpoint without a score head. Also
+    `seed`: of weights that are drawn at random. `head`: what the model computes: "logprobs",
+    "value" (a number for each token), "scalar" (one for each sample) or "states" (last hidden
+    states). With `needs_score`, raises `ValueError` for a checkpoint without a score head. Also
     raises `ValueError` for a checkpoint whose tensors are not those of its config.json.
 
-    With `training.tensor_backend: autotp` every rank first loads the whole model on the CPU, where
-    the returned model then is: AutoTP can only shard loaded weights.
+    With `training.tensor_backend: autotp` and more than one tensor-parallel rank, every rank first
+    loads the whole model on the CPU, where the returned model then is: AutoTP can only shard loaded
+    weights. `needs_score` has no effect then.
     """
     dtype = DTYPES[training.dtype]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
@@ -67,10 +69,11 @@ def build_network(
 
 
 class Partitioner:
-    """A callable that makes DeepSpeed ZeRO 3 parameters from this rank's slices, without a whole
-    tensor on any rank: `Partitioner(settings, mesh, dtype)(part, shape, requires_grad)`, with
-    `part` the flat slice, of ceil(numel / n) elements for n data x sequence ranks, and `shape` that
-    of the whole tensor-parallel shard. All ranks of `mesh` create it together.
+    """Makes DeepSpeed ZeRO 3 parameters from this rank's slices, without a whole tensor on any
+    rank: `Partitioner(settings, mesh, dtype)(part, shape, requires_grad)` returns an
+    `nn.Parameter`. `settings`: the DeepSpeed configuration, as a dict. `part`: the flat slice, of
+    ceil(numel / n) elements for n data x sequence ranks. `shape`: that of the whole tensor-parallel
+    shard. All ranks of `mesh` create a `Partitioner` together.
     """
 
     def __init__(self, settings: dict[str, object], mesh: ProcessMesh, dtype: torch.dtype) -> None:

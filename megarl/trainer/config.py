@@ -242,8 +242,9 @@ class CheckpointConfig(Config):
 
     @property
     def minutes(self) -> float:
-        """Minutes between two checkpoints: `every_minutes`, or where that is None 20 if `every` is
-        0 and otherwise 0. 0 means that time causes no checkpoint.
+        """Minutes between two checkpoints; 0: time causes no checkpoint. The value is
+        `every_minutes` if that is set. Otherwise it is 20 if `every` is 0, and 0 if `every` counts
+        steps.
         """
         if self.every_minutes is None:
             return 0.0 if self.every else 20.0
@@ -333,9 +334,9 @@ class TrainingConfig(Config):
 
     @property
     def dtype(self) -> DtypeName:
-        """Dtype of weights and activations: "float32", "bfloat16" or "float16". Where `precision`
-        is still "auto" it is "bfloat16" with ZeRO and else "float32", as a memory estimate for GPUs
-        assumes before a rank has looked at its own device.
+        """Dtype of weights and activations: "float32", "bfloat16" or "float16". For a `precision`
+        of "auto", which each rank resolves for its device, this is only the guess of memory
+        estimates: "bfloat16" with a ZeRO stage of 1 or more, else "float32".
         """
         if self.precision == "auto" and self.zero_stage > 0:
             return "bfloat16"

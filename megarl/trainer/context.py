@@ -182,11 +182,12 @@ class RunContext:
         """Create one of the run's models, such as "policy" or "reference", under DeepSpeed on the
         ranks of `mesh`, which call it together; the model is destroyed at the end of the run.
 
-        `name`: for messages. `model`: path of its weights. `head`: what it computes, such as
-        "logprobs" or "value". `optimizer_steps`: optimizer steps of the whole run, for the
-        learning-rate schedule; None makes a frozen model. `training` (precision, ZeRO stage,
-        optimizer) and `mesh` default to those of the run. Raises `UserError` on every rank if a
-        weight is not finite.
+        `name`: for messages. `model`: path of its weights. `head`: what it computes: "logprobs",
+        "value" (a number for each token), "scalar" (one for each sample) or "states" (last hidden
+        states). `optimizer_steps`: optimizer steps of the whole run, for the learning-rate
+        schedule; None makes a frozen model. `training` (precision, ZeRO stage, optimizer) and
+        `mesh` default to those of the run. Raises `UserError` on every rank if a weight is not
+        finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.compilation import announced
@@ -227,9 +228,9 @@ class RunContext:
         together.
 
         `engine` is None on ranks outside the policy. `others`: {name: model} of further trained
-        models on this rank, such as the critic. `roles`: {name: text of its layout} of all such
-        models, the same on every rank. `everyone`: all ranks with a part of a trained model; None
-        for those of the run's mesh.
+        models on this rank, such as the critic. `roles`: what `trained_roles` returns on the
+        further trained models of all ranks. `everyone`: all ranks with a part of a trained model;
+        None for those of the run's mesh.
         """
         training = self.config.training
         model: Any = engine.module.model if engine is not None else None
@@ -267,9 +268,9 @@ class RunContext:
         return broadcast_object(lost, self.mesh.world)
 
     def claim(self) -> Claim | None:
-        """The statement by which this run owns its run folder, the same on every rank of the run's
-        mesh: its `problem()` tells any process, also on another host, whether the run still owns
-        the folder. None where nobody owns it. All ranks of the run's mesh call it together.
+        """A `Claim`, which any process, also on another host, can ask by `problem()` whether this
+        run still owns its run folder. None if the run has taken no ownership of the folder. All
+        ranks of the run's mesh call it together and get the same claim.
         """
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
@@ -295,8 +296,8 @@ class RunContext:
     def write_recipe(self) -> None:
         """Write all settings of the run to `recipe.yaml` in the run folder, and say on standard
         error which settings of a resumed run differ from those that it began with. Rank 0 calls it.
-        Where the run is already finished the file stays as it is, since `megarl replay` trains
-        again by it.
+        The file of a finished run stays as it is, since `megarl replay` repeats steps with its
+        settings.
         """
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
@@ -348,10 +349,10 @@ class RunContext:
 
 
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
-    """{name: text} of the models beside the policy that are trained (critics), as a checkpoint
-    holds it: the text has layout, ZeRO stage, precision and optimizer, such as "data 2 x sequence 1
-    x tensor 1, ZeRO 1, bfloat16". `places`: {name: ranks and layout} of all models beside the
-    policy.
+    """{name: text} of the trained models beside the policy (critics). The text says how a model is
+    trained, by layout, ZeRO stage, precision and optimizer, such as "data 2 x sequence 1 x tensor
+    1, ZeRO 1, bfloat16"; checkpoints store it and compare it at a resume. `places`: {name: ranks
+    and layout} of all models beside the policy.
     """
     return {
         name: written_under(places[name].layout, role_training(config, name))
@@ -421,10 +422,11 @@ OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
 
 
 def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
-    """What differs between `config` and `recipe`, the recipe.yaml of the run folder: (the settings
-    with another value, each as "section.key (old -> new)" with long values shortened; dotted names
-    of those that `config` does not have, such as those of another version of megarl). Both are
-    empty where the file cannot be read, which `megarl.checks.run_files` tells.
+    """What differs between `config` and `recipe`, the recipe.yaml of the run folder: (settings with
+    another value, each as "section.key (old -> new)" with long values shortened; dotted names of
+    settings that only the file has, such as those of another version of megarl). Settings that
+    count for new runs only, such as `folder`, are left out of the first list. Two empty lists for a
+    file that cannot be read.
     """
     try:
         before = dict(leaves(read_tree(recipe)))
@@ -444,10 +446,11 @@ LOOKED_AT = 4096
 
 
 def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
-    """Number of optimizer steps at `learning_rate` before which less than half of the weights can
-    change in 16 bit, since each AdamW step moves a weight by about the learning rate and smaller
-    moves round to nothing; 0 without weights. `parts`: weights of one 16-bit dtype, of any shape,
-    of which an even sample is read; weights of 0 do not count.
+    """After how many optimizer steps at `learning_rate` half of the weights can have changed in 16
+    bit; 0 without weights. Each AdamW step moves a float32 master weight by about the learning
+    rate, and the 16-bit weight changes once these moves add up to half its spacing. `parts`:
+    weights of one 16-bit dtype, of any shape, of which an even sample is read; weights of 0 do not
+    count.
     """
     parts = list(parts)
     chosen = [part.view(-1)[:: max(1, part.numel() // LOOKED_AT)] for part in parts]

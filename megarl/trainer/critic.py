@@ -61,8 +61,8 @@ class Critic:
     def values(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> Column:
         """The critic's value of the state before each token that the policy generated: for each
         mini-batch of the step a float32 tensor [T], 0 for all other tokens of this rank's samples.
-        `packed`: for each mini-batch, its packed sequences. Ranks outside the policy pass None and
-        [] and get an empty list.
+        `packed`: for each mini-batch of `batch`, this rank's packed sequences. Ranks outside the
+        policy pass None and [] and get an empty list.
         """
         return self.scorer.score(batch, packed, temperature=1.0)
 
@@ -95,9 +95,10 @@ class Critic:
     def finish(self, step: int) -> dict[str, float]:
         """Train the critic, if it shares the policy's ranks; otherwise fetch the result of the
         training in `learn`. Returns the metrics of the step on all ranks, {"critic/loss",
-        "critic/explained_variance", "critic/grad_norm", ...: number}, with `section` before the
-        slash. Raises `UserError` on all ranks if more optimizer steps without finite values occur
-        than `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
+        "critic/explained_variance", "critic/grad_norm", ...: number}; for a critic in the recipe's
+        section `critics` they begin with "critics.NAME/". Raises `UserError` on all ranks if more
+        optimizer steps without finite values occur than `training.max_skipped_steps` allows, or if
+        a weight is not finite afterwards.
         """
         transfer = self.scorer.transfer
         if transfer.is_shared:

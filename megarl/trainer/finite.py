@@ -86,8 +86,8 @@ class StepGuard:
         self._broken = torch.zeros(len(WATCHED), dtype=torch.float32, device=role.device)
 
     def begin(self, where: str) -> None:
-        """Say of which step later messages are: `where` is the beginning of their text, such as
-        "step 3".
+        """Set the text with which messages begin from now on: `where` names the step, such as "step
+        3".
         """
         self._where = where
 
@@ -120,8 +120,8 @@ class StepGuard:
     def skip(self, problem: str) -> None:
         """Count an optimizer step that is not taken, and warn of it on standard error. `problem`:
         the reason, as `problem` or `gradient_problem` returned it. Raises `UserError` on every rank
-        if a weight is not finite, or if as many steps were skipped before as the object allows (its
-        `allowed`). All ranks of the model call it together.
+        if a weight is not finite, or if `allowed` steps were skipped before. All ranks of the model
+        call it together.
         """
         self.check_weights()
         if self.skipped == self.allowed:

@@ -35,12 +35,12 @@ SMALLEST_BYTES = 1024
 class HostMemory:
     """Host memory of exactly `num_bytes` bytes, registered with CUDA if `registered`, so that
     copies to and from a GPU are fast; torch's own pinned memory would be rounded up to a power of
-    two. `bytes` is the memory as a flat uint8 tensor. Raises `UserError` if the host has no such
-    memory.
+    two. `bytes` is the memory as a flat uint8 tensor. Raises `UserError` if the host has too little
+    memory, or CUDA cannot register it.
     """
 
     def __init__(self, num_bytes: int, *, registered: bool) -> None:
-        """Raises `UserError` if the host has no such memory."""
+        """Raises `UserError` if the host has too little memory, or CUDA cannot register it."""
         try:
             self._mapping = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:

@@ -47,8 +47,10 @@ def refuse_head(model: PreTrainedModel) -> None:
 @dataclass(frozen=True)
 class SoftTargets:
     """A teacher's next-token distributions at M tokens, which a student learns, stored as the two
-    factors of the teacher's logits: states @ weight.T. The student's head computes the loss from
-    them; `divergence` says by which divergence and at which temperature.
+    factors of the teacher's logits states @ weight.T: last hidden states [M, G] and output head [V,
+    G], under tensor parallelism the head's rows of the student's vocabulary shard. The student's
+    head computes the loss from them; `divergence` says by which divergence and at which
+    temperature.
     """
 
     states: torch.Tensor

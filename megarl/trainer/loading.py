@@ -81,8 +81,9 @@ def check_weights(
     config: ModelConfig, head: HeadName = "logprobs", *, needs_score: bool = False
 ) -> None:
     """Raise `ValueError`, naming the tensor or file, unless the checkpoint of `config` has exactly
-    the tensors that its config.json asks for. `head`: what the model is to compute; with "value"
-    and "scalar" the checkpoint may have a score head, and must have one if `needs_score`.
+    the tensors that its config.json asks for. `head`: what the model is to compute. With "value" (a
+    number for each token) and "scalar" (one for each sample) the checkpoint may have a score head,
+    and must have one if `needs_score`.
 
     Only the headers of the safetensors files are read. Nothing is checked with `from_scratch`, or
     for a hub name whose weights are not downloaded yet.
@@ -98,10 +99,10 @@ def open_weights(
 ) -> Weights:
     """An object that gives the model's whole tensors by name, from the checkpoint of `config`
     (downloaded first for a hub name), or with `from_scratch` drawn from `seed`. `head`: what the
-    model is to compute. With the heads "value" and "scalar" the checkpoint may be a sequence
-    classifier with one label, whose `score` is used; for other models the score is 0, or with
-    `needs_score` `ValueError` is raised. Also raises `ValueError` if the checkpoint lacks tensors,
-    has others, or is of a kind that megarl does not train.
+    model is to compute. With "value" (a number for each token) and "scalar" (one for each sample)
+    the checkpoint may be a sequence classifier with one label, whose `score` is used; for other
+    models the score head is 0. Raises `ValueError` if the checkpoint lacks tensors, has others, is
+    of a kind that megarl does not train, or, with `needs_score`, has no score head.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
@@ -155,8 +156,9 @@ class Part:
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
         """Which rectangles of tensor `name`, whose whole shape is `shape`, this rank keeps, and
-        where each lies, in elements, in one flat buffer of the same name. Rows are the tensor's
-        first dimension and columns all others, flattened; a vector has one column.
+        where each lies, in elements, in this rank's flat part as `read` returns it; the `Owned`
+        calls this buffer `name`. Rows are the tensor's first dimension and columns all others,
+        flattened; a vector has one column.
         """
         owned = Owned()
         owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)

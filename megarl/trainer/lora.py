@@ -175,7 +175,8 @@ def new_adapter(
     name: str, *, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> torch.Tensor | None:
     """The whole parameter `name` of a new LoRA adapter: A as PEFT draws it, uniform within 1 /
-    sqrt(K), and B zero; None for other names. `shapes`: {name: whole shape} of all adapters.
+    sqrt(K) for K inputs of the layer, and B zero; None for other names. `shapes`: {name: whole
+    shape} of all adapters.
 
     Each A has its own generator, seeded by `seed` and its name, so that all layouts draw the same.
     """

@@ -84,7 +84,8 @@ def role_memory(
     """Bytes of weights, gradients and optimizer state on the rank that needs most, for one model of
     a run. `table`: the model's parameters with shapes and how tensor-parallel ranks split them.
     `layout`: its degrees of parallelism. `training`: ZeRO stage, dtype, LoRA and offloading. With
-    `trains` False the model has weights only, and those of an adapter that `training` names.
+    `trains` False only weights are counted, with those of a LoRA adapter only if
+    `training.lora.adapter` names one.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
@@ -127,10 +128,11 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
     """Bytes in the host's memory for one rank with `training.offload_optimizer`. `trained`:
     elements of each trained parameter on a tensor-parallel rank, before ZeRO divides them.
 
-    Pinned memory, which torch rounds up to a power of two, has the gradients that the optimizer
-    takes, under ZeRO 1 and 2 also the master weights, the rank's part of the weights on its way
-    back, and a buffer for the largest parameter; with `training.offload_gradients: micro_batch`
-    also the sums of gradients. The rest takes what it has.
+    Counted are master weights and AdamW's moments, and the gradients that the optimizer takes;
+    under ZeRO 1 and 2 also this rank's part of the updated weights and a buffer for the largest
+    parameter; with `training.offload_gradients: micro_batch` also the sums of gradients. torch
+    rounds all of these up to a power of two (pinned memory), except the moments and, under ZeRO 3,
+    the master weights.
     """
     parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
     if training.zero_stage == 3:
@@ -171,9 +173,8 @@ def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> in
 
 
 def on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
-    """Number of elements of parameter `one` on the tensor-parallel rank, of `tensor` ranks, that
-    has the most. `is_engine`: as vLLM splits it, with a padded vocabulary, rather than as the
-    trainer does.
+    """The largest number of elements of parameter `one` that any of `tensor` tensor-parallel ranks
+    has. `is_engine`: the ranks are vLLM's, which pads the vocabulary, rather than the trainer's.
     """
     whole = num_elements(one.shape)
     if tensor == 1 or one.cut == "whole" or (one.cut == "sections" and not is_engine):

@@ -89,9 +89,7 @@ class RewardModels:
 
 
 def mean_std(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of [N] values, divided by N and not by N - 1; (0, 0) for no
-    values.
-    """
+    """Mean and population standard deviation (divisor N) of [N] values; (0, 0) for no values."""
     return (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
 
 

@@ -42,7 +42,8 @@ def pack(
     Without samples the sequence has two padding tokens, so that the rank still takes part in
     collectives. `places` [T]: for each token its index among the tokens of the whole mini-batch,
     where per-token results are stored; by default its index in `samples`. `share`: whether prefixes
-    that several samples have in common are in the sequence once: "auto", "on" or "off".
+    that several samples have in common are in the sequence once: where that saves at least 1/16 of
+    their tokens ("auto"), wherever it saves any ("on"), or never ("off").
     """
     if not len(samples):
         samples, places = padding(2), None
@@ -55,9 +56,10 @@ def pack(
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
-        """From `column` [T], a number for each token of the samples, make an array [C] for the C
-        tokens that are computed (shared prefixes once): each gets the number of the next token of
-        its sample, and 0 where it is the last.
+        """From `column` [T], a number for each token of the samples, make an array [C], with an
+        entry for each of the C tokens that `tree` computes (a shared prefix has its tokens once).
+        The entry of a token is the number of the next token of its sample; 0 for a sample's last
+        token.
         """
         shifted = np.empty_like(column)
         shifted[:-1] = column[1:]
@@ -92,14 +94,15 @@ def pack_shared(
     windows: Sequence[int | None] = (),
 ) -> MicroBatch:
     """Concatenate `samples` into one packed sequence with next-token labels, of which each rank of
-    `axis` (the sequence-parallel ranks) keeps only its tokens. All ranks of `axis` pass the same
-    arguments; nothing is communicated.
+    `axis` (the sequence-parallel ranks) keeps only its tokens, as a micro-batch. All ranks of
+    `axis` pass the same arguments; nothing is communicated.
 
-    `how`: which tokens each rank gets, a value of `training.sequence.cut`, such as "zigzag".
-    `places` [T]: for each token its index among the tokens of the whole mini-batch; by default its
-    index in `samples`. `share`: whether prefixes that several samples have in common are in the
-    sequence once. `windows`: the sliding window of each layer of the model in tokens, or None, by
-    which work is divided evenly; empty where no layer has one.
+    `how`: which tokens each rank gets: "contiguous", "zigzag", "zigzag_document", "striped", or
+    "auto" for the one that divides work most evenly. `places` [T]: for each token its index among
+    the tokens of the whole mini-batch; by default its index in `samples`. `share`: whether prefixes
+    that several samples have in common are in the sequence once: "auto" (if that saves enough),
+    "on" or "off". `windows`: the sliding window of each layer of the model in tokens, or None, from
+    which work is computed; empty where no layer has one.
 
     Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
     tokens for each rank is appended to the packed sequence.
@@ -146,9 +149,10 @@ def pack_mini_batch(
     """Pack a mini-batch into this rank's packed sequences (micro-batches) on `device`. `samples`:
     the whole mini-batch. `micro_batches`: for each packed sequence, the indices of its samples in
     `samples`. `axis`: the sequence-parallel ranks, which divide the tokens of each packed sequence;
-    `how`: which tokens each gets, such as "zigzag". `share`: whether prefixes that several samples
-    have in common are computed once. `windows`: the sliding window of each layer in tokens, or
-    None; empty where no layer has one.
+    `how`: which tokens each gets, as in `pack_shared`; "auto" divides work most evenly. `share`:
+    whether prefixes that several samples have in common are computed once: "auto" (if that saves
+    enough), "on" or "off". `windows`: the sliding window of each layer in tokens, or None; empty
+    where no layer has one.
     """
     return [
         pack_shared(

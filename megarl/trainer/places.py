@@ -48,10 +48,10 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
 
 
 def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
-    """Ranks and layout of a model other than the policy. `name`: its section of the recipe, for
-    messages; `role`: the settings in it, of which empty `ranks` mean the policy's ranks.
-    `num_ranks`: ranks of the job. Raises `ValueError` if the layout does not fit the ranks, or if
-    ranks in `role.ranks` are also used by the policy.
+    """Ranks and layout of a model other than the policy. `name`: the model's section of the recipe,
+    for messages. `role`: the settings in that section; with empty `ranks` the model is on the
+    policy's ranks. `num_ranks`: ranks of the job. Raises `ValueError` if the layout does not fit
+    the ranks, or if ranks in `role.ranks` are also used by the policy.
     """
     shared = set(role.ranks) & set(policy.ranks)
     require(
@@ -105,17 +105,17 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
 
 
 def policy_as_reference(config: RunConfig) -> bool:
-    """Whether the reference of the KL penalty is the policy itself with its LoRA adapters turned
-    off or set back to those that it started from, so that no second model is loaded: with LoRA, if
-    the section `reference` says nothing else.
+    """Whether the reference of the KL penalty is the policy itself, with its LoRA adapters turned
+    off or set back to those that it started from, so that no second model is loaded. This is so
+    with LoRA if the recipe's section `reference` sets nothing but `lora`.
     """
     alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
     return config.training.lora.is_on and alone
 
 
 def reference_adapter(config: AnyConfig) -> str | None:
-    """Folder of the LoRA adapter with which the reference model computes, "" for the base model
-    alone; None if the reference is another model, or if the run has no reference.
+    """Folder of the LoRA adapter that the reference model computes with; "" if it computes without
+    one. None if the reference has a `model.path` of its own, or if the run has no reference.
     """
     if isinstance(config, RunConfig):
         compares, reference = "reference" in config.other_roles, config.reference

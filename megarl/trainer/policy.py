@@ -70,8 +70,8 @@ class PolicyGradient:
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss of each token is weighted for the difference between the probability
-        that the inference engine gave the token when it sampled it and the trainer's
+        """Whether the loss of each token has a weight that corrects for the mismatch between the
+        trainer's probability of the token and the inference engine's, such as an importance ratio
         (`algorithm.correction`).
         """
         return self.algorithm.correction.kind != "none"
@@ -120,8 +120,8 @@ class PolicyGradient:
         return {"kl_coefficient": self.kl.coefficient} if self.kl.is_adaptive else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Set the KL coefficient to that in `state`, a dict that `PolicyGradient.state` returned;
-        without that key it stays as it is.
+        """Set the KL coefficient to "kl_coefficient" of `state`, a dict that `PolicyGradient.state`
+        returned; where `state` has no such key, the coefficient stays as it is.
         """
         self.kl.restore(state.get("kl_coefficient", self.kl.coefficient))
 

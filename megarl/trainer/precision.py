@@ -40,9 +40,9 @@ def automatic_precision(zero_stage: int, device: torch.device) -> tuple[Precisio
 
 
 def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
-    """A copy of `config` in which `training.precision`, which is "auto", is replaced by the
-    precision that it stands for on this rank's device. `say` is called with one line of text that
-    names it and the reason.
+    """A copy of `config`, whose `training.precision` must be "auto", with the precision that "auto"
+    stands for on this rank's device. `say` is called with one line of text that names the precision
+    and the reason.
     """
     chosen, why = automatic_precision(config.training.zero_stage, local_device())
     say(f"training.precision auto is {chosen}: {why}")
@@ -85,7 +85,8 @@ def slow_line(precision: str) -> str:
 
 def check_precision(training: TrainingConfig, device: torch.device) -> None:
     """Raise `ValueError`, with what to set, if `training.precision` cannot be used on `device`:
-    bfloat16 on a GPU older than Ampere, or bfloat16x2 on a GPU or on a processor without AVX-512.
+    bfloat16 on a GPU older than Ampere; or bfloat16x2 (float32 whose matrix products are sums of
+    bfloat16 products) on a GPU or on a processor without AVX-512.
     """
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
     require(

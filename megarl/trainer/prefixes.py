@@ -53,8 +53,8 @@ class Tree:
 def shareable(samples: Samples) -> np.ndarray:
     """[S] int64: for each sample, how many of its first tokens may be computed together with those
     of other samples that begin alike: all tokens before the one that predicts the first trained
-    token, and never the last token. Of a sample without trained tokens only the prompt's, where its
-    length is known.
+    token. Without trained tokens, all but the last. Where the length of the prompt is known, never
+    more than the prompt without its last token.
     """
     found = np.zeros(len(samples), np.int64)
     for number, (first, last) in enumerate(itertools.pairwise(samples.offsets.tolist())):
@@ -67,8 +67,9 @@ def shareable(samples: Samples) -> np.ndarray:
 
 
 def must_save(share: SharePrefix) -> float:
-    """The fraction of their tokens, 0 to 1, that samples must save by computing a common prefix
-    once, for it to be done: 1/16 for "auto", 0 for "on", infinite for "off".
+    """How much computing a common prefix once must save, as a fraction of the tokens of the samples
+    that have the prefix: 1/16 for "auto", 0 for "on" (any saving will do), infinity for "off"
+    (never).
     """
     return {"auto": SAVES, "on": 0.0, "off": math.inf}[share]
 
@@ -76,12 +77,12 @@ def must_save(share: SharePrefix) -> float:
 def balance_of(
     samples: Samples, share: SharePrefix, windows: Sequence[int | None] = (), *, together: int = 1
 ) -> FamilyBalance:
-    """A `FamilyBalance`, whose `split` and `rows_in_step` divide `samples` evenly over ranks and
-    packed sequences, counting prefixes that several samples have in common as often as they are
-    computed. `share`: whether such a prefix is computed once ("auto", "on" or "off"). `together`:
-    so many consecutive samples stay in one packed sequence; their number is a multiple of it.
-    `windows`: the sliding window of each layer of the model in tokens, or None; empty where no
-    layer has one.
+    """A `FamilyBalance`, which divides `samples` evenly over ranks (`split`) and each rank's
+    samples over packed sequences (`rows_in_step`), counting prefixes that several samples have in
+    common as often as they are computed. `share`: whether such a prefix is computed once ("auto",
+    "on" or "off"). `together`: each run of this many consecutive samples stays in one packed
+    sequence; a divisor of the number of samples. `windows`: the sliding window of each layer of the
+    model in tokens, or None; empty where no layer has one.
     """
     return FamilyBalance(
         sizes_of(samples, share), must_save(share), windows=windows, together=together
@@ -98,9 +99,9 @@ def leading_tokens(samples: Samples) -> list[np.ndarray]:
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """For each sample a `Size`: its number of tokens (`length`), and which prefixes of it other
-    samples of `samples` have too (`prefixes`), by which computing them once is planned; without
-    prefixes if `share` is "off".
+    """For each sample a `Size`, from which `FamilyBalance` and `tree_of` plan which prefixes are
+    computed once: its number of tokens (`length`), and those of its prefixes that other samples may
+    share (`prefixes`), none if `share` is "off".
     """
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]
@@ -111,9 +112,10 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
     """The tree by which common prefixes of `samples` are computed once, or None where no prefix is
     shared.
 
-    `saves`: fraction, 0 to 1, of their tokens that samples must save by computing their common
-    prefix once, for it to be done; 0 shares whatever saves a token. `deepest`: most prefixes that a
-    sample may continue, one after the other.
+    `saves`: a prefix is computed once only if that saves at least this fraction, 0 to 1, of the
+    tokens of the samples that have the prefix; 0 shares whatever saves a token. `deepest`: maximum
+    number of shared prefixes that follow each other at the beginning of a sample (depth of the
+    tree).
     """
     sizes, starts = sizes_of(samples, "on"), samples.offsets[:-1].tolist()
     made = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
@@ -129,10 +131,10 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
 
 
 def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
-    """How many more tokens the samples of a packed sequence have than are computed, because shared
-    prefixes are computed once. `starts` [D + 1]: first token of each document in the packed
-    sequence, then its length. `parents` [D]: index of the shared prefix that each document
-    continues, or -1.
+    """How many tokens of the samples of a packed sequence need not be computed, because shared
+    prefixes are computed once. `starts` [D + 1]: index of the first token of each document in the
+    packed sequence, then the length of the packed sequence. `parents` [D]: index of the shared
+    prefix that each document continues, or -1.
     """
     lengths = np.diff(starts)
     before = np.zeros(len(parents), np.int64)  # tokens of a document's ancestors

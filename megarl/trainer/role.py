@@ -43,7 +43,8 @@ class Role:
     """One model of a run (policy, reference, critic, teacher or reward model) on this rank, under
     DeepSpeed ZeRO. `pack` or `pack_step` makes its inputs, `score` runs it without gradients; with
     an optimizer, `megarl.trainer.step.optimizer_step` trains it. All ranks of `mesh` create it and
-    call its methods together. `name`: for messages. `head`: what it computes, such as "logprobs".
+    call its methods together. `name`: for messages. `head`: what it computes: "logprobs", "value"
+    (a number for each token), "scalar" (one for each sample) or "states" (last hidden states).
     `optimizer_steps`: of the whole run, for the learning-rate schedule; None makes a frozen model.
     """
 

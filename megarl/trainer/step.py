@@ -49,10 +49,12 @@ def train_mini_batches(
     All ranks of the role's mesh call it together. Returns (optimizer steps taken, their metrics
     {"grad_norm": mean before clipping, "learning_rate", "skipped_steps": number}).
 
-    `packed`: for each mini-batch that is trained on, this rank's packed sequences; none where the
-    whole step is skipped. `loss_of`: called before each optimizer step with the mini-batch's index
-    and whether no update of the step has been tried yet. `num_mini_batches`: of the step. Raises
-    `UserError` if `guard` allows no further skipped step, or if a weight is not finite afterwards.
+    `packed`: for each mini-batch, this rank's packed sequences; empty where the whole step is
+    skipped. `loss_of`: called before each optimizer step with the mini-batch's index and whether
+    the optimizer step is the first one on these samples; returns the loss as a function of a packed
+    sequence. `num_mini_batches`: number of mini-batches of the step, also where it is skipped.
+    Raises `UserError` if `guard` allows no further skipped step, or if a weight is not finite
+    afterwards.
     """
     norms, rate = [], role.engine.next_rate()
     epochs = role.training.epochs_per_step
@@ -202,8 +204,8 @@ def computed_tokens(
     micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
 ) -> dict[str, float]:
     """Metrics over all ranks of a step: {"tokens/computed": tokens of its packed sequences, padding
-    included, "tokens/shared_saved": how many more they would be if prefixes that samples have in
-    common were not computed once}. `micro_batches`: this rank's, each trained on `epochs` times.
+    included, "tokens/shared_saved": tokens that were not computed, because prefixes that samples
+    have in common are computed once}. `micro_batches`: this rank's, each trained on `epochs` times.
     All ranks of `role` call it together and get the same numbers.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
@@ -249,10 +251,11 @@ def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Te
 
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
     """How far the inference engine's log-probs of the sampled tokens are from the trainer's, as
-    metrics of a step: {"mismatch/mean_abs", "mismatch/max_abs", "mismatch/k1", "mismatch/k3",
-    "mismatch/outside_share": number}. `value`: over the tokens of all ranks, the sums
-    "mismatch/count", "mismatch/sum_abs", "mismatch/sum_k1", "mismatch/sum_k3" and
-    "mismatch/sum_outside", and "max_abs", the largest absolute difference.
+    metrics of a step, {name: number}: "mismatch/mean_abs" and "mismatch/max_abs" of the absolute
+    difference, in nats; "mismatch/k1" and "mismatch/k3", two estimates of KL(engine || trainer) per
+    token; and "mismatch/outside_share", the fraction of tokens whose probability ratio is not in
+    [0.8, 1.25]. `value`: over the tokens of all ranks, the sums that `add_mismatch` has collected
+    ("mismatch/count", "mismatch/sum_abs" and so on) and "max_abs", the largest absolute difference.
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
@@ -260,10 +263,10 @@ def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
 
 
 class EmptySteps:
-    """Counts the steps in a row that have no samples, because the rewards of all responses to each
-    prompt were equal, and ends by `UserError` a run that cannot learn: after `allowed` such steps.
-    `count` is called before each step, `end` after the last. Every rank of the policy has its own
-    and decides alike.
+    """Counts the steps in a row that have no samples, because every group (all responses to one
+    prompt) was rejected, usually for equal rewards. A run that has `allowed` such steps in a row,
+    or whose weights have never changed at its end, is ended by `UserError`. `count` is called
+    before each step, `end` after the last. Every rank of the policy has its own and decides alike.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -276,9 +279,10 @@ class EmptySteps:
 
     def count(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
         """Count a step before it is trained. `step`: its number from 0. `num_samples`: samples of
-        the step over all ranks. `metrics`: those of the step's rollouts, of which "accuracy" and
-        "groups/drawn" are read. Raises `UserError` if too many steps in a row had no samples; once
-        the weights have been updated, a step with an accuracy of 0.5 or more does not count.
+        the step over all ranks. `metrics`: those of the step's rollouts; "accuracy" is read, and
+        for the message "groups/drawn" (number of groups sampled) and "length/truncated_share".
+        Raises `UserError` at the `allowed`-th step in a row without samples; once the weights have
+        been updated, an accuracy of 0.5 or more sets the count back to 0.
         """
         # A policy that has learnt to be right has nothing left to learn, which is no failure.
         may_be_done = self.has_updated and metrics.get("accuracy", 0.0) >= 0.5

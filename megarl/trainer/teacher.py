@@ -76,9 +76,9 @@ class Teacher:
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:
         """The teacher's next-token distributions at the M trained tokens of `micro`, a packed
         sequence of mini-batch `number` of the step that was read last. They are stored as two
-        factors of the logits: the teacher's hidden states [M, G] and output head [V, G], with V the
-        token ids on this tensor-parallel rank of the policy. Only ranks of the policy call it,
-        those that share the packed sequence together.
+        factors of the logits: the teacher's hidden states [M, G], G wide, and output head [V, G],
+        with V the token ids on this tensor-parallel rank of the policy. Only ranks of the policy
+        call it, those that share the packed sequence together.
         """
         assert self.weight is not None, "this rank has no part of the policy"
         if self.transfer.is_shared:

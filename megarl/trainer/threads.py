@@ -48,15 +48,17 @@ def shared(processes: int) -> int:
 
 def trainer_threads(config: AnyConfig) -> int:
     """Number of CPU threads for each trainer rank: `training.num_threads`, or where that is 0
-    OMP_NUM_THREADS or a fair part of the cores of this machine.
+    OMP_NUM_THREADS, or without it this machine's cores divided by its ranks, half of that if
+    engines generate meanwhile (`rollout.max_staleness` above 0).
     """
     return config.training.num_threads or shared(_overlap(config) * launcher.ranks_per_host())
 
 
 def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
     """Number of CPU threads for each rank of an inference engine: `rollout.engine.num_threads`, or
-    where that is 0 OMP_NUM_THREADS or a fair part of the cores of this machine, with engines taken
-    to be spread evenly over the hosts. `trains`: whether a trainer computes beside the engines.
+    where that is 0 OMP_NUM_THREADS, or without it this machine's cores divided by its engine ranks,
+    with engines taken to be spread evenly over the hosts. `trains`: a trainer computes beside the
+    engines, which halves that number if `rollout.max_staleness` is above 0.
     """
     hosts = launcher.num_ranks() // launcher.ranks_per_host()
     here = -(-config.rollout.num_engines * config.rollout.engine.tensor // hosts)
@@ -64,8 +66,9 @@ def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
 
 
 def process_threads(config: AnyConfig | ServeRewardConfig) -> int:
-    """Number of CPU threads for the process that runs a command with `config`: its setting
-    `num_threads`, or where that is 0 OMP_NUM_THREADS or a fair part of the cores of this machine.
+    """Number of CPU threads for the process that runs a command with `config`. For a reward server
+    `num_threads`, or where that is 0 OMP_NUM_THREADS, or without it all cores of this machine; for
+    other commands as `trainer_threads` says.
     """
     if isinstance(config, ServeRewardConfig):
         return config.num_threads or shared(1)

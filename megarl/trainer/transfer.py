@@ -36,8 +36,8 @@ from megarl.types import MicroBatch, Samples, StepBatch
 @dataclass(frozen=True)
 class RoleBatch:
     """The samples of a step on one rank of a model beside the policy, which is to score them or
-    train on them: `batch`, in the same mini-batches as the policy's, and `packed`, made of them for
-    the model.
+    train on them: `batch`, in the same mini-batches as the policy's, and `packed`, the same samples
+    as packed sequences, the input of that model.
     """
 
     batch: StepBatch
@@ -78,9 +78,10 @@ class _Plan:
     def split(
         self, order: Sequence[Sequence[int]], columns: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """The samples' parts of columns: {number of the sample: [T] or [T, ...] values of its
-        tokens}. `columns`: one for each mini-batch, the values of the samples that `order` names,
-        one after the other; empty on ranks that have none.
+        """Cut columns into the parts of single samples: {number of the sample in this plan: [T] or
+        [T, ...] values of its tokens}. `order`: for each mini-batch, the numbers of its samples.
+        `columns`: for each mini-batch, the values of these samples one after the other; an empty
+        list on ranks without samples.
         """
         found: dict[int, torch.Tensor] = {}
         for numbers, values in zip(order, columns, strict=True) if columns else ():
@@ -183,9 +184,10 @@ class BatchTransfer:
 
     def to_role(self, column: Column) -> Column:
         """Send a column (for each mini-batch a float32 tensor [T] over the tokens of this rank's
-        samples) of the step that was sent last, from the policy's ranks to the other model's.
-        Returns it on these, for the samples that they have; ranks outside the policy pass an empty
-        list, ranks outside the other model get one. All ranks of the job call it together.
+        samples) of the step that was sent last, from the policy's ranks to the other model's. On
+        ranks of the other model, returns the column over the samples that `send` gave the rank; on
+        other ranks, an empty list. Ranks outside the policy pass an empty list. All ranks of the
+        job call it together.
         """
         if self.is_shared:
             return column
@@ -201,10 +203,10 @@ class BatchTransfer:
         self, column: Column, *, width: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Column:
         """Bring a column of the step that was sent last back to the policy's ranks. `column`: for
-        each mini-batch a tensor [T, *width] of `dtype` over the tokens of this rank's samples as a
-        rank of the other model; the result has the same form for the samples of a rank of the
-        policy. Ranks outside the other model pass an empty list; ranks outside the policy get one.
-        All ranks of the job call it together.
+        each mini-batch a tensor [T, *width] of `dtype` over the tokens of the samples that `send`
+        gave this rank. On ranks of the policy, returns a column of the same form over the samples
+        that the rank passed to `send`; on other ranks, an empty list. Ranks outside the other model
+        pass an empty list. All ranks of the job call it together.
         """
         if self.is_shared:
             return column
