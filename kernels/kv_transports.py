@@ -42,7 +42,7 @@ class Exchange(Protocol):
         """Send `tensor` to rank + `offset` and start to receive a tensor from rank - `offset`,
         modulo the size. Does not block: `wait` of the result blocks and returns the tensor.
 
-        The received tensor has `shape` and the dtype of `tensor`, which must not change before
+        The received tensor has `shape` and the dtype of `tensor`. Do not write to `tensor` before
         `wait` has returned. Messages on different channels (0 or 1) do not wait for each other.
         """
         ...
@@ -54,8 +54,8 @@ class Exchange(Protocol):
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's sum: over all ranks, the tensors that they hold at index `self.rank` of their
-        `pieces`. `pieces` has one tensor for each rank; they may differ in the size of dimension 0
+        """The sum over all ranks of their `pieces[self.rank]`, where `self.rank` is this rank's
+        number. `pieces`: one tensor for each rank; these may differ in the size of dimension 0
         only. Blocks.
         """
         ...
@@ -63,8 +63,8 @@ class Exchange(Protocol):
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
-        `shapes` are their shapes, by rank. Blocks.
+        """Send `pieces[r]` to each rank r; all have one dtype. Returns the tensors received, as a
+        list by rank. `shapes`: by rank, the shape of the tensor received from it. Blocks.
         """
         ...
 
@@ -185,14 +185,15 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class Ring:
     """Ring attention (arXiv:2310.01889), for `sequence_attention`: each rank passes keys and values
-    on to the next rank, and its queries attend to what has arrived, with `overlap` while the next
-    ones are received. `forward` and `backward` are called on all ranks together.
+    on to the next rank, and its queries attend to what has arrived. With `overlap` the next ones
+    are received meanwhile, which needs memory for both; without it every message is waited for.
+    `forward` and `backward` are called on all ranks together.
 
     In the backward pass the gradients of keys and values are passed on too, on a separate channel.
     The last rank whose queries attend to them sends the gradients back to their owner in one
-    message. Within a sliding window only those keys and values are passed on that a query farther
-    on attends to, and each rank sends their gradients to the owner directly, which sends the fewest
-    bytes.
+    message. Within a sliding window a rank passes on only those keys and values that queries of
+    later ranks in the ring attend to, and each rank sends their gradients to the owner directly, to
+    send the fewest bytes.
     """
 
     overlap: bool
@@ -281,7 +282,7 @@ class AllGather:
     reduce-scatter of their gradients. `forward` and `backward` are called on all ranks together.
 
     Within a sliding window each rank is sent only those keys and values that one of its queries
-    attends to, and sends only their gradients back, by all-to-all, which sends the fewest bytes.
+    attends to, and sends only their gradients back. All-to-all does both, with the fewest bytes.
     """
 
     @staticmethod

@@ -59,8 +59,10 @@ def ranks_per_host() -> int:
 
 def refuse_wrong() -> None:
     """Check the environment variables that a launcher sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises `ValueError`, with what to do, unless they
-    fit each other; without a launcher they do.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises `ValueError`, with what to do, for a value
+    that is no number in its range, if WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE, or if RANK,
+    MASTER_ADDR or MASTER_PORT is missing with several ranks. Without a launcher nothing is set,
+    which is allowed.
     """
     size, here = num_ranks(), ranks_per_host()
     number("RANK", 0, high=size - 1)

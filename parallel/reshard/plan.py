@@ -215,10 +215,12 @@ def needed(
     local: Mapping[int, int],
     grain: int,
 ) -> Iterator[tuple[int, Piece, list[Region]]]:
-    """What the destinations need, piece by piece: (destination rank, its piece, a rectangle of a
+    """What the destinations need, piece by piece: (destination rank; its piece, a rectangle of a
     tensor with its place in a buffer; the piece split by `regions_of` into rectangles with the
     sources that have each). Padding is left out. `local`: {destination rank: source rank in the
-    same memory}. Raises `ValueError` as `make_plan`.
+    same memory}; `grain` as in `regions_of`. Raises `ValueError` where the sources' rectangles of a
+    tensor overlap or leave gaps, where no source has a piece, or where pieces do not fill a
+    destination's buffers exactly.
     """
     holders = holders_of(sources)
     # Engines need the same boxes; the regions of each are computed once.
