@@ -76,9 +76,9 @@ gradients."""
 
 class AttentionCall(NamedTuple):
     """What forward and backward of one call of `sequence_attention` share: which rank has which
-    tokens (`plan`), the communication within this rank's Ulysses group (`inner`) and with other
-    groups (`outer`), how keys and values travel between groups (`transport`), the factor of the
-    scores (`scale`) and their soft cap (`cap`).
+    tokens (`plan`), the communication within this rank's Ulysses group (`inner`; ranks that
+    exchange tokens for heads) and with other groups (`outer`), how keys and values travel between
+    groups (`transport`), the factor of the scores (`scale`) and their soft cap (`cap`).
     """
 
     plan: AttentionPlan
@@ -108,10 +108,10 @@ class ForwardSums(NamedTuple):
     """Log-sum-exp of the scaled scores seen so far, [Hq, Lq] float32 or float64."""
 
     def add(self, call: AttentionCall, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge attention of this rank's queries to the keys and values `kv` [Lk, 2, Hkv, D] into
-        `out` and `lse`, in place. `owner` is the number of the Ulysses group whose tokens they are;
-        None for those of all groups, concatenated. `call`: plan, communication and settings of this
-        attention call.
+        """Merge attention of this rank's queries to the keys and values `kv` [Lk, 2, Hkv, D] (keys
+        first) into `out` and `lse`, in place. `owner` is the number of the Ulysses group whose
+        tokens they are; None for those gathered from all groups, concatenated. `call`: plan,
+        communication and settings of this attention call.
         """
         for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.forward(
@@ -140,9 +140,9 @@ class BackwardSums(NamedTuple):
         grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Backward pass of the attention of this rank's queries to the keys and values `kv`
-        [Lk, 2, Hkv, D]. `owner` is the number of the Ulysses group whose tokens they are; None for
-        those of all groups, concatenated. `call`: plan, communication and settings of this
-        attention call.
+        [Lk, 2, Hkv, D] (keys first). `owner` is the number of the Ulysses group whose tokens they
+        are; None for those gathered from all groups, concatenated. `call`: plan, communication and
+        settings of this attention call.
 
         Adds the gradient of the queries to `grad_q`, in place. Returns the gradient of `kv`, in the
         shape of `kv`; if `grad` is given, the gradient is added to `grad` in place, and `grad` is
@@ -167,8 +167,8 @@ class Transport(Protocol):
     def forward(self, call: AttentionCall, kv: torch.Tensor, sums: ForwardSums) -> None:
         """Merge attention of this rank's queries `sums.q` [Lq, Hq, D] to the keys of all ranks into
         `sums.out` [Lq, Hq, D] and `sums.lse` [Hq, Lq], in place; both begin as those of no keys (0
-        and -inf). `kv` [L, 2, Hkv, D] are this rank's own keys and values; `call` has plan,
-        communication and settings of this attention call. All ranks call it together.
+        and -inf). `kv` [L, 2, Hkv, D] are this rank's own keys and values, keys first; `call` has
+        plan, communication and settings of this attention call. All ranks call it together.
         """
         ...
 

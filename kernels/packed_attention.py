@@ -160,11 +160,11 @@ def varlen_kernel(
 
 @functools.cache
 def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """Which attention is used for tensors of this dtype and device where the run's configuration
-    has `training.attention: auto`: (the backend, "flash_attn" or "torch"; the reason in words for
-    the log). It is "flash_attn" if FlashAttention-4 is installed, supports the GPU and dtype, and
-    passes a comparison with the reference, which the first call makes on the device; otherwise
-    "torch".
+    """Which attention is used for tensors of this dtype and device where the recipe (YAML
+    configuration of the run) has `training.attention: auto`: (the backend, "flash_attn" or "torch";
+    the reason in words for the log). It is "flash_attn" if FlashAttention-4 is installed, supports
+    the GPU and dtype, and passes a comparison with the reference, which the first call makes on the
+    device; otherwise "torch".
     """
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"

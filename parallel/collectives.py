@@ -38,8 +38,9 @@ still waits is reported: at the deadline torch ends the process on GPUs."""
 def waits(doing: str, axis: Axis) -> Span:
     """A context manager to put around a collective operation of this rank. An operation that lasts
     longer than a second is written to this process's activity trace, with its name (`doing`, such
-    as "all-reduce") and the ranks of `axis` (a group of ranks that communicate). One that still
-    waits shortly before the timeout of the axis is reported.
+    as "all-reduce") and the ranks of `axis` (a group of ranks that communicate). If it still waits
+    shortly before the timeout of the axis, a report with the stacks of all processes is written to
+    RUN/waits-TIME.txt. Without a trace nothing is written.
     """
     deadline_s = max(axis.timeout_s - EARLIER_S, 0.9 * axis.timeout_s)
     what = f"{doing} over {axis.name}"

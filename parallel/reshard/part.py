@@ -70,8 +70,8 @@ class _Template:
 
     @cached_property
     def load(self) -> dict[int, int]:
-        """{source rank: number of elements} of one tensor that a destination rank can only get from
-        this source, without a source that shares the destination's memory.
+        """{source rank: number of elements} of one tensor that a destination rank can get from this
+        source alone. A source that shares the destination's memory is left out.
         """
         return {
             source: sum(self.regions[number][1].area for number, _ in found)
@@ -84,7 +84,7 @@ class PlanPart:
     """The copies that one rank sends (`of_source`) or receives (`of_destination`) in a resharding,
     computed without making those of the other ranks. They equal that rank's copies of `make_plan`
     for the whole model. Made from the rectangles that source ranks have and destination ranks need
-    of some tensors, and from `Kinds`, which says for which others each of them stands.
+    of some tensors, and from `Kinds`, which names the tensors that each of these represents.
     """
 
     def __init__(

@@ -122,9 +122,9 @@ def make_plan(
 
     `sources` and `destinations`: by rank, which rectangles of which tensors lie where in the rank's
     buffers. `local`: {destination rank: source rank in the same memory}. Raises `ValueError`, with
-    the name of the tensor or buffer, where no source has what a destination needs, where sources
-    own overlapping rectangles of a tensor, or where a destination's pieces do not fill its buffers
-    exactly.
+    the name of the tensor or buffer, where no source has what a destination needs, where the
+    sources' rectangles of a tensor overlap or leave gaps, or where a destination's pieces do not
+    fill its buffers exactly.
     """
     local = local or {}
     elements = sum(sum(owned.sizes.values()) for owned in destinations)
@@ -189,8 +189,8 @@ def regions_of(
 
     `boxes`: what sources own of this tensor, one entry of `holders_of`. `here`: the source rank in
     the destination's memory, or None. `grain`: elements above which a rectangle that several
-    sources have is split into bands of rows. Raises `ValueError` where sources do not cover the
-    piece.
+    sources have, but not `here`, is split into bands of rows. Raises `ValueError` where sources do
+    not cover the piece.
     """
     made: list[Region] = []
     for box, candidates in boxes.items():
