@@ -138,8 +138,8 @@ def sequence_attention(
     Args:
         q, k, v: [L, Hq, D] and twice [L, Hkv, D]: this rank's tokens in the order of its positions
             in `plan`.
-        plan: which rank has which tokens, and the sliding window; this rank is number `outer.rank *
-            inner.size + inner.rank` of it.
+        plan: which rank has which tokens, and the sliding window; this rank is number
+            `outer.rank * inner.size + inner.rank` of it.
         inner: communication with the ranks of this Ulysses group (one rank without Ulysses).
         outer: communication with the ranks of the same number in the other Ulysses groups.
         scale: factor of the scores before the softmax.
