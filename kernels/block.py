@@ -24,12 +24,14 @@ import torch
 
 @dataclass(frozen=True)
 class Positions:
-    """For L tokens of a packed sequence, used as queries or keys of attention: where each token is
-    (`index` [L]) and the first position that it attends to (`first` [L]), as int64 CPU tensors,
-    from which block attention kernels make their work lists. `Positions.of` makes it.
+    """For L tokens of a packed sequence, used as queries or keys of attention, as int64 CPU
+    tensors: the position of each token (`index` [L]) and the first position of its document
+    (`first` [L]). Block attention kernels make their work lists from these. `Positions.of` makes
+    it.
 
     A document is one of the packed texts; its ancestors are the documents that it continues, as a
-    response continues its prompt. `levels` has the positions of the ancestors.
+    response continues its prompt. `levels` is a tuple of one `Level` (positions of ancestors) for
+    each level of ancestors; empty where no document continues another.
     """
 
     index: torch.Tensor
@@ -80,9 +82,11 @@ class Positions:
         continue.
 
         In each of the returned `Positions` query i attends to the keys at positions first[i] to
-        index[i]. Together these are all keys that a query attends to, and each key occurs once.
-        `window`: a query attends to at most so many tokens of its sample (its document and those
-        that it continues), itself included; None for all tokens before it.
+        index[i], so that `index` is the last key's position and no longer the token's; first[i] >
+        index[i] for a query without keys in this set. Together these are all keys that a query
+        attends to, and each key occurs once. `window`: a query attends to at most so many tokens of
+        its sample (its document and those that it continues), itself included; None for all tokens
+        before it.
         """
         own = Level(self.first, self.index, self.index)
         return [
@@ -92,11 +96,14 @@ class Positions:
 
 
 class Level(NamedTuple):
-    """For L tokens, where an ancestor of each token's document lies in the packed sequence, as [L]
-    int64 positions: its first token (`first`), its last token (`last`), and the position that the
-    token would have if its sample had no gap after the ancestor's first token (`as_if`). An
-    ancestor is a document that the token's document continues, directly or through others. One
-    `Level` for each level of ancestors; level 0 has the documents that continue no other.
+    """For L tokens, the positions [L] int64 of an ancestor of each token's document: its first
+    token (`first`) and its last token (`last`). An ancestor is a document that the token's document
+    continues, directly or through others. `as_if` is the token's own position if the documents of
+    its sample followed each other without a gap from `first` on; a sliding window ends there.
+    Without an ancestor `first` is `last` + 1, so that no key is attended to.
+
+    There is one `Level` for each level of ancestors; level 0 has the documents that continue no
+    other.
     """
 
     first: torch.Tensor
@@ -119,9 +126,13 @@ def _sample_positions(edges: torch.Tensor, parents: Sequence[int]) -> torch.Tens
 
 
 def ancestors(parents: Sequence[int]) -> list[torch.Tensor]:
-    """For each level of ancestors, those that continue no document first: [D] int64, for each of D
-    documents the number of its ancestor at that level, or -1. `parents` [D]: for each document the
-    number of the document that it continues, smaller than its own, or -1.
+    """The ancestors of each of D documents (those that it continues, directly or through others),
+    as one tensor [D] int64 for each level: the number of the document's ancestor at this level, or
+    -1 if it has none. Level 0 has the ancestors that continue no other, level 1 those that continue
+    these, and so on. A document is no ancestor of its own.
+
+    `parents` [D]: for each document the number of the document that it continues, smaller than its
+    own number, or -1. An empty list is returned if all are -1.
     """
     chains: list[list[int]] = []
     for parent in parents:
@@ -191,10 +202,11 @@ class Block(Protocol):
         """Add the gradients from these queries and keys to `grad_q`, `grad_k` and `grad_v`, in
         place.
 
-        They have the shapes of q [Lq, Hq, D], k and v [Lk, Hkv, D]. `grad_out` [Lq, Hq, D] is the
-        gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq] are the final ones, over all
-        keys. With them each block's gradients are exact, and the gradients of all blocks add up
-        (FlashAttention-2, arXiv:2307.08691). `work` is what `prepare` returned for these queries
-        and keys; `scale` multiplies the scores; `cap` is their soft cap or None.
+        `grad_q` has the shape of q [Lq, Hq, D], the other two that of k and v [Lk, Hkv, D].
+        `grad_out` [Lq, Hq, D] is the gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq]
+        are the final ones, over all keys. With them each block's gradients are exact, and the
+        gradients of all blocks add up (FlashAttention-2, arXiv:2307.08691). `work` is what
+        `prepare` returned for these queries and keys; `scale` multiplies the scores; `cap` is their
+        soft cap or None. `ValueError` as in `forward`.
         """
         ...

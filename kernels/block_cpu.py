@@ -9,12 +9,14 @@ from megarl.kernels.piece_block import PieceBlock
 
 
 class CpuOperator:
-    """torch's flash attention for CPU, in float32 or float64, as `CpuBlock` calls it: `forward`
-    takes q [B, Hq, n, D], k and v [B, Hkv, m, D] and returns output and log-sum-exp [B, Hq, n];
-    `backward` returns the gradients of q, k and v.
+    """torch's flash attention for CPU, in float32 or float64, with the interface
+    `piece_block.Operator`: `forward` takes q [B, Hq, n, D], k and v [B, Hkv, m, D], a mask and the
+    scale of the scores, and returns output and log-sum-exp [B, Hq, n]; `backward` returns the
+    gradients of q, k and v.
 
-    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which has no soft cap; with one,
-    attention is computed by matrix products.
+    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which has no soft cap; with a soft
+    cap, attention is computed by matrix products. `PieceBlock` converts 16-bit inputs to float32
+    before.
     """
 
     upcasts = True

@@ -49,13 +49,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) ->
 
 
 class FlashOperator:
-    """torch's `aten::_flash_attention_forward` on a GPU, as `FlashBlock` calls it: `forward` takes
-    q [B, Hq, n, D], k and v [B, Hkv, m, D] and returns output and log-sum-exp [B, Hq, n];
-    `backward` returns the gradients of q, k and v.
+    """torch's `aten::_flash_attention_forward` on a GPU, with the interface `piece_block.Operator`:
+    `forward` takes q [B, Hq, n, D], k and v [B, Hkv, m, D], a mask and the scale of the scores, and
+    returns output and log-sum-exp [B, Hq, n]; `backward` returns the gradients of q, k and v.
 
-    Supports GQA; `ValueError` for a soft cap, for dtypes other than float16 and bfloat16, and for
-    head widths that are no multiple of 8 or above 256. With a mask, attention is computed by matrix
-    products in float32.
+    Supports GQA. Both methods raise `ValueError` for a soft cap, for dtypes other than float16 and
+    bfloat16, and for head widths that are no multiple of 8 or above 256. With a mask, attention is
+    computed by matrix products in float32.
     """
 
     upcasts = False
@@ -115,7 +115,7 @@ class FlashBlock(PieceBlock):
     place.
 
     Takes float16 or bfloat16 inputs and head widths that are multiples of 8 up to 256, and no soft
-    cap; `ValueError` for others.
+    cap; `forward` and `backward` raise `ValueError` for others.
     """
 
     def __init__(self) -> None:

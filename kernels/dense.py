@@ -99,7 +99,8 @@ def dense_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by matrix products: (output [B, Hq, n, D], log-sum-exp of the scores [B, Hq, n])
     for queries q [B, Hq, n, D] and k and v [B, Hkv, m, D], where Hkv divides Hq. Computed and
-    returned in float32 at least (call it without autograd). Every query must see at least one key.
+    returned in float32 at least, outside of autograd: `dense_backward` computes gradients. Every
+    query must see at least one key; otherwise its output is NaN.
 
     Args:
         causal: query i sees keys 0 to i; then n = m.
@@ -135,7 +136,8 @@ def dense_backward(
     """Backward pass of attention by matrix products: the gradients of q [B, Hq, n, D], k and v
     [B, Hkv, m, D], in their shapes, in float32 at least.
 
-    These may be some of the keys that a query attends to: gradients of all parts then add up.
+    k and v may be a part of the keys and values that a query attends to; the gradients of all parts
+    then add up to the whole.
 
     Args:
         grad_out: [B, Hq, n, D] gradient of the output.

@@ -57,11 +57,13 @@ GPUs few beside a chunk."""
 
 @dataclass(frozen=True)
 class Divergence:
-    """Settings of `linear_divergence`: which divergence between the student's and the teacher's
-    token distributions is computed (`kind`: "forward_kl", "reverse_kl" or "jensen_shannon", this
-    one with the weight `beta` of the teacher), over which tokens (`top_k` of the teacher's
-    likeliest and all others as one; 0: each token by itself), and with which divisor of the logits
-    (`temperature`).
+    """Settings of `linear_divergence`, the divergence between the token distributions p of a
+    student and q of a teacher.
+
+    `kind`: "forward_kl" (KL(q || p)), "reverse_kl" (KL(p || q)) or "jensen_shannon" (generalised,
+    where `beta`, above 0 and below 1, is the weight of the teacher in the mixture). `top_k`: this
+    many of the teacher's likeliest tokens are compared one by one and all others together as one; 0
+    compares every token. `temperature`: divisor of the logits of both models, above 0.
     """
 
     kind: str = "reverse_kl"
@@ -328,7 +330,9 @@ def _whole_chunk(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
 class TokenDivergence:
     """What `linear_divergence` returns for T tokens, [T] each, in float32 or, for float64 inputs,
     float64: `divergence` (the only one with gradients), `entropy` of the student's distribution,
-    `logprobs` and `teacher_logprobs` of the target tokens by student and teacher.
+    `logprobs` and `teacher_logprobs` of the target tokens by student and teacher. All are of
+    distributions over the whole vocabulary after the temperature, but for `divergence` with
+    `top_k`; in nats.
     """
 
     divergence: torch.Tensor
@@ -361,8 +365,8 @@ def linear_divergence(
         weight: [V, H] output head of the student, same dtype; with `shard` this rank's rows.
         teacher_hidden: [T, G] of the teacher, same dtype.
         teacher_weight: [V, G] output head of the teacher, same dtype; with `shard` the same rows.
-        targets: [T] int64 token ids whose log-probs are returned too; ids outside the vocabulary
-            fail an assertion (on GPUs later).
+        targets: [T] int64 token ids whose log-probs are returned too; an id outside the vocabulary
+            fails an assertion, which on GPUs is raised at a later CUDA call.
         how: kind of divergence, beta, top-k and temperature.
         shard: this rank's part of a vocabulary that is split over ranks, which must all call this
             together; None for one rank with the whole vocabulary. All other arguments but the

@@ -47,7 +47,8 @@ def load_head(
 ):  # fmt: skip
     """Load ROWS rows of an attention head, a matrix [num_rows, HEAD] in memory at `ptr`, from row
     `start`. Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH],
-    [ROWS, REST]); columns beyond HEAD are 0. `stride`: elements from row to row.
+    [ROWS, REST]); the first tile has the first WIDTH columns of the head. Columns beyond HEAD are
+    0. `stride`: elements from row to row.
 
     With EDGE rows beyond num_rows are 0; otherwise all ROWS rows must exist.
     """
@@ -127,12 +128,14 @@ def walk_head(
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Load ROWS rows, from row `start`, of head number `head`, for the inner loop of a kernel.
-    Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]);
-    columns beyond HEAD are 0.
+    Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]),
+    where the first has the first WIDTH columns; columns beyond HEAD are 0.
 
-    Without DESCRIBED `source` is a pointer to a tensor [num_rows, heads, HEAD] with these strides,
-    and with EDGE rows beyond num_rows are 0. With DESCRIBED `source` is a tensor descriptor of a
-    matrix [num_rows, heads x HEAD] with blocks [ROWS, HEAD], and REST must be 0.
+    Without DESCRIBED `source` is a pointer to a tensor [num_rows, heads, HEAD] whose rows are
+    `stride` and whose heads are `head_stride` elements apart; with EDGE rows beyond num_rows are 0,
+    otherwise all ROWS rows must exist. With DESCRIBED `source` is a tensor descriptor of a matrix
+    [num_rows, heads x HEAD] with blocks [ROWS, HEAD]; strides and EDGE are not used, and REST must
+    be 0.
     """
     if DESCRIBED:
         tl.static_assert(REST == 0, "a head of two tiles has no tensor descriptor")
@@ -174,9 +177,10 @@ def add_head(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """Add `values` to a matrix [num_rows, HEAD] in memory at `ptr` (one attention head), in place,
-    from row `start`; rows beyond num_rows and columns beyond HEAD are left out. `values` is a tuple
-    of tiles, ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`:
-    elements from row to row.
+    from row `start` and without atomics (no other program may write these rows at the time); rows
+    beyond num_rows and columns beyond HEAD are left out. `values` is a tuple of tiles,
+    ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`: elements from row
+    to row.
     """
     if REST:
         _add_rows(ptr, start, stride, num_rows, values[0], ROWS, WIDTH, WIDTH)
@@ -199,9 +203,9 @@ def times_factor(values, factor):
 
 @triton.jit
 def dot_heads(a, b, PRECISION: tl.constexpr):
-    """a b^T, summed over the columns of a head: a [rows, head] and b [columns, head] are tuples of
-    one or two tiles of the head's columns; the result is one tile [rows, columns], float32.
-    PRECISION: `input_precision` of `tl.dot`.
+    """a b^T of two matrices a [M, HEAD] and b [N, HEAD] of head vectors, each a tuple of one or two
+    tiles that divide the HEAD columns; the result is one tile [M, N], float32. PRECISION:
+    `input_precision` of `tl.dot`.
     """
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if len(a) == 2:

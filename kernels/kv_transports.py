@@ -42,7 +42,7 @@ class Exchange(Protocol):
         """Send `tensor` to rank + `offset` and start to receive a tensor from rank - `offset`,
         modulo the size. Does not block: `wait` of the result blocks and returns the tensor.
 
-        The received tensor has `shape` and the dtype of `tensor`, which must not change before
+        The received tensor has `shape` and the dtype of `tensor`. Do not write to `tensor` before
         `wait` has returned. Messages on different channels (0 or 1) do not wait for each other.
         """
         ...
@@ -54,8 +54,8 @@ class Exchange(Protocol):
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's sum: over all ranks, the tensors that they hold at index `self.rank` of their
-        `pieces`. `pieces` has one tensor for each rank; they may differ in the size of dimension 0
+        """The sum over all ranks of their `pieces[self.rank]`, where `self.rank` is this rank's
+        number. `pieces`: one tensor for each rank; these may differ in the size of dimension 0
         only. Blocks.
         """
         ...
@@ -63,8 +63,8 @@ class Exchange(Protocol):
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send `pieces[r]` to each rank r. Returns the tensors received, as a list by rank;
-        `shapes` are their shapes, by rank. Blocks.
+        """Send `pieces[r]` to each rank r; all have one dtype. Returns the tensors received, as a
+        list by rank. `shapes`: by rank, the shape of the tensor received from it. Blocks.
         """
         ...
 
@@ -76,9 +76,9 @@ gradients."""
 
 class AttentionCall(NamedTuple):
     """What forward and backward of one call of `sequence_attention` share: which rank has which
-    tokens (`plan`), the communication within this rank's Ulysses group (`inner`) and with other
-    groups (`outer`), how keys and values travel between groups (`transport`), the factor of the
-    scores (`scale`) and their soft cap (`cap`).
+    tokens (`plan`), the communication within this rank's Ulysses group (`inner`; ranks that
+    exchange tokens for heads) and with other groups (`outer`), how keys and values travel between
+    groups (`transport`), the factor of the scores (`scale`) and their soft cap (`cap`).
     """
 
     plan: AttentionPlan
@@ -108,10 +108,10 @@ class ForwardSums(NamedTuple):
     """Log-sum-exp of the scaled scores seen so far, [Hq, Lq] float32 or float64."""
 
     def add(self, call: AttentionCall, kv: torch.Tensor, owner: int | None) -> None:
-        """Merge attention of this rank's queries to the keys and values `kv` [Lk, 2, Hkv, D] into
-        `out` and `lse`, in place. `owner` is the number of the Ulysses group whose tokens they are;
-        None for those of all groups, concatenated. `call`: plan, communication and settings of this
-        attention call.
+        """Merge attention of this rank's queries to the keys and values `kv` [Lk, 2, Hkv, D] (keys
+        first) into `out` and `lse`, in place. `owner` is the number of the Ulysses group whose
+        tokens they are; None for those gathered from all groups, concatenated. `call`: plan,
+        communication and settings of this attention call.
         """
         for work in call.plan.works(call.outer.rank, owner):
             call.plan.block.forward(
@@ -140,9 +140,9 @@ class BackwardSums(NamedTuple):
         grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Backward pass of the attention of this rank's queries to the keys and values `kv`
-        [Lk, 2, Hkv, D]. `owner` is the number of the Ulysses group whose tokens they are; None for
-        those of all groups, concatenated. `call`: plan, communication and settings of this
-        attention call.
+        [Lk, 2, Hkv, D] (keys first). `owner` is the number of the Ulysses group whose tokens they
+        are; None for those gathered from all groups, concatenated. `call`: plan, communication and
+        settings of this attention call.
 
         Adds the gradient of the queries to `grad_q`, in place. Returns the gradient of `kv`, in the
         shape of `kv`; if `grad` is given, the gradient is added to `grad` in place, and `grad` is
@@ -167,8 +167,8 @@ class Transport(Protocol):
     def forward(self, call: AttentionCall, kv: torch.Tensor, sums: ForwardSums) -> None:
         """Merge attention of this rank's queries `sums.q` [Lq, Hq, D] to the keys of all ranks into
         `sums.out` [Lq, Hq, D] and `sums.lse` [Hq, Lq], in place; both begin as those of no keys (0
-        and -inf). `kv` [L, 2, Hkv, D] are this rank's own keys and values; `call` has plan,
-        communication and settings of this attention call. All ranks call it together.
+        and -inf). `kv` [L, 2, Hkv, D] are this rank's own keys and values, keys first; `call` has
+        plan, communication and settings of this attention call. All ranks call it together.
         """
         ...
 
@@ -185,14 +185,15 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class Ring:
     """Ring attention (arXiv:2310.01889), for `sequence_attention`: each rank passes keys and values
-    on to the next rank, and its queries attend to what has arrived, with `overlap` while the next
-    ones are received. `forward` and `backward` are called on all ranks together.
+    on to the next rank, and its queries attend to what has arrived. With `overlap` the next ones
+    are received meanwhile, which needs memory for both; without it every message is waited for.
+    `forward` and `backward` are called on all ranks together.
 
     In the backward pass the gradients of keys and values are passed on too, on a separate channel.
     The last rank whose queries attend to them sends the gradients back to their owner in one
-    message. Within a sliding window only those keys and values are passed on that a query farther
-    on attends to, and each rank sends their gradients to the owner directly, which sends the fewest
-    bytes.
+    message. Within a sliding window a rank passes on only those keys and values that queries of
+    later ranks in the ring attend to, and each rank sends their gradients to the owner directly, to
+    send the fewest bytes.
     """
 
     overlap: bool
@@ -281,7 +282,7 @@ class AllGather:
     reduce-scatter of their gradients. `forward` and `backward` are called on all ranks together.
 
     Within a sliding window each rank is sent only those keys and values that one of its queries
-    attends to, and sends only their gradients back, by all-to-all, which sends the fewest bytes.
+    attends to, and sends only their gradients back. All-to-all does both, with the fewest bytes.
     """
 
     @staticmethod

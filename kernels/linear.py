@@ -47,9 +47,10 @@ _in_parts = False
 
 
 def use_bfloat16x2(chosen: bool) -> None:
-    """Choose how this process multiplies float32 matrices on CPU from now on: True for products of
-    bfloat16 parts (two parts a factor, error of a factor at most 2^-18), several times as fast with
-    AMX; False for float32. Raises `RuntimeError` for True where the processor lacks AVX-512 or
+    """Choose how this process multiplies float32 matrices on CPU from now on. True: each factor is
+    split into the sum of two bfloat16 numbers (relative error at most 2^-18; in backward passes
+    rounded to one), whose products are summed in float32, several times as fast on processors with
+    AMX. False: plain float32. Raises `RuntimeError` for True where the processor lacks AVX-512 or
     torch lacks oneDNN.
     """
     global _in_parts
@@ -59,8 +60,8 @@ def use_bfloat16x2(chosen: bool) -> None:
 
 
 def part_bytes(width: int) -> int:
-    """Bytes of temporary copies that a product takes for one row of `width` float32 numbers, if
-    this process multiplies bfloat16 parts (`use_bfloat16x2`); 0 otherwise.
+    """Bytes of temporary copies that `product` makes for each row of `width` float32 numbers of its
+    factors, if this process splits factors into bfloat16 numbers (`use_bfloat16x2`); 0 otherwise.
     """
     return 12 * width if _in_parts else 0
 
@@ -118,7 +119,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N], for gradients. If this
     process multiplies bfloat16 parts (`use_bfloat16x2`), factors are rounded to bfloat16 once,
-    which is faster and less exact than `product`; otherwise it is the same.
+    which is faster and less exact than `product`; otherwise this is `product`.
     """
     if not (_in_parts and onednn_supports(a)):
         return product(a, b)

@@ -52,10 +52,11 @@ tiles."""
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This tensor-parallel rank's part of the vocabulary: it holds the rows of the output head [V,
-    H] from `first` on. `rows` is the number of rows of the largest part, `rank` and `size` are this
-    rank's number and the number of ranks that together hold all V rows; `reduce_max` and
-    `reduce_sum` all-reduce a tensor over these ranks in place and return it.
+    """This tensor-parallel rank's part of the vocabulary: consecutive rows of the output head
+    [V, H], from row `first` on, as many as the rank's weight tensor has. Parts may differ in size
+    and may be empty; `rows` is the number of rows of the largest. `rank` and `size` are this rank's
+    number and the number of ranks that together hold all V rows; `reduce_max` and `reduce_sum`
+    all-reduce a tensor over these ranks in place and return it.
     """
 
     first: int
@@ -94,10 +95,11 @@ def token_chunks(
     counts this rank's rows.
 
     Returns the chunks as slices of the T tokens, and an uninitialised buffer
-    [tokens of the largest chunk, V] for the logits of one chunk, in the dtype of `hidden`. `copies`
-    tensors of the buffer's size have at most 64 MiB on CPU and 512 MiB on GPUs (`CHUNK_BYTES`)
-    together. The slices are the same on all ranks that share the vocabulary. Their lengths differ
-    by at most one token; on GPUs by 128 tokens, and the last chunk may be shorter.
+    [tokens of the largest chunk, V] for the logits of one chunk, in the dtype of `hidden`. Chunks
+    have at least one token, and otherwise so few that `copies` (1 or more) tensors like the buffer
+    together take at most 64 MiB on CPU and 512 MiB on GPUs (`CHUNK_BYTES`). Lengths differ by at
+    most one token; on GPUs, if 128 tokens fit, they are multiples of 128 but for the last. The
+    slices are the same on all ranks that share the vocabulary.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
@@ -187,10 +189,11 @@ def row_statistics(
 
         m = max z        s = sum e^(z-m)        t = sum (z-m) e^(z-m)        z[target] - m
 
-    `logits` [C, V of this rank] are not changed; on a rank without words they may be any tensor
-    without elements. `targets` [C] int64 are ids of the whole vocabulary; one outside of it fails
-    an assertion (on GPUs later). With `shard` all ranks that share the vocabulary must call this
-    together, since it does all-reduces; None stands for one rank with all words.
+    `logits` [C, V of this rank] are not changed; on a rank whose part of the vocabulary is empty,
+    `logits` may be any tensor without elements. `targets` [C] int64 are ids of the whole
+    vocabulary; an id outside of it fails an assertion, which on GPUs is raised at a later CUDA
+    call. With `shard` all ranks that share the vocabulary must call this together, since it does
+    all-reduces; None stands for one rank with the whole vocabulary.
     """
     first, num_rows = shard.first if shard else 0, logits.shape[1] if logits.numel() else 0
     if num_rows or not len(targets):
@@ -294,7 +297,8 @@ def linear_logprobs(
     Args:
         hidden: [T, H] hidden states of the last layer, each at the place that predicts its target.
         weight: [V, H] output head, same dtype; with `shard` this rank's rows.
-        targets: [T] int64 ids of the whole vocabulary; others fail an assertion (on GPUs later).
+        targets: [T] int64 ids of the whole vocabulary; other ids fail an assertion, which on GPUs
+            is raised at a later CUDA call.
         temperature: divisor of the logits, above 0.
         shard: this rank's part of a vocabulary that is split over ranks, which must all call this
             together; None for one rank with the whole vocabulary. All arguments but `weight` and

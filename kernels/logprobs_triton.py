@@ -136,7 +136,8 @@ def gradient_(
     grad_entropy: torch.Tensor,
 ) -> None:
     """Second pass over a chunk of C tokens on a GPU: replace `logits` [C, V], in place, by their
-    gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature.
+    gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature, where p = softmax(z), z = logits
+    / temperature, and 1[y] is 1 at the target y, else 0.
 
     `logits` have not been divided by the temperature, and belong to the vocabulary's rows `first`
     to `first` + V. All other tensors are [C]: `targets` int64 (y) are ids of the whole vocabulary;

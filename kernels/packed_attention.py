@@ -160,9 +160,11 @@ def varlen_kernel(
 
 @functools.cache
 def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """Which attention is used for tensors of this dtype and device where the recipe has
-    `training.attention: auto`: (the backend, "flash_attn" or "torch"; the reason in words for the
-    log). If FlashAttention-4 could be used, it is tried on the device first.
+    """Which attention is used for tensors of this dtype and device where the recipe (YAML
+    configuration of the run) has `training.attention: auto`: (the backend, "flash_attn" or "torch";
+    the reason in words for the log). It is "flash_attn" if FlashAttention-4 is installed, supports
+    the GPU and dtype, and passes a comparison with the reference, which the first call makes on the
+    device; otherwise "torch".
     """
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
@@ -182,8 +184,8 @@ def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[Packe
 def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
     """What is wrong with the installed package flash-attn on this GPU, as one line of text; "" if
     nothing is. A small attention problem (8 query heads, 2 KV heads, width 128) is computed with it
-    and compared with the reference. Where something is wrong, torch's own kernel is made the active
-    one again.
+    and compared with the reference. Using flash-attn replaces torch's own flash attention kernel in
+    this process; where something is wrong, torch's kernel is restored.
     """
     from torch.nn.attention import restore_flash_attention_impl
 
@@ -233,8 +235,9 @@ def prove_varlen(
     and returns the output [T, Hq, D]. Raises `RuntimeError` if they differ by more than rounding. A
     comparison that passed is not repeated in this process.
 
-    The gradients are computed at once, so the first call for given heads must not be inside
-    gradient checkpointing, where autograd would begin to recompute the layer that is not finished.
+    The comparison runs a backward pass. The first call for given heads must therefore be outside of
+    a checkpointed layer: gradient checkpointing would take this backward pass for the layer's own
+    and recompute the unfinished layer.
     """
     draw = torch.Generator().manual_seed(0)
     total = sum(TRIED_LENGTHS)

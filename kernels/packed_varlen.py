@@ -81,8 +81,8 @@ def has_module(name: str) -> bool:
 
 def provider(capability: tuple[int, int]) -> str:
     """Which installed package computes attention on a GPU of this (major, minor) compute capability
-    where the recipe has `training.attention: flash_attn`: "FA4" (FlashAttention-4), "FA2"
-    (FlashAttention-2), or "" if none is installed that can.
+    where the recipe (YAML configuration of the run) has `training.attention: flash_attn`: "FA4"
+    (FlashAttention-4), "FA2" (FlashAttention-2), or "" if none is installed that can.
     """
     if capability[0] in CAPABILITIES and has_module("flash_attn.cute"):
         return "FA4"

@@ -137,9 +137,11 @@ def _add(
 
 
 class PieceBlock:
-    """Attention of some queries to some keys through a ready-made attention kernel, `operator`, one
-    call for each region of queries and keys or batch of small regions. `prepare` makes the list of
-    calls from positions; `forward` and `backward` add to results over other keys in place.
+    """Attention of some queries to some keys through a ready-made attention kernel,
+    `PieceBlock(operator)`. Queries and keys are split into regions (a range of queries and a range
+    of keys) that need no mask or a small one; the kernel is called once for each region or batch of
+    small regions. `prepare` makes the list of calls from positions; `forward` and `backward` add to
+    results over other keys in place.
     """
 
     def __init__(self, operator: Operator) -> None:

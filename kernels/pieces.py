@@ -45,8 +45,8 @@ class MaskRegion:
     """A region of an attention problem: queries [q0, q1) and keys [k0, k1), numbered in the order
     of their positions, and which of the keys the queries attend to: `kind` "full" (all), "causal"
     (lower triangle), "stairs" or "band start" (from each query's first to its last key, by an
-    explicit mask), or "edges" (like "stairs", without the keys [g0, g1) of `gap`, which belong to
-    another region).
+    explicit mask; "band start" is the beginning of sliding windows), or "edges" (like "stairs",
+    without the keys [g0, g1) of `gap`, which belong to another region).
     """
 
     q0: int
@@ -100,7 +100,7 @@ class KernelCall:
     (`queries`) and of k and v (`keys`) it takes, as slices or as indices [B, n] for a batch, and
     its mask (`causal`, or `mask` [B, 1, n or 1, m] float32 added to the scores). It computes one
     region of queries and keys, or a batch of regions that are padded to one shape; `real` are the
-    indices of the queries that are no padding.
+    indices in the flattened `queries` that are no padding, None if there is none.
     """
 
     queries: slice | torch.Tensor

@@ -150,8 +150,8 @@ def sequence_attention(
             0, which all its queries see. It is not scaled or capped. None for no sinks.
 
     Raises:
-        ValueError: the block kernel has no soft cap or lacks the dtype; there is no such transport;
-            or shapes, exchanges or numbers of heads do not match the plan.
+        ValueError: the block kernel has no soft cap or lacks the dtype or head width; there is no
+            such transport; or shapes, exchanges or numbers of heads do not match the plan.
     """
     if transport not in TRANSPORTS:
         raise ValueError(

@@ -117,8 +117,8 @@ def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
 def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
     """Tile sizes and launch options of the three attention kernels, {"forward", "grad_keys",
     "grad_queries": `Tile`}, for queries and keys of `dtype` on `device` with heads of `width`
-    columns. Widths above 256 raise `ValueError`. For a device that is no GPU they are those for 227
-    KB of shared memory (H100).
+    columns. Widths above 256 raise `ValueError`. For a device that is no GPU the sizes are those of
+    an H100 (227 KB of shared memory).
     """
     shared_memory = 227 * 1024
     if device.type == "cuda":
@@ -163,15 +163,16 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visits(
     queries: Positions, keys: Positions, rows: int, columns: int, by_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each tile of `rows` queries, the tiles of `columns` keys that it attends to. With
-    `by_keys` the other way round: for each tile of `rows` keys, the tiles of `columns` queries that
+    """For each tile of `rows` queries, which tiles of `columns` keys its queries attend to. With
+    `by_keys` the other way round: for each tile of `rows` keys, which tiles of `columns` queries
     attend to it. `queries` and `keys` say which key positions each query attends to.
 
-    Returns two CPU tensors (work [R, 5], runs [N, 2]), int32. A row of `work` is one tile: its
-    number; then two pairs (begin, end) of indices into `runs`: the tiles that the tile attends to
-    completely (no mask needed), and those that it attends to in part. A row of `runs` is a run of
-    neighbouring tiles: first tile, last tile + 1. The tile with the most work comes first, and
-    tiles without work are left out.
+    Returns two CPU tensors (work [R, 5], runs [N, 2]), int32. Each of the R rows of `work` is one
+    tile: its number; then two pairs (begin, end) of indices into `runs`: first for the tiles of the
+    other side of which all pairs of query and key are attended (no mask needed), then for those
+    with some such pairs. Each of the N rows of `runs` is a run of neighbouring tiles of the other
+    side: first tile, last tile + 1. The tile with the most work comes first, and tiles without work
+    are left out.
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (
@@ -199,8 +200,8 @@ def visits(
 @dataclass(frozen=True)
 class TileWork:
     """The work list of Triton attention for one set of queries and one set of keys: their positions
-    on the GPU, and by `visits` which tiles of queries and keys are computed. It is made once for a
-    micro-batch with `TileWork.of(queries, keys, device)`, and every layer uses it.
+    on the GPU, and the method `visits`, which lists the tiles of queries and keys to compute. It is
+    made once for a micro-batch with `TileWork.of(queries, keys, device)`, and every layer uses it.
     """
 
     queries: Positions
@@ -238,9 +239,9 @@ class TileWork:
         runs [N, 2]) int32 on the device. `by_keys`: tiles of keys visit tiles of queries; otherwise
         tiles of queries visit tiles of keys.
 
-        A row of `work`: number of the tile, (begin, end) in `runs` of the tiles visited completely,
-        (begin, end) in `runs` of those visited in part. A row of `runs`: first tile, last tile + 1.
-        Computed at the first call for these sizes, then kept.
+        A row of `work`: number of the tile, (begin, end) in `runs` of the tiles visited without a
+        mask, (begin, end) in `runs` of those visited with one. A row of `runs`: first tile, last
+        tile + 1. Computed at the first call for these sizes, then kept.
         """
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:

@@ -39,8 +39,8 @@ def needed_heads(num_heads: int, size: int, rank: int) -> slice:
     """The attention heads, of `num_heads` in all, that rank number `rank` of a Ulysses group of
     `size` ranks computes.
 
-    Heads are divided evenly over the ranks. With fewer heads than ranks, several ranks compute the
-    same head.
+    One of `num_heads` and `size` must divide the other. Heads are divided evenly over the ranks.
+    With fewer heads than ranks, several ranks compute the same head.
     """
     first = rank * num_heads // size
     return slice(first, first + max(1, num_heads // size))

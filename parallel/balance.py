@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 ATTENTION_TOKENS = 4096.0
-"""Sequence length at which attention costs about as much per token as the linear layers."""
+"""Number of keys to which attention costs a token about as much as its linear layers."""
 
 MOST_BOUNDED = 16
 """`rows` first computes how many packed sequences are needed at least, from the samples of which at
@@ -27,7 +27,8 @@ Work = Callable[[int], float]
 
 def attention_work(length: int) -> float:
     """Relative cost of a sample of `length` tokens with full causal attention: linear layers plus
-    attention. The unit is the cost of the linear layers for one token.
+    attention. The unit is the cost of the linear layers for one token. For every model, attention
+    of a token to 4096 keys is taken to cost as much as that.
     """
     return length + length * length / (2 * ATTENTION_TOKENS)
 

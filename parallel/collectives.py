@@ -36,10 +36,11 @@ still waits is reported: at the deadline torch ends the process on GPUs."""
 
 
 def waits(doing: str, axis: Axis) -> Span:
-    """A context manager to put around a collective operation of this rank. If the operation lasts
-    long, its name (`doing`, such as "all-reduce") and the ranks of `axis` (a group of ranks that
-    communicate) are written to the run's activity trace; shortly before the deadline of the axis
-    they are reported.
+    """A context manager to put around a collective operation of this rank. An operation that lasts
+    longer than a second is written to this process's activity trace, with its name (`doing`, such
+    as "all-reduce") and the ranks of `axis` (a group of ranks that communicate). If it still waits
+    shortly before the timeout of the axis, a report with the stacks of all processes is written to
+    RUN/waits-TIME.txt. Without a trace nothing is written.
     """
     deadline_s = max(axis.timeout_s - EARLIER_S, 0.9 * axis.timeout_s)
     what = f"{doing} over {axis.name}"
@@ -121,8 +122,9 @@ def on_first(work: Callable[[], object], axis: Axis) -> str:
 
 
 def barrier(axis: Axis) -> None:
-    """Block until every rank of `axis` (a group of ranks that communicate) has called this. The
-    deadline is the timeout of the axis's process group.
+    """Block until every rank of `axis` (a group of ranks that communicate) has called this. After
+    the timeout of the axis's process group the call raises an exception on CPU; with NCCL torch
+    ends the process.
     """
     if axis.size > 1:
         with waits("barrier", axis):
@@ -153,8 +155,8 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
 
 
 def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """The key-value store by which the ranks of this job have found each other, for what a rank may
-    wait for longer than for a collective.
+    """torch.distributed's key-value store, by which the ranks of this job have found each other.
+    Ranks can poll it for hours, whereas a collective has a timeout. Fails before `initialise`.
     """
     # torch has no public name for it.
     return dist.distributed_c10d._get_default_store()

@@ -84,8 +84,8 @@ class RingExchange:
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's sum: over all ranks, the tensors that they hold at index `self.rank` of their
-        `pieces`. `pieces` has one tensor for each rank; they may differ in the size of dimension 0
+        """The sum over all ranks of their `pieces[self.rank]`, where `self.rank` is this rank's
+        number. `pieces`: one tensor for each rank; these may differ in the size of dimension 0
         only. Blocks.
         """
         if self.size == 1:
@@ -104,7 +104,7 @@ class RingExchange:
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Send `pieces[r]` to each rank r; all have one dtype. Returns the tensors received, as a
-        list by rank; `shapes` are their shapes, by rank. Blocks.
+        list by rank. `shapes`: by rank, the shape of the tensor received from it. Blocks.
         """
         if self.size == 1:
             return [pieces[0]]

@@ -31,7 +31,7 @@ def number(name: str, default: int, *, low: int = 0, high: int = LARGEST) -> int
 
 def num_ranks() -> int:
     """Number of ranks of this run, from the environment variable WORLD_SIZE; 1 if it is not set.
-    Raises `ValueError` if it is no number.
+    Raises `ValueError` if it is no number above 0.
     """
     return number("WORLD_SIZE", 1, low=1)
 
@@ -52,15 +52,17 @@ def local_rank() -> int:
 
 def ranks_per_host() -> int:
     """Number of ranks on this host, from the environment variable LOCAL_WORLD_SIZE; the number of
-    all ranks if it is not set. Raises `ValueError` if it is no number.
+    all ranks if it is not set. Raises `ValueError` if it is no number above 0.
     """
     return number("LOCAL_WORLD_SIZE", num_ranks(), low=1)
 
 
 def refuse_wrong() -> None:
     """Check the environment variables that a launcher sets (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises `ValueError`, with what to do, unless they
-    fit each other; without a launcher they do.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises `ValueError`, with what to do, for a value
+    that is no number in its range, if WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE, or if RANK,
+    MASTER_ADDR or MASTER_PORT is missing with several ranks. Without a launcher nothing is set,
+    which is allowed.
     """
     size, here = num_ranks(), ranks_per_host()
     number("RANK", 0, high=size - 1)
@@ -91,7 +93,8 @@ def free_port() -> int:
 
     The server often starts seconds later. The kernel gives ports of its own range (32,768 and up by
     default) to connections and to servers that name no port; one of those could be taken by then.
-    So the port is drawn at random from 20,000 to the beginning of that range.
+    So the port is drawn at random from 20,000 to the beginning of that range; after 50 draws
+    without a free one, the kernel chooses the port.
     """
     try:
         below = int(KERNELS.read_text().split()[0])

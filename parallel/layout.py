@@ -75,9 +75,9 @@ class Layout:
 
 
 def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
-    """Check that `ranks`, on which the model of the recipe's section `name` is placed, are
-    different ranks of a job of `num_ranks` ranks, ascending and as many as `layout` needs. Raises
-    `ValueError`, with what to set, if not.
+    """Check that `ranks`, on which the model of section `name` of the recipe (a run's YAML
+    configuration) is placed, are different ranks of a job of `num_ranks` ranks, ascending and as
+    many as `layout` needs. Raises `ValueError`, with what to set, if not.
     """
     if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
         raise ValueError(

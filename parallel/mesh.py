@@ -46,7 +46,8 @@ class Axis:
 
 class ProcessMesh:
     """The process groups of a layout (degrees of data, sequence and tensor parallelism) as `Axis`
-    objects of this process, one attribute for each use. As a context manager it destroys its
+    objects of this process, one attribute for each use. All ranks of the job make it together, as
+    `ProcessMesh(layout)`, also ranks outside of the mesh. As a context manager it destroys its
     process groups at the end.
 
     * `data`: ranks with different samples

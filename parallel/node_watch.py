@@ -64,11 +64,12 @@ def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class NodeWatch:
-    """Watch over the nodes of a job, one object in the torchrun agent of each node, so that a node
-    does not wait for one that is gone. Threads write signs of life to torchrun's store and look for
-    those of the other agents. Where they are missing, or the ranks of another node have failed,
-    `problem` tells the agent why it is to end; if the agent does not ask, a thread ends it by
-    force.
+    """Watch over the nodes of a job, one object in the torchrun agent (the process that starts a
+    node's ranks) of each node, so that a node does not wait for one that is gone. Threads write
+    signs of life to torchrun's store; node 0 looks for those of all others, and the others for
+    those of node 0. Where signs of life are missing, or another node's ranks have failed, `problem`
+    tells this agent why it is to end. If the agent does not call `problem` within 5 s, or does not
+    end in time, a thread ends it by force.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class NodeWatch:
 
     def leave(self, code: int) -> None:
         """Tell the other nodes that the ranks of this node have ended, with the exit code `code`,
-        so that they do not miss this node any more. Blocks for at most 5 s, and 4 s longer on node
-        0 where its ranks have failed, since the others ask node 0's store.
+        so that they do not miss this node any more. Blocks for at most 5 s. On node 0, whose agent
+        serves the store, it blocks 4 s longer for a `code` other than 0, so that the other nodes
+        can read the code.
         """
         self._ended = END * (1 + code)
         self._leaves.set()

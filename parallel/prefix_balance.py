@@ -33,8 +33,8 @@ class FamilyBalance:
     where a prefix that samples of one packed sequence have in common is computed once. Made from
     the length and shareable prefixes of each sample, `FamilyBalance(sizes)`.
 
-    A unit is a number of consecutive samples that stay together (usually 1). A family is the units
-    with the same shareable tokens, as the responses to one prompt.
+    A unit is `together` (an argument, by default 1) consecutive samples that stay together. A
+    family is the units with the same shareable tokens, as the responses to one prompt.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class FamilyBalance:
     def split(self, parts: int, budget: int) -> list[list[int]]:
         """Assign all units to `parts` ranks, with about even work in the packed sequences of at
         most `budget` tokens that they are computed in. A unit is some consecutive samples that stay
-        together (usually one). Samples with a common prefix are divided over ranks as little as
-        that allows: each division computes their prefix once more.
+        together (usually one). Samples with a common prefix are divided over several ranks only
+        where even work or `budget` requires it, since each of these ranks computes the prefix once
+        more.
 
         Returns for each rank the ascending numbers of its units.
         """

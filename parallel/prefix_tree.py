@@ -199,7 +199,8 @@ def documents(
 def families(sizes: Sequence[Size], members: Iterable[int]) -> list[list[int]]:
     """Group the samples `members` (indices into `sizes`): those of a group have the same shareable
     tokens (`Size.family`), as the responses to one prompt have. A sample without shareable tokens
-    is a group of its own. Returns the indices of each group, in the order of the first one.
+    is a group of its own. Returns the indices of each group; groups are in the order of their first
+    samples.
     """
     found: dict[Hashable, list[int]] = {}
     for n in members:

@@ -18,10 +18,11 @@ from megarl.parallel.mesh import Axis
 
 
 class Redistribution:
-    """Exchanges per-token values of samples among the ranks of an axis. It is made, with the same
-    arguments on every rank and without communication, from the lengths of the samples, the ranks
-    that have each sample and the ranks that want it; from these it decides who sends what to whom.
-    All ranks then call `move` together, once for each kind of values.
+    """Exchanges per-token values of samples among the ranks of an axis. `Redistribution(lengths,
+    sources, targets, axis)` decides who sends what to whom, without communication: `lengths` is the
+    number of tokens of each sample, `sources` and `targets` are for each sample the ranks (indices
+    on `axis`) that have it and that want it. Arguments are the same on every rank. All ranks then
+    call `move` together, once for each kind of values.
     """
 
     def __init__(

@@ -28,19 +28,20 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split a packed sequence over `size` = P ranks into P equal parts; rank r gets part r. Over
-    one document the last rank has the most causal attention to compute. `starts` [D + 1]: first
-    position of each document, then the length. Returns for each rank its positions [L_r] int64.
+    """Split a packed sequence over `size` = P ranks into P parts of lengths that differ by at most
+    one token; rank r gets part r. Over one document the last rank has the most causal attention to
+    compute. `starts` [D + 1]: first position of each document, then the length. Returns for each
+    rank its positions [L_r] int64.
     """
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split a packed sequence over `size` = P ranks into 2 P equal parts; rank r gets parts r and 2
-    P - 1 - r. The causal attention of a single document is then divided evenly. `starts` [D + 1]:
-    first position of each document, then the length. Returns for each rank its positions [L_r]
-    int64.
+    """Split a packed sequence over `size` = P ranks into 2 P parts of lengths that differ by at
+    most one token; rank r gets parts r and 2 P - 1 - r. The causal attention of a single document
+    is then divided evenly. `starts` [D + 1]: first position of each document, then the length.
+    Returns for each rank its positions [L_r] int64.
     """
     edges = _edges(0, starts[-1], 2 * size)
     pieces = [torch.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
@@ -48,11 +49,11 @@ def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split a packed sequence over `size` = P ranks, each document by itself into 2 P equal parts,
-    of which a rank gets one from the front and one from the back: ranks get about the same amount
-    of causal attention for documents of any lengths. `starts` [D + 1]: first position of each
-    document, then the length. Returns for each rank its positions [L_r] int64, document after
-    document.
+    """Split a packed sequence over `size` = P ranks, each document by itself into 2 P parts of
+    lengths that differ by at most one token. Of these a rank gets one from the front and the
+    matching one from the back, so that ranks get about the same amount of causal attention for
+    documents of any lengths. `starts` [D + 1]: first position of each document, then the length.
+    Returns for each rank its positions [L_r] int64, document after document.
     """
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
@@ -67,10 +68,10 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def striped(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Split a packed sequence over `size` = P ranks: rank r gets tokens r, r + P, r + 2 P, ... That
-    is even for any documents, but no two neighbouring tokens are on the same rank. `starts`
-    [D + 1]: first position of each document, then the length. Returns for each rank its positions
-    [L_r] int64.
+    """Split a packed sequence over `size` = P ranks: rank r gets tokens r, r + P, r + 2 P, ...
+    Causal attention is then divided evenly for documents of any lengths, but no two neighbouring
+    tokens are on the same rank. `starts` [D + 1]: first position of each document, then the length.
+    Returns for each rank its positions [L_r] int64.
     """
     return [torch.arange(starts[-1])[rank::size] for rank in range(size)]
 
@@ -112,9 +113,9 @@ def imbalance(
     the mean work of all ranks; 1.0 is the best.
 
     `starts` [D + 1]: first position of every document, then the length T. `indices`: for each rank
-    its positions [L_r] int64. With `linear` the work of the linear layers counts too, otherwise
-    only attention. `seen` [T]: number of keys that each token attends to, by default those before
-    it in its document and itself.
+    its positions [L_r] int64. With `linear` the work of the linear layers counts too, for each
+    token as much as attention to 4096 keys; otherwise only attention. `seen` [T]: number of keys
+    that each token attends to, by default those before it in its document and itself.
     """
     seen = keys_seen(starts) if seen is None else seen
     work = [
@@ -131,12 +132,13 @@ def cut(
     seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Split a packed sequence over `size` ranks: for each rank its positions [L_r] int64, in the
-    order in which the rank keeps them. Every rank computes the same.
+    order in which the rank's tensors have the tokens. Every rank computes the same.
 
-    `starts` [D + 1]: first position of every document, then the length T. `how` is a name in `CUTS`
-    ("contiguous", "zigzag", "zigzag_document", "striped"), or "auto" for the split of `CANDIDATES`
-    with the most even work. `seen` [T]: number of keys that each token attends to, where documents
-    continue others; by default those before it in its document and itself.
+    `starts` [D + 1]: first position of every document, then the length T. `how`: "contiguous",
+    "zigzag", "zigzag_document" or "striped" (`CUTS`), or "auto" for the split with the most even
+    work of the first three, the earlier one if the difference is below 0.5 %. `seen` [T]: number of
+    keys that each token attends to, where documents continue others; by default those before it in
+    its document and itself.
     """
     edges = [int(edge) for edge in starts]
     if how != "auto":

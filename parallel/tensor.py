@@ -176,13 +176,13 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Embedding of which each rank has some tokens: token ids [...] int64 -> embeddings [..., K],
-    the same on all ranks of `axis`. `weight` [V / t, K] are this rank's rows, for the token ids
-    from `first` on.
+    """Embedding whose vocabulary is split over the ranks: token ids [...] int64 -> embeddings
+    [..., K], the same on all ranks of `axis`. `weight` [V / t, K] are this rank's rows, for the
+    token ids from `first` on.
 
     Each rank looks up its own tokens, and results are summed. Token id `padding` (of the whole
     vocabulary), if given, gets no gradient, as in `torch.nn.Embedding`. Embeddings are multiplied
-    by `scale`, rounded to their dtype.
+    by `scale`, which is rounded to their dtype first.
     """
 
     def __init__(

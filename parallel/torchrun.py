@@ -191,8 +191,8 @@ def read_options(arguments: list[str]) -> Namespace:
 def meet_at_files(options: Namespace, folder: Path) -> None:
     """Change `options`, as `read_options` returns them, in place, so that the agent and its ranks
     meet at files in the private folder `folder` (absolute path) and open no TCP port. Also sets
-    environment variables that the ranks inherit. Does nothing where `options` ask for several
-    nodes.
+    environment variables that the ranks inherit, so that the ranks use a file store too. Does
+    nothing where `options` ask for several nodes.
     """
     if parse_min_max_nnodes(options.nnodes)[1] > 1:
         return
@@ -215,7 +215,8 @@ def exit_code(found: int) -> int:
 def command(arguments: list[str]) -> int:
     """The command `megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that
     torchrun's OPTIONS ask for, and wait for them. `arguments`: the words after `megarl torchrun`.
-    Returns the exit code. Raises `UserError` without a COMMAND that runs on several ranks.
+    Returns the exit code. Raises `UserError` if none of the COMMANDs that run on several ranks
+    (train, distill, sft, preference, reward-model, replay) is among `arguments`.
     """
     commands = [index for index, word in enumerate(arguments) if word in TRAINS]
     if not commands:

@@ -155,8 +155,8 @@ class Owned:
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:
-    """The elements [start, stop) of a box, counted row by row, as at most three rectangles:
-    [(rectangle, index of its first element in that count)].
+    """Elements number `start` to `stop` - 1 of a box, counted row by row from 0, as at most three
+    rectangles: [(rectangle, number of its first element)].
     """
     start, stop, width = max(start, 0), min(stop, box.area), box.columns
     made = []

@@ -22,9 +22,9 @@ def training_owned(
     in its flat buffers, one buffer for each tensor and of the same name.
 
     `shapes`: {tensor: whole shape}. `shards`: {tensor: `Shard`, the dimension and indices at which
-    tensor-parallel ranks split it}; others are whole on every rank. Under `zero_stage` 3 buffers
-    are sliced over data x sequence; below that each of these ranks has all. Raises `ValueError` for
-    a tensor that is split along another dimension than the first, or the last of two.
+    tensor-parallel ranks split it}; others are whole on every rank. With `zero_stage` 3 each buffer
+    is sliced over the data x sequence ranks; with a lower stage each of these ranks has the whole
+    buffer. Raises `ValueError` for a split tensor of more than two dimensions.
     """
     whole_ranks = []
     for rank in range(layout.tensor):
@@ -46,8 +46,8 @@ def training_owned(
 def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:
     """The rectangle of tensor `name` (whole shape `shape`) that tensor-parallel rank `rank` has.
     `shard`: the dimension and indices at which the ranks split the tensor; None where each has all
-    of it. Raises `ValueError` where such a part is no rectangle of the tensor as a matrix (rows:
-    dimension 0; columns: all others flattened).
+    of it. Raises `ValueError` for a split tensor of more than two dimensions. Rows are dimension 0;
+    columns are all other dimensions flattened.
     """
     box = matrix(shape)
     if shard is None:

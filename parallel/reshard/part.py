@@ -18,9 +18,10 @@ from megarl.parallel.reshard.plan import Copy, deal, fixed_choice, grain_of, nee
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which tensors of a model lie alike on all ranks of both sides of a resharding, as the same
-    weight of each layer does, so that the plan for one of them stands for all: `like` is {tensor:
-    the tensor that stands for it}, `buffers` {tensor: its buffer on the destination ranks}.
+    """Which tensors of a model are split in the same way over the source and the destination ranks
+    of a resharding, as the same weight of each layer is, so that the plan for one of them, their
+    representative, holds for all. `like` is {tensor: its representative}, `buffers` {tensor: its
+    buffer on the destination ranks}.
     """
 
     like: Mapping[str, str]
@@ -45,8 +46,8 @@ class _Template:
     @cached_property
     def open(self) -> list[tuple[int, int, list[int]]]:
         """The rectangles of one tensor for one destination rank that more than one source rank
-        could send: [(number of the rectangle in this object's list, its elements, source ranks that
-        have it)].
+        could send: [(index of the rectangle in `regions`, its elements, source ranks that have
+        it)].
         """
         return [
             (number, box.area, [source for source, _ in candidates])
@@ -56,9 +57,9 @@ class _Template:
 
     @cached_property
     def by_source(self) -> dict[int, list[tuple[int, int]]]:
-        """The rectangles of one tensor for one destination rank that only one source rank can send,
-        or that lie in the destination's own memory: {source rank: [(number of the rectangle in this
-        object's list, index of the source among those that have it)]}.
+        """The rectangles of one tensor for one destination rank whose source is certain: the only
+        source rank that has it, or the one that shares the destination's memory. {source rank:
+        [(index of the rectangle in `regions`, index of the source among the ranks that have it)]}.
         """
         found: dict[int, list[tuple[int, int]]] = {}
         for number, index in enumerate(self.fixed):
@@ -69,8 +70,8 @@ class _Template:
 
     @cached_property
     def load(self) -> dict[int, int]:
-        """{source rank: number of elements} of one tensor for one destination rank that only this
-        source can send and that do not lie in the destination's own memory.
+        """{source rank: number of elements} of one tensor that a destination rank can get from this
+        source alone. A source that shares the destination's memory is left out.
         """
         return {
             source: sum(self.regions[number][1].area for number, _ in found)
@@ -83,7 +84,7 @@ class PlanPart:
     """The copies that one rank sends (`of_source`) or receives (`of_destination`) in a resharding,
     computed without making those of the other ranks. They equal that rank's copies of `make_plan`
     for the whole model. Made from the rectangles that source ranks have and destination ranks need
-    of some tensors, and from `Kinds`, which says for which others each of them stands.
+    of some tensors, and from `Kinds`, which names the tensors that each of these represents.
     """
 
     def __init__(

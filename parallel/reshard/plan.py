@@ -122,9 +122,9 @@ def make_plan(
 
     `sources` and `destinations`: by rank, which rectangles of which tensors lie where in the rank's
     buffers. `local`: {destination rank: source rank in the same memory}. Raises `ValueError`, with
-    the name of the tensor or buffer, where no source has what a destination needs, where sources
-    own overlapping rectangles of a tensor, or where a destination's pieces do not fill its buffers
-    exactly.
+    the name of the tensor or buffer, where no source has what a destination needs, where the
+    sources' rectangles of a tensor overlap or leave gaps, or where a destination's pieces do not
+    fill its buffers exactly.
     """
     local = local or {}
     elements = sum(sum(owned.sizes.values()) for owned in destinations)
@@ -189,8 +189,8 @@ def regions_of(
 
     `boxes`: what sources own of this tensor, one entry of `holders_of`. `here`: the source rank in
     the destination's memory, or None. `grain`: elements above which a rectangle that several
-    sources have is split into bands of rows. Raises `ValueError` where sources do not cover the
-    piece.
+    sources have, but not `here`, is split into bands of rows. Raises `ValueError` where sources do
+    not cover the piece.
     """
     made: list[Region] = []
     for box, candidates in boxes.items():
@@ -215,10 +215,12 @@ def needed(
     local: Mapping[int, int],
     grain: int,
 ) -> Iterator[tuple[int, Piece, list[Region]]]:
-    """What the destinations need, piece by piece: (destination rank, its piece, a rectangle of a
+    """What the destinations need, piece by piece: (destination rank; its piece, a rectangle of a
     tensor with its place in a buffer; the piece split by `regions_of` into rectangles with the
     sources that have each). Padding is left out. `local`: {destination rank: source rank in the
-    same memory}. Raises `ValueError` as `make_plan`.
+    same memory}; `grain` as in `regions_of`. Raises `ValueError` where the sources' rectangles of a
+    tensor overlap or leave gaps, where no source has a piece, or where pieces do not fill a
+    destination's buffers exactly.
     """
     holders = holders_of(sources)
     # Engines need the same boxes; the regions of each are computed once.
