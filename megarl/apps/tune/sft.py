@@ -8,7 +8,7 @@ response tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class SftTask(Task):
     """
 
     def __init__(self, context: RunContext, inputs: RunInputs) -> None:
-        config, rows = context.config, inputs.held_out_rows
+        config, rows = cast("SftConfig", context.config), inputs.held_out_rows
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         super().__init__(role, inputs.rows, config.training.max_skipped_steps)
         self._held_out = list[Samples]()
