@@ -36,13 +36,24 @@ ROW_SUM_ROWS = 32
 
 
 class TritonBlock:
-    """Attention of some queries to some keys by Triton kernels on a GPU, in float32, float16 or
-    bfloat16, with head widths up to 256. The default on GPUs. `prepare` makes a work list from
-    positions; `forward` and `backward` add to results over other keys in place.
+    """Attention of Lq queries to Lk keys by Triton kernels on a GPU, merged into the results over
+    other keys. The default on GPUs. Shapes: queries [Lq, Hq, D], keys and values [Lk, Hkv, D],
+    where Hkv divides Hq and D is the head width, up to 256. They are all float32, all float16 or
+    all bfloat16.
 
-    16-bit products are summed in float32; float32 products are exact (no TF32) and slow. `forward`
-    and `backward` raise `ValueError` for other dtypes, larger heads, and scales or soft caps that
-    are not positive.
+    `prepare` makes a work list from the positions of queries and keys: which tiles of queries
+    attend to which tiles of keys. It is called once for a micro-batch, and every layer uses its
+    result.
+
+    `forward` changes two float32 tensors in place, `out` [Lq, Hq, D] and `lse` [Hq, Lq]. Before it
+    they are the attention output and the log-sum-exp of the scores over the keys of earlier calls,
+    and after it those over these keys too. `backward` adds the gradients from these queries and
+    keys to three float32 tensors in place: `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv,
+    D].
+
+    Products of 16-bit numbers are summed in float32. Products of float32 numbers are computed in
+    float32, without TF32, which is slow. `forward` and `backward` raise `ValueError` for other
+    dtypes, larger heads, and scales or soft caps that are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
@@ -59,8 +70,10 @@ class TritonBlock:
         self.tiles, self.descriptors = tiles, descriptors
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> TileWork | None:
-        """The work list for these queries and keys with tensors on `device`, which `forward` and
-        `backward` take; None where no query attends to any key.
+        """The work list for these queries and keys, which `forward` and `backward` take, with
+        tensors on `device`. Query i attends to key j where queries.first[i] <= keys.index[j] <=
+        queries.index[i]; these are position arrays, [Lq] for queries and [Lk] for keys. None where
+        no query attends to any key.
         """
         return TileWork.of(queries, keys, device)
 
@@ -78,10 +91,14 @@ class TritonBlock:
         """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place; both
         are float32.
 
-        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], of one dtype, and `work` is what `prepare`
-        returned for them. `out` is the normalised output over the keys seen so far and `lse` the
-        log-sum-exp of the scaled scores over them; before the first block they are 0 and -inf.
-        `scale` multiplies the scores; with `cap` a scaled score s becomes cap tanh(s / cap).
+        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], of one dtype, with a contiguous last dimension.
+        `work` is what `prepare` returned for them. `out` is the normalised output over the keys of
+        earlier calls, and `lse` the log-sum-exp of the scaled scores over them; before the first
+        call they are 0 and -inf. `scale` multiplies the scores; with `cap` a scaled score s becomes
+        cap tanh(s / cap).
+
+        Raises `ValueError` for a dtype other than float32, float16 and bfloat16, for q, k and v of
+        different dtypes, for D above 256, and for a `scale` or `cap` that is not positive.
         """
         common = self._common(q, k, v, scale, cap)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
@@ -116,9 +133,11 @@ class TritonBlock:
         """Add the gradients from these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and
         `grad_v` [Lk, Hkv, D], in place; all three are float32.
 
-        `grad_out` [Lq, Hq, D] is the gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq]
-        float32 are the final ones, over all keys. `work` is what `prepare` returned for these
-        queries and keys; `scale` multiplies the scores; `cap` is their soft cap or None.
+        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], as in `forward`. `grad_out` [Lq, Hq, D] is the
+        gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq] float32 are the final ones,
+        over all keys. `work` is what `prepare` returned for these queries and keys. `scale`
+        multiplies the scores; `cap` is their soft cap or None. Raises `ValueError` as `forward`
+        does.
         """
         common = self._common(q, k, v, scale, cap)
         assert (

@@ -47,11 +47,12 @@ _in_parts = False
 
 
 def use_bfloat16x2(chosen: bool) -> None:
-    """Choose how this process multiplies float32 matrices on CPU from now on. True: each factor is
-    split into the sum of two bfloat16 numbers (relative error at most 2^-18; in backward passes
-    rounded to one), whose products are summed in float32, several times as fast on processors with
-    AMX. False: plain float32. Raises `RuntimeError` for True where the processor lacks AVX-512 or
-    torch lacks oneDNN.
+    """Choose how this process multiplies float32 matrices on CPU from now on. False, the state
+    before the first call: in float32. True: each factor is split into the sum of two bfloat16
+    numbers, with a relative error of at most 2^-18, and their products are summed in float32. In
+    backward passes each factor is rounded to one bfloat16 number. Processors with AMX do this
+    several times as fast as float32. Raises `RuntimeError` for True where the processor lacks
+    AVX-512 or torch lacks oneDNN.
     """
     global _in_parts
     if chosen and ONEDNN is None:
@@ -60,8 +61,14 @@ def use_bfloat16x2(chosen: bool) -> None:
 
 
 def part_bytes(width: int) -> int:
-    """Bytes of temporary copies that `product` makes for each row of `width` float32 numbers of its
-    factors, if this process splits factors into bfloat16 numbers (`use_bfloat16x2`); 0 otherwise.
+    """Bytes of temporary memory for each row of the factors of `product`, to choose how many rows
+    to multiply at once. `product(a, b)` multiplies a [M, K] and b [N, K], float32 on CPU; `width`
+    is K.
+
+    If this process splits factors (`use_bfloat16x2(True)`), every call of `product` copies all M
+    rows of a and all N rows of b. Each copied row has 3 K float32 numbers, its bfloat16 parts side
+    by side, so that the result is 12 K. The parts from which these rows are joined are not counted.
+    If factors are not split, nothing is copied, and the result is 0.
     """
     return 12 * width if _in_parts else 0
 
@@ -109,17 +116,19 @@ def _forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N]; by oneDNN on CPU in
-    float32, by torch otherwise. oneDNN records no gradients, so call it inside an autograd
-    function.
+    """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N]. It is computed by oneDNN
+    where that supports a (`onednn_supports`), and by torch otherwise. oneDNN records no gradients,
+    so call it inside an autograd function. If this process splits factors (`use_bfloat16x2`),
+    oneDNN multiplies copies of a and b that hold their bfloat16 parts (`part_bytes`).
     """
     return _forward(a, b, None) if onednn_supports(a) else a @ b.T
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Matrix product of a [M, K] and the transpose of b [N, K], as [M, N], for gradients. If this
-    process multiplies bfloat16 parts (`use_bfloat16x2`), factors are rounded to bfloat16 once,
-    which is faster and less exact than `product`; otherwise this is `product`.
+    process splits factors (`use_bfloat16x2`) and oneDNN supports a, both factors are rounded to
+    bfloat16 and not split, which is faster and less exact than `product`. Otherwise this is
+    `product`.
     """
     if not (_in_parts and onednn_supports(a)):
         return product(a, b)

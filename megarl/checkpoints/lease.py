@@ -46,9 +46,9 @@ RUNS, ENDED = "runs", "ended"
 
 @dataclass(frozen=True)
 class Record:
-    """Content of a lease file, which says which run owns a run folder: the run's id, its host and
-    process, and how often it has renewed the lease. `encode` makes the file's bytes, `decode_lease`
-    reads them.
+    """Content of a lease file, FOLDER/.owner.NNNNNN.json, which says which run owns the run folder
+    FOLDER. It has the run's id, its host and process, whether the run has ended, and how often it
+    has renewed the lease. `encode` makes the file's bytes, `decode_lease` reads them.
     """
 
     run: str
@@ -73,8 +73,11 @@ class Record:
         return f"process {self.process} on {self.host}, since {self.since}"
 
     def encode(self) -> bytes:
-        """The file's content: one JSON object, padded with spaces to 1024 bytes, with a newline at
-        the end.
+        """The whole content of a lease file, FOLDER/.owner.NNNNNN.json in the run folder FOLDER:
+        one JSON object with the fields of this record, then spaces, then a newline. That is 1024
+        bytes in all, so that each renewal of the lease overwrites the whole file. JSON of more than
+        1023 bytes is neither cut nor refused: it is followed by the newline alone, and the content
+        is longer than 1024 bytes.
         """
         text = json.dumps(asdict(self)).encode()
         return text.ljust(RECORD_BYTES - 1) + b"\n"
@@ -87,9 +90,9 @@ def _reader() -> TypeAdapter[Record]:
 
 
 def decode_lease(content: bytes | None) -> Record | None:
-    """Read the bytes of a lease file, which says who owns a run folder, as a `Record`: the owner's
-    run id, host and process. None if they are incomplete, of a newer format, or no lease, and if
-    `content` is None.
+    """Read `content`, the bytes of a lease file (FOLDER/.owner.NNNNNN.json), as the `Record` of the
+    run that owns the run folder FOLDER. Spaces and a newline after the JSON are passed over. None
+    if the JSON is incomplete, of a newer format, or no lease, and if `content` is None.
     """
     try:
         return _reader().validate_json(content or b"")

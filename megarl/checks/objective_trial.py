@@ -33,26 +33,34 @@ REWARDS = (1.0, 0.0, 0.5, 1.0, 0.5, 0.5, 0.5, 0.5)
 
 
 class Trial:
-    """Calls a function of the user's own that a recipe names, and turns its errors and wrong
-    results into `ValueError` with file and line. Calling the object calls the function. `setting`:
-    name of the setting. `name`: its value, FILE.py:FUNCTION. `arguments`: with what the function is
-    called, in words, for messages.
+    """A function of the user's own that a recipe names, to be called with made-up arguments before
+    a run starts. Calling the object calls the function. Errors in the function and wrong results
+    become `ValueError`, whose message names the setting, the file and the line.
+
+    `setting`: the recipe's key that names the function, such as "algorithm.loss". `name`: the value
+    of this setting, FILE.py:FUNCTION. `arguments`: what the function is called with, in words, for
+    messages.
     """
 
     def __init__(self, setting: str, name: str, arguments: str) -> None:
-        """`setting` is `name`, which names the function; `arguments`: with what it is called."""
+        """Import the function. `setting`: the recipe's key that names it, such as "algorithm.loss".
+        `name`: the value of this setting, FILE.py:FUNCTION. `arguments`: what the function is
+        called with, in words, for messages. Raises `ValueError` if there is no such function.
+        """
         self.setting, self.name, self.arguments = setting, name, arguments
         self.function = function_of(name, {}, setting)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the user's function and return its result. Raises `ValueError`, which names file and
-        line, for any error in it.
+        """Call the user's function with `arguments` and return its result. An error in it becomes a
+        `ValueError`, as in `run`.
         """
         return self.run(lambda: self.function(*arguments))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call `call`, which runs code of the user's, and return its result. Raises `ValueError`,
-        which names file and line, for any error in it.
+        """Call `call`, which runs code of the user's, and return its result. Any error in it
+        becomes a `ValueError`. Its message names the setting, the user's file, and the line of that
+        file at which the error arose; if the error did not pass through that file, the line where
+        the function begins.
         """
         try:
             return call()
@@ -61,15 +69,20 @@ class Trial:
             raise ValueError(self._said(f"{said} {self.arguments}", error)) from error
 
     def require(self, condition: object, said: str) -> None:
-        """Unless `condition` is true, raise `ValueError` with the setting, file and line of the
-        function, and `said`: what is wrong with it.
+        """Raise `ValueError` unless `condition` is true. The message is "SETTING: FILE, line LINE:
+        'FUNCTION' SAID (docs/extending.md)".
+
+        SETTING is the recipe's key that names the user's function, such as algorithm.loss. FILE and
+        FUNCTION are the two parts of its value, FILE.py:FUNCTION. LINE is the line of the file
+        where the function begins. SAID is `said`, which tells what is wrong as a phrase that
+        continues the function's name, such as "returned NaN".
         """
         require(condition, self._said(said))
 
     def tensor(self, found: Any, like: torch.Tensor, shape: str) -> None:
         """Raise `ValueError` unless `found`, a result of the user's function, is a floating-point
-        tensor of finite numbers in the shape of `like`. `shape`: that shape in words, such as
-        "[N]", for the message.
+        tensor of finite numbers in the shape of `like`. The message is that of `require`. `shape`:
+        the shape in words, such as "[N]", for the message.
         """
         is_tensor = isinstance(found, torch.Tensor)
         what = f"{found.dtype} of shape {[*found.shape]}" if is_tensor else type(found).__name__

@@ -42,13 +42,28 @@ allow without progress: the questions of hundreds of ranks would take much of th
 
 
 class RolloutClient:
-    """A trainer rank's interface to the rollout service, a Ray actor that has rollouts generated
-    and deals them out. Every call but `answers` blocks and has a timeout; a call that waits for
-    rollouts ends with an error only after some time without any progress.
+    """A trainer rank's interface to the rollout service. The service is a Ray actor: it has engines
+    generate responses and the environment score them, and deals the results out to trainer ranks.
 
-    Once a signal has set the attribute `stop`, the client has the service give out no further
-    batches, and `take` and `evaluate` return None, on all ranks after the same step. Steps and
-    weight versions count from 0; step k trains weights of version k.
+    `take` waits for the samples of one training step that this rank trains on. `evaluate` waits for
+    the metrics of the responses to the held-out problems. `answers` asks for responses to given
+    prompts and returns at once; `collect` waits for them. Steps and weight versions count from 0;
+    step k trains weights of version k.
+
+    These three waits last as long as there is progress. They end with `RuntimeError` after
+    `silence_s` seconds, an argument of the constructor, in which no engine made a step and neither
+    engines nor environment gave an answer. All other calls but `answers` wait at most 120 seconds
+    for the service's answer, and then raise `RuntimeError`. If the service has died, a call raises
+    `ActorDied`, a `RuntimeError`.
+
+    The attribute `stop` is a `Stop`, a flag that is true once this rank's process has got SIGTERM,
+    SIGINT (Ctrl-C) or SIGHUP. The training loop sets the attribute to the flag of
+    `megarl.signals.graceful`. `take` and `evaluate` look at it while they wait. A rank whose flag
+    is true tells the service, and one such rank is enough. The service then gives out no further
+    batch and no further evaluation: `take` and `evaluate` return None. A result
+    that one rank has got is still given to the others, so that all ranks end after the same step.
+    If the service dies while `take` or `evaluate` waits for it and `stop` is true, they return None
+    too.
     """
 
     def __init__(self, data_rank: int, *, silence_s: float) -> None:
@@ -61,7 +76,7 @@ class RolloutClient:
         self._data_rank, self._silence_s = data_rank, silence_s
         self._poll_s = max(PROGRESS_POLL_S, POLL_SHARE * silence_s if data_rank else 0.0)
         self.stop, self._is_told = Stop(), False
-        """Set by a signal that ends the run; whether the service knows."""
+        """A flag, true once a signal asks the run to end; whether the service was told of it."""
 
     def start(self, receipts: Sequence[str] = ()) -> None:
         """Have the rollout service start to generate; one rank calls it, once the engines have the
@@ -73,12 +88,17 @@ class RolloutClient:
         ask(THE_SERVICE, started, SERVICE_TIMEOUT_S, "starting rollouts")
 
     def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
-        """Wait for the batch of `step` and return the samples that this rank trains on: a
-        `StepBatch`, with token ids, log-probs and rewards for each mini-batch. None if the run is
-        to end before that step. `publish_again`: sends the trainer's present weights to all
-        engines, by collectives; it is called while waiting, on all ranks alike, whenever an engine
-        was replaced meanwhile. Raises `RuntimeError` if generation failed or makes no progress, and
-        `UserError` if the verifier failed for too many responses.
+        """Wait until the batch of `step` is complete, and return the samples that this rank trains
+        on: a `StepBatch`, with token ids, log-probs and rewards for each mini-batch. None if the
+        run is to end before that step, by a signal (`stop`) or by `stop_early`.
+
+        `publish_again`: sends the trainer's present weights to all engines, by collectives. It is
+        called while waiting, on all ranks alike, whenever an engine was replaced meanwhile.
+
+        Raises `RuntimeError` if generation has failed, if there is no progress for `silence_s`
+        seconds, if the token arrays of the samples do not arrive within that time, or if the
+        service died and `stop` is false. Raises `UserError` if the verifier failed for too many
+        responses.
         """
         plan = self._await(
             lambda count: self._service.take.remote(step, self._data_rank, count),
@@ -109,7 +129,8 @@ class RolloutClient:
     def unused(self, step: int) -> list[Group]:
         """The finished groups (all rollouts of a prompt) that the first `step` steps have not used
         and that this data rank is to write into a checkpoint, with their token arrays in this
-        process.
+        process. Raises `RuntimeError` if the service does not answer within 120 seconds, or if the
+        token arrays do not arrive within `silence_s` seconds.
         """
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
@@ -120,12 +141,19 @@ class RolloutClient:
     def evaluate(
         self, temperature: float, name: str, publish_again: Callable[[], object]
     ) -> Evaluated | None:
-        """Have one response to each held-out problem generated and scored, and wait. Returns
-        (metrics {name: value}, a list with a dict for each of the first 128 problems: "prompt",
-        "response", "reward", "correct", "tokens" (generated) and others); None if the run is to
-        end. All ranks may call it and get the same result. `name`: of the evaluation, which decides
-        the sampling seeds. `publish_again`: sends the trainer's present weights to all engines, by
-        collectives; called on all ranks alike whenever an engine was replaced while they wait.
+        """Have one response to each held-out problem generated and scored, and wait for the result.
+        All ranks may call it and get the same result, (metrics, transcripts). Metrics are {name:
+        value}. Transcripts are a list with a dict for each of the first 128 problems: "prompt",
+        "response", "reward", "correct", "tokens" (generated) and others. None if the run is to end,
+        by a signal (`stop`) or by `stop_early`.
+
+        `name`: of the evaluation, which decides the sampling seeds. `publish_again`: sends the
+        trainer's present weights to all engines, by collectives. It is called while waiting, on all
+        ranks alike, whenever an engine was replaced meanwhile.
+
+        Raises `RuntimeError` if generation has failed, if there is no progress for `silence_s`
+        seconds, or if the service died and `stop` is false. Raises `UserError` if the verifier
+        failed for too many responses.
         """
         return self._await(
             lambda count: self._service.evaluate.remote(temperature, name, count),
@@ -140,7 +168,9 @@ class RolloutClient:
         self._ask(lambda: self._service.interrupt.remote(True), "stopping early")
 
     def is_early_stop(self) -> bool:
-        """Whether the run ends because `stop_early` was called, and not by a signal."""
+        """Whether the run ends because `stop_early` was called, and not by a signal. False if the
+        service has died after a signal has set `stop`.
+        """
         try:
             return self._ask(self._service.is_early_stop.remote, "asking why the run ended")
         except ActorDied:
@@ -165,12 +195,14 @@ class RolloutClient:
         return self._service.answers.remote(list(prompts), temperature, name, inspects)
 
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
-        """Wait for the results of calls of `answers`, whose return values are `pending`.
+        """Wait for the results of calls of `answers`, whose return values are `pending`. Does not
+        look at `stop`.
 
         Yields one list for each call, in the order of `pending`, with a dict for each prompt:
         "prompt", "response" (text), "reward", "correct" (the verifier's verdict), "tokens" (number
-        generated) and others. Raises `RuntimeError` if a call failed or the rollouts make no
-        progress.
+        generated) and others. Raises `RuntimeError` if a call failed, if there is no progress for
+        `silence_s` seconds, or if the service died. Raises `UserError` if the verifier failed for
+        too many responses.
         """
         for reference in pending:
             with self._wait("responses") as span:

@@ -71,9 +71,13 @@ def row_value(prompt: Prompt, column: str, setting: str) -> Any:
 
 
 def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentConfig:
-    """A copy of `config` whose setting `thinking` (the tags around what a model thinks before it
-    answers) is `tags`, (opening, closing). Returns `config` itself if its `thinking` names tags
-    already, or is None, which means that verifiers read the thinking too.
+    """`config`, with `tags` as its setting `thinking` if that setting is empty. `thinking` holds
+    the tags around what a model thinks before it answers, (opening, closing). `tags`: such a pair,
+    as the model's chat template names it.
+
+    If `config.thinking` is an empty tuple, the default, a copy of `config` with `thinking` = `tags`
+    is returned. If it names two tags, `config` itself is returned. If it is None, which means that
+    verifiers read the thinking too, `config` itself is returned.
     """
     if config.thinking is None or config.thinking:
         return config
@@ -81,10 +85,12 @@ def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentCo
 
 
 def answer_part(response: str, thinking: tuple[str, ...] | None, question: str = "") -> str:
-    """The part of a response after its last closing tag of thinking; the whole response if it has
-    no thinking, and "" if the thinking does not end. `thinking`: the (opening, closing) tag, empty
-    for `<think>` and `</think>`, None to return every response whole. `question`: the prompt's
-    text; if it ends with the opening tag, the response begins inside the thinking.
+    """The part of a response after its last closing tag of thinking. The whole response if it has
+    no thinking, and "" if the thinking does not end. `question`: the prompt's text; if it ends with
+    the opening tag, the response begins inside the thinking.
+
+    `thinking`: the pair (opening, closing) of tags. An empty tuple stands for `<think>` and
+    `</think>`. If it is None, every response is returned whole.
     """
     if thinking is None:
         return response
@@ -96,9 +102,10 @@ def answer_part(response: str, thinking: tuple[str, ...] | None, question: str =
 
 def without_opening(prompt: Prompt, thinking: tuple[str, ...] | None) -> Prompt:
     """A copy of the prompt whose `text` does not end with the opening tag of thinking, for scoring
-    an answer that the model did not write; the prompt itself if its text does not end so.
-    `thinking`: the (opening, closing) tag, empty for `<think>` and `</think>`, None to change
-    nothing.
+    an answer that the model did not write. The prompt itself if its text does not end so.
+
+    `thinking`: the pair (opening, closing) of tags. An empty tuple stands for `<think>` and
+    `</think>`. If it is None, the prompt itself is returned.
     """
     opening = (thinking or TAGS)[0]
     if thinking is None or not prompt.text.rstrip().endswith(opening):

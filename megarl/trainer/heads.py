@@ -46,11 +46,14 @@ def refuse_head(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """A teacher's next-token distributions at M tokens, which a student learns, stored as the two
-    factors of the teacher's logits states @ weight.T: last hidden states [M, G] and output head [V,
-    G], under tensor parallelism the head's rows of the student's vocabulary shard. The student's
-    head computes the loss from them; `divergence` says by which divergence and at which
-    temperature.
+    """A teacher's next-token distributions at M tokens, from which a student learns. The teacher's
+    logits [M, V] are states @ weight.T; only these two factors are stored. G is the teacher's
+    hidden size and V the size of the vocabulary.
+
+    `states` [M, G] are the teacher's last hidden states, and `weight` [V, G] is its output head.
+    Under tensor parallelism `weight` has the rows of the student's vocabulary shard. `divergence`
+    has the settings of the divergence between student and teacher, such as its kind and
+    temperature. `LogProbHead` computes that divergence.
     """
 
     states: torch.Tensor
@@ -62,9 +65,10 @@ class SoftTargets:
 
 
 class LogProbHead(nn.Linear):
-    """The output head (unembedding) of a model, an `nn.Linear` that computes log-probs and
-    entropies of given target tokens, or the divergence from a teacher's distributions, instead of
-    returning logits. Called with the hidden states [M, H], targets [M] and the temperature.
+    """The output head (unembedding) of a model, an `nn.Linear` that does not return logits. It is
+    called with hidden states [M, H] of M tokens, the ids of target tokens [M] and a temperature,
+    and returns log-probs of the targets and entropies. If it also gets a teacher's distributions
+    (`SoftTargets`), it returns the divergence from them too.
 
     The weight [V, H] keeps the name of the Hugging Face head that it replaces; under tensor
     parallelism it has the rows of this rank's part of the vocabulary.
@@ -84,12 +88,28 @@ class LogProbHead(nn.Linear):
         temperature: float,
         soft_targets: SoftTargets | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """hidden [M, H], in the dtype of the weight, and targets [M] int64 token ids -> (log-probs
-        [M], entropies [M]), both float32, at `temperature`, the divisor of the logits. All
-        tensor-parallel ranks call it together with the same arguments and get the same results.
+        """Log-probs and entropies at M tokens and, with `soft_targets`, the divergence from a
+        teacher.
 
-        With `soft_targets`, whose divergence has its own temperature: (divergences [M], and without
-        gradients entropies [M], log-probs [M] and the teacher's log-probs [M]).
+        `hidden` [M, H] has the dtype of the weight. `targets` [M] are int64 token ids.
+        `temperature` is the divisor of the logits; with `soft_targets` it is not used.
+
+        Without `soft_targets`, returns (log-probs of the targets, entropies), [M] each. Both have
+        gradients by `hidden` and the head's weight.
+
+        With `soft_targets`, whose tensors have the dtype of `hidden`, returns (divergences,
+        entropies, log-probs of the targets, the teacher's log-probs of the targets), [M] each. The
+        field `soft_targets.divergence` is a `Divergence`. Its `kind` is "forward_kl", KL(teacher ||
+        student), "reverse_kl", KL(student || teacher), or "jensen_shannon", the generalised
+        Jensen-Shannon divergence with its `beta`. Its `top_k`, if above 0, compares all but the
+        teacher's likeliest `top_k` tokens as one. Its `temperature` is the divisor of both models'
+        logits for all four results. Entropies are of the student's distributions. Only the
+        divergences have gradients, by `hidden` and the head's weight; the teacher's tensors get
+        none. A model that caps or scales its logits (`transform`) raises `AssertionError` here.
+
+        Results are float32, or float64 for float64 inputs. All tensor-parallel ranks call it
+        together and get the same results. Their arguments are the same but for
+        `soft_targets.weight`, of which each rank has its own rows.
         """
         if soft_targets is None:
             return linear_logprobs(

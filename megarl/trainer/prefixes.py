@@ -77,12 +77,15 @@ def must_save(share: SharePrefix) -> float:
 def balance_of(
     samples: Samples, share: SharePrefix, windows: Sequence[int | None] = (), *, together: int = 1
 ) -> FamilyBalance:
-    """A `FamilyBalance`, which divides `samples` evenly over ranks (`split`) and each rank's
-    samples over packed sequences (`rows_in_step`), counting prefixes that several samples have in
-    common as often as they are computed. `share`: whether such a prefix is computed once ("auto",
-    "on" or "off"). `together`: each run of this many consecutive samples stays in one packed
-    sequence; a divisor of the number of samples. `windows`: the sliding window of each layer of the
-    model in tokens, or None; empty where no layer has one.
+    """A `FamilyBalance` of `samples`. Its method `split` divides them evenly over ranks, and
+    `rows_in_step` divides each rank's samples over packed sequences. Both count a prefix that
+    several samples have in common as often as it is computed.
+
+    `share`: when such a prefix is computed once. "auto": if that saves at least 1/16 of the tokens
+    of the samples that have it; "on": if it saves any token; "off": never. `together`: each run of
+    this many consecutive samples stays in one packed sequence; a divisor of the number of samples.
+    `windows`: the sliding window of each layer of the model in tokens, or None; empty where no
+    layer has one.
     """
     return FamilyBalance(
         sizes_of(samples, share), must_save(share), windows=windows, together=together
@@ -90,8 +93,10 @@ def balance_of(
 
 
 def leading_tokens(samples: Samples) -> list[np.ndarray]:
-    """For each sample, the token ids at its beginning that may be computed together with those of
-    other samples, as an int32 array: those before the token that predicts the first trained one.
+    """For each sample, its shareable tokens: the token ids at its beginning that may be computed
+    together with those of other samples, as an int32 array. They are the tokens before the one that
+    predicts the first trained token, such as the prompt without its last token. `shareable` returns
+    their number.
     """
     starts = samples.offsets[:-1]
     spans = zip(starts.tolist(), (starts + shareable(samples)).tolist(), strict=True)
@@ -99,9 +104,20 @@ def leading_tokens(samples: Samples) -> list[np.ndarray]:
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """For each sample a `Size`, from which `FamilyBalance` and `tree_of` plan which prefixes are
-    computed once: its number of tokens (`length`), and those of its prefixes that other samples may
-    share (`prefixes`), none if `share` is "off".
+    """For each sample, in the order of `samples`, a `Size`: its length and the prefixes that could
+    be computed once for it and other samples. `FamilyBalance` and `tree_of` plan from these which
+    prefixes are computed once.
+
+    `Size.length` is the number of the sample's tokens. `Size.prefixes` is a tuple of `Prefix`,
+    ascending by length. A `Prefix` has a `length`, its number of tokens, and a `name`, a digest of
+    these tokens that is equal for equal prefixes. Only the sample's shareable tokens count, those
+    that `leading_tokens` returns. For each other sample the tuple has the longest prefix that the
+    shareable tokens of both have in common, if that is not empty. Its last entry is all of the
+    sample's shareable tokens, even if no other sample has them. It is empty for a sample without
+    shareable tokens.
+
+    `share`: if "off", all `prefixes` are empty. "auto" and "on" give the same result; they differ
+    only in how much a prefix must save (`must_save`).
     """
     if share == "off":
         return [Size(length) for length in samples.lengths.tolist()]

@@ -18,34 +18,45 @@ with `parameters` a JSON schema."""
 
 class CallError(Exception):
     """Raised if a tool call fails for a reason that the model is told as the call's result, such as
-    an argument of the wrong type. The rollout goes on.
+    an argument of the wrong type. The model reads "error: " and the message. The rollout goes on.
     """
 
 
 class ToolUnavailable(Exception):
-    """Raised if a tool cannot be called at all, such as where its server is gone; the rollout then
-    fails.
+    """Raised by `Tool.call` if a tool cannot be called at all, such as where its server is gone;
+    the rollout then fails.
     """
 
 
 class Tool(Protocol):
-    """One tool that the model may call: `schema`, a dict in OpenAI's format, is shown to the model
-    by the chat template, and `call` runs the tool.
+    """One tool that the model may call; the interface of a function of the user's or a tool of an
+    MCP server. `schema`, a dict in OpenAI's format, is shown to the model by the chat template.
+
+    `await tool.call(arguments, limit_s)` runs the tool; `call` is a coroutine function. `arguments`
+    is the JSON text of an object, as the model wrote it, and `limit_s` the time limit in seconds.
+    The result is the text that the model reads. `CallError` is raised for an error that the model
+    is told, such as wrong arguments or an exceeded limit, and `ToolUnavailable` if the tool is
+    gone.
     """
 
     schema: Schema
 
     async def call(self, arguments: str, limit_s: float) -> str:
-        """Call the tool with `arguments`, JSON text of an object as the model wrote it, and return
-        the text that the model reads. Raises `CallError` for what the model is to be told, also
-        after `limit_s` seconds, and `ToolUnavailable` if the tool is gone.
+        """Coroutine: run the tool and return its result, the text that the model reads.
+        `arguments`: JSON text of an object, as the model wrote it and not checked yet. `limit_s`:
+        seconds that the tool has to answer.
+
+        Raises `CallError` if the arguments are wrong, the tool fails, or it does not answer within
+        `limit_s` seconds; the model is told the message, and the rollout goes on. Raises
+        `ToolUnavailable` if the tool is gone; the rollout then fails.
         """
         ...
 
 
 def function_schema(name: str, description: str | None, parameters: Schema) -> Schema:
-    """The schema of a tool as a dict in OpenAI's format. `parameters`: a JSON schema of an object,
-    as a dict.
+    """The schema of a tool as a dict in OpenAI's format: {"type": "function", "function": {"name",
+    "description", "parameters"}}. `description`: None for an empty one. `parameters`: a JSON schema
+    of an object, as a dict.
     """
     function = {"name": name, "description": description or "", "parameters": parameters}
     return {"type": "function", "function": function}
@@ -57,8 +68,9 @@ def tool_name(tool: Tool) -> str:
 
 
 def read_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call, JSON text, as a dict. Raises `CallError` if the text is not JSON of
-    an object, or holds what cannot be sent to a server.
+    """The arguments of a call, JSON text, as a dict. Raises `CallError` if the text is not JSON, if
+    it is JSON of another type than an object, or if it holds what cannot be sent to a server, such
+    as half of a surrogate pair.
     """
     try:
         found = json.loads(arguments)

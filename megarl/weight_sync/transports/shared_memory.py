@@ -167,28 +167,43 @@ def _open(file: str, size: int) -> FileIO:
 
 
 def memory_bytes(route: Route) -> int:
-    """Bytes of shared memory through which one engine rank receives weights: `SLOTS` (2) times the
-    largest bucket of `route`, a block of weights that is sent at once.
+    """Bytes of memory through which one engine rank receives weights: `SLOTS` (2) times the bytes
+    of the largest bucket, `route.largest_bytes`. A bucket is a block of weights that is sent at
+    once. `route`: this process's part in the plan of the transfer; in every process it has the same
+    buckets.
     """
     return SLOTS * route.largest_bytes
 
 
 def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """The part, uint8 [bucket.num_bytes], of an engine rank's shared `memory` (uint8
-    [memory_bytes]) into which `bucket` is written. There are two parts, which buckets use in turn.
+    """The part of `memory` in which `bucket` goes from trainer ranks, which write it, to an engine
+    rank, which reads it. Returns a view, uint8 [bucket.num_bytes]. A bucket is a block of weights
+    that is sent at once.
+
+    `memory`, uint8 [memory_bytes(route)], is all the memory through which the engine rank receives.
+    It consists of two halves of `route.largest_bytes` bytes. Buckets with an even `bucket.number`
+    (their place in the order of transfer, from 0) begin where the first half begins, and those with
+    an odd number where the second half begins. So one bucket can be written while the one before it
+    is read.
+
+    `route`: a `Route`, this process's part in the plan of the transfer. Only its `largest_bytes` is
+    used, the bytes of the largest bucket, which is the same in all processes.
     """
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
 
 
 def open_counters(route: Route, senders: int, path: str = "") -> SharedCounters:
-    """Make or open the shared memory by which `senders` trainer ranks and all engine ranks of
-    `route` tell each other how many buckets (blocks of weights that are sent at once) each has
-    written or read. It also has room for the weights themselves, unless each engine rank receives
-    in memory of its own (`route.spec.local`).
+    """Make or open the shared memory of a transfer, a `SharedCounters`. By its counters `senders`
+    trainer ranks and all engine ranks tell each other how many buckets (blocks of weights that are
+    sent at once) each has written or read. It also has room for the weights, `memory_bytes(route)`
+    for each rank of one engine, which that rank of every engine reads. If each engine rank
+    receives in memory of its own (`route.spec.local`), it has no such room.
 
-    `path`: file of the shared memory that another process made (`SharedCounters.path`), to open it;
-    "" to make a new one. Raises `RuntimeError` where it cannot be opened.
+    `route`: this process's part in the plan of the transfer, from which the number of engine ranks
+    and the size of the memory follow. `path`: the attribute `SharedCounters.path` of the process
+    that made the memory, to open it; "" to make new memory. Raises `RuntimeError` where it cannot
+    be opened.
     """
     spec = route.spec
     num_bytes = 0 if spec.local else spec.num_destinations * memory_bytes(route)
@@ -215,9 +230,11 @@ class Sender(_End, base.Sender):
     """
 
     def __init__(self, route: Route, axis: Axis, folder: str) -> None:
-        """Make or open the shared memory. Collective over `axis`, the trainer's world.
+        """Make or open the shared memory. Collective over `axis`, the process group of all trainer
+        ranks.
 
-        `folder` is unused.
+        `route`: which regions of tensors this trainer rank writes, and in which bucket (block of
+        weights that is sent at once). `folder` is unused.
         """
         self._route, self._axis = route, axis
         own = open_counters(route, axis.size) if axis.rank == 0 else None
@@ -239,10 +256,12 @@ class Sender(_End, base.Sender):
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
         """The shared memory to which this rank must write its part of a bucket (block of weights
-        that is sent at once): (region of a tensor, view [rows, columns] to write it to) for each.
+        that is sent at once). Returns a list of (copy, view): a `Copy` says which region of which
+        tensor to write, and the view [rows, columns] is where to write it.
 
-        Waits until all engine ranks have read the bucket that had the same memory before; raises
-        `Aborted`, or what `watch` raises to end that.
+        Waits until all engine ranks have read the bucket two before this one, which had the same
+        memory. `watch` is called while waiting and raises to end that; raises `Aborted` if the stop
+        flag is set.
         """
         self._counters.until(lambda: self._counters.all_read() > bucket.number - SLOTS, watch)
         copies, memories = self._route.copies[bucket.number], self._memories
@@ -290,6 +309,8 @@ class Receiver(_End):
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
         """Open the trainer's shared memory, for rank `rank` of the engine at position `engine`.
+        `route`: which regions of tensors this engine rank receives, and in which bucket (block of
+        weights that is sent at once). `init_info`: what `Sender.init_info` returned at the trainer.
 
         Raises `RuntimeError` where this process cannot open it.
         """
