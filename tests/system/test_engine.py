@@ -1,5 +1,4 @@
-"""One real vLLM engine: what it samples, what it holds after every publish, and what it refuses;
-and, against transformers, families with something particular: soft caps, windows, factors.
+"""One real vLLM engine: what it samples, what it holds after every publish, and what it refuses.
 
 The engine runs in Ray as in a run; the trainer's side is a plain Hugging Face model whose weights
 we change at will.
@@ -281,28 +280,3 @@ def test_an_engine_killed_in_the_middle_of_a_publish_is_named_replaced_and_broug
     assert gap(side.engines.score(tokens, timeout_s=60)[0], side.logprobs(tokens)) < BOUND
     (turn,) = side.sample([5, 6, 7], 1)
     assert {version for version, _ in turn.versions} == {side.version}
-
-
-LOCAL = dict(tied=True, head_dim=32, sliding_window=16, query_pre_attn_scalar=20)
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma2": dict(kind="gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=4.0, **LOCAL),
-    "gemma3_text": dict(
-        kind="gemma3_text", layer_types=["sliding_attention", "full_attention"], **LOCAL
-    ),
-    "granite": dict(
-        kind="granite",
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-    ),
-    "phi3": dict(kind="phi3", sliding_window=16),
-}
-"""{family: a small model with what is particular to it}"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_an_engine_computes_what_other_families_do(kind: str, tmp_path: Path) -> None:
-    with opened(write_model(tmp_path / "model", **OTHERS[kind]), EngineConfig()) as side:
-        publish_five_times(side, gap, BOUND)
