@@ -24,6 +24,7 @@ from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.target import run_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
+from megarl.files import UNFINISHED
 from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
 
 FILE = "report.html"
@@ -75,7 +76,7 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
     target = target or folder / FILE
     # Not synced: a run writes it again and again, and waits for no disk.
-    being_written = target.with_name(f".report.{os.getpid()}.html")
+    being_written = target.with_name(f".report.{os.getpid()}{UNFINISHED}")
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
     being_written.write_text(text, encoding="utf-8", errors="replace")
     being_written.replace(target)

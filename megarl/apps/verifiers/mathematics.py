@@ -98,10 +98,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     parse_marked, parse_response, equal, size = _math_verify()
 
     def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
-        """Compare `response` with the `reference` answer. Returns (whether they are equal, the
-        final expression of the response as LaTeX, "" if it is missing or too long). `prompt`: for
-        the message of the `ValueError` that is raised if the reference is not mathematics.
-        """
+        """Compare the two. Returns (whether they are equal, the response's final expression)."""
         response, line = in_tags(response)
         found = marked(response, line)
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
