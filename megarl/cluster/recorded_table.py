@@ -194,13 +194,15 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def rank_table(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Record what one tensor-parallel rank's vLLM model stores of a checkpoint. `model`: vLLM's
-    model of that rank, on the meta device. `shapes`: {tensor: shape} of the whole tensors. Returns
-    for each tensor, in the order of the model's parameters, {"name": the tensor, "engine": the
-    model's parameter, "boxes": what is stored there, in order, as rectangles (top, bottom, left,
-    right) of the tensor as a matrix [dimension 0, the others flattened], "zeros": number of padding
-    elements behind them}. Raises `ValueError` if vLLM's loader does more than copy, or leaves out a
-    tensor or a part of a parameter.
+    """Record which part of each checkpoint tensor one tensor-parallel rank of vLLM stores, by
+    running vLLM's own weight loader on tensors without data.
+
+    `model`: vLLM's model of that rank, on the meta device. `shapes`: {tensor name: shape} of the
+    checkpoint. Returns a dict for each tensor that a parameter is filled from, in the order of the
+    model's parameters: "name" of the tensor; "engine", name of the parameter; "boxes", the stored
+    rectangles (top, bottom, left, right), in order, of the tensor as a matrix [dimension 0, the
+    others flattened]; "zeros", the number of padding elements behind them. Raises `ValueError` if
+    the loader does more than copy, or leaves out a tensor or a part of a parameter.
     """
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     parameters = dict(model.named_parameters())

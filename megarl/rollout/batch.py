@@ -250,8 +250,11 @@ def _sizes(
     group_of: np.ndarray,
     prefix_saves: float,
 ) -> list[Size]:
-    """The sizes of `samples`, of which `group_of` says the group: its prompt may be shared, but for
-    the last token. Each sample computes that for itself, since it predicts the response.
+    """What each of `samples` costs to compute, for dividing the samples over ranks: its number of
+    tokens, and the prefix that it has in common with other samples. `group_of` [N]: index in
+    `groups` of each sample's group. The prefix is the prompt without its last token, which each
+    sample computes for itself, since it predicts the response. There are no prefixes where
+    `prefix_saves` is infinite.
     """
     if math.isinf(prefix_saves):
         return [Size(one.length) for one in samples]

@@ -91,8 +91,8 @@ class Piece(NamedTuple):
         return self.offset + (self.box.rows - 1) * self.stride + self.box.columns
 
     def part(self, box: Box) -> Piece:
-        """The smaller piece of the rectangle `box`, which must lie within this piece's box: same
-        tensor and buffer, with its own offset.
+        """The elements of the rectangle `box` of the tensor, as a piece of the same buffer. `box`
+        must lie within this piece's own rectangle, which is not checked.
         """
         skipped = (box.top - self.box.top) * self.stride + box.left - self.box.left
         return Piece(self.tensor, box, self.buffer, self.offset + skipped, self.stride)

@@ -44,7 +44,8 @@ class SftTask(Task):
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         super().__init__(role, inputs.rows, config.training.max_skipped_steps)
         self._held_out = list[Samples]()
-        """Rows to evaluate on, in batches of about a step's size: one has the device's memory."""
+        """The held-out rows in batches of about a step's size, since the micro-batches of a whole
+        batch are on the device at once."""
         number = broadcast_object(len(rows) if rows is not None else 0, context.mesh.world)
         for first, count in chunks(number, config.samples_per_step):
             part = range(first, first + count)

@@ -125,8 +125,9 @@ class Task(ABC):
 
     @torch.no_grad()
     def evaluated(self, batch: Any) -> dict[str, float]:
-        """The metrics of `batch`, which `batch` has made, {name: number}, without training on it.
-        All ranks call it together with the same batch.
+        """Compute the metrics of a batch without training on it: {name: number}, over all ranks.
+        `batch`: what the method `batch` returns, the same on every rank. All ranks call it
+        together.
         """
         work = self.begin(batch)
         for micro in work.micro_batches:

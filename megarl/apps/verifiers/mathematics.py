@@ -98,7 +98,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     parse_marked, parse_response, equal, size = _math_verify()
 
     def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
-        """Compare the two. Returns (whether they are equal, the response's final expression)."""
+        """(Whether `response` equals `reference`, the final expression of `response`)."""
         response, line = in_tags(response)
         found = marked(response, line)
         if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:

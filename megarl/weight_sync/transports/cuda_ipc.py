@@ -104,8 +104,9 @@ class Sender(shared_memory.Sender):
         super().__init__(route, axis, folder)
 
     def init_info(self) -> dict[str, Any]:
-        """What receivers need to connect, a dict: path of the shared counters, number of senders,
-        CUDA IPC handles of every engine rank's memory.
+        """What the engine ranks need to connect to this sender, as a dict. Beside the entries of
+        the base class (path of the shared counters, number of trainer ranks) it has "memories": the
+        CUDA IPC handles by which each engine rank opens its memory.
         """
         return super().init_info() | {"memories": self._exported}
 
