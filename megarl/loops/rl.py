@@ -145,13 +145,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
             console.say(f"megarl: warning: {batch.warning}")
         record_batch(parts, batch, step)
         tell(parts, "train", step)
-        with activity(f"training of step {step + 1}", kind="train"):
-            report = method.train(parts, batch)
-        if not isinstance(report, StepReport):
-            raise UserError(
-                f"algorithm.method: {config.algorithm.method} has returned"
-                f" {type(report).__name__} in step {step + 1}; return the step's StepReport"
-            )
+        report = train_step(parts, method, batch)
         if is_colocated:
             lend_memory(parts)
         trained_at = time.monotonic()
@@ -175,6 +169,27 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
         if due(step + 1, config.evaluation.every, config.steps) and not _evaluate(parts, step + 1):
             return step + 1, saved
     return config.steps, saved
+
+
+def train_step(parts: TrainingParts, method: Method, batch: StepBatch) -> StepReport:
+    """Train on `batch`, this rank's samples of a step, by `method`. Returns the step's report; its
+    metrics also have those of the rollouts and "tokens/trained", all response tokens, where the
+    method has not set them. All ranks of the policy call it together.
+
+    Raises `UserError` if the method returns no report, and after `training.max_empty_steps` steps
+    in a row without samples; what the method raises is passed on.
+    """
+    parts.learner.guard.begin(f"step {batch.step + 1}")
+    parts.learner.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
+    with activity(f"training of step {batch.step + 1}", kind="train"):
+        report = method.train(parts, batch)
+    if not isinstance(report, StepReport):
+        raise UserError(
+            f"algorithm.method: {parts.config.algorithm.method} has returned"
+            f" {type(report).__name__} in step {batch.step + 1}; return the step's StepReport"
+        )
+    tokens = {"tokens/trained": float(batch.response_tokens.sum())}
+    return replace(report, metrics=batch.metrics | tokens | report.metrics)
 
 
 def lend_memory(parts: Parts) -> None:

@@ -202,7 +202,7 @@ def build_training(
     first_step = progress.step if progress else 0
     if progress and isinstance(learner, PolicyGradient):
         learner.restore(progress.algorithm)
-    learner.empty_steps.has_updated = first_step > config.warmup_steps
+    learner.guard.has_updated = first_step > config.warmup_steps
     return TrainingParts(
         config=config,
         context=context,

@@ -56,7 +56,7 @@ class Distillation:
         self.policy, self.config = policy, distillation
         self.compares_engines = compares_engines
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
-        self.empty_steps = EmptySteps(policy.training.max_empty_steps)
+        self.empty_steps = EmptySteps(self.guard, policy.training.max_empty_steps)
 
     def train(
         self, batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], teacher: Teacher
@@ -70,11 +70,8 @@ class Distillation:
         are freed.
 
         Raises `UserError` if more optimizer steps without finite values occur than
-        `training.max_skipped_steps` allows, if a weight is not finite afterwards, or after
-        `training.max_empty_steps` steps in a row without samples.
+        `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
         """
-        self.guard.begin(f"step {batch.step + 1}")
-        self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
         gaps = [f"mismatch/{name}" for name in GAPS] if self.compares_engines else []
         metrics = StepMetrics(self.policy.device, (*SUMS, *gaps), ("max_abs",))
 
@@ -93,7 +90,6 @@ class Distillation:
             num_mini_batches=len(batch.samples),
         )
         teacher.forget()
-        self.empty_steps.has_updated |= taken > 0
         found = self._report(metrics, num_mini_batches=taken)
         epochs = self.policy.training.epochs_per_step
         found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)

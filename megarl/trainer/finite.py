@@ -82,6 +82,9 @@ class StepGuard:
         section of the recipe with the role's optimizer, for messages.
         """
         self.role, self.allowed, self.section, self.skipped = role, allowed, section, 0
+        self.has_updated = False
+        """Whether an optimizer step of the model was taken, in this run or in the one that it
+        continues."""
         self._where = ""
         self._broken = torch.zeros(len(WATCHED), dtype=torch.float32, device=role.device)
 

@@ -59,7 +59,7 @@ class PolicyGradient:
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
         self.kl = KLControl(algorithm.kl)
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
-        self.empty_steps = EmptySteps(policy.training.max_empty_steps)
+        self.empty_steps = EmptySteps(self.guard, policy.training.max_empty_steps)
 
     @property
     def needs_reference(self) -> bool:
@@ -93,12 +93,9 @@ class PolicyGradient:
         "values".
 
         Raises `UserError` if more optimizer steps without finite values occur than
-        `training.max_skipped_steps` allows, or after `training.max_empty_steps` steps in a row
-        without samples.
+        `training.max_skipped_steps` allows.
         """
         columns = dict(columns)
-        self.guard.begin(f"step {batch.step + 1}")
-        self.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
         if (first := self._first_scored()) < len(packed):
             columns["logprobs"] = self.policy.score(
                 batch, packed, temperature=self.temperature, skip=first
@@ -163,7 +160,6 @@ class PolicyGradient:
             *(self.policy, packed, loss_of, self.guard, metrics),
             num_mini_batches=len(batch.samples),
         )
-        self.empty_steps.has_updated |= taken > 0
         found = self._report(metrics, num_mini_batches=taken)
         epochs = self.policy.training.epochs_per_step
         found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)

@@ -107,6 +107,7 @@ def optimizer_step(
     with _part("optimizer step", role, "optimizer"):
         norm, rate = role.engine.step()
     if math.isfinite(norm):
+        guard.has_updated = True
         return norm, rate
     metrics.rewind(before)
     guard.skip("the gradient norm is not finite")
@@ -269,13 +270,11 @@ class EmptySteps:
     before each step, `end` after the last. Every rank of the policy has its own and decides alike.
     """
 
-    def __init__(self, allowed: int) -> None:
-        """`allowed`: the number of such steps in a row that ends the run
-        (`training.max_empty_steps`).
+    def __init__(self, guard: StepGuard, allowed: int) -> None:
+        """`guard`: the policy's, which knows whether an optimizer step was ever taken. `allowed`:
+        the number of such steps in a row that ends the run (`training.max_empty_steps`).
         """
-        self.allowed, self.in_a_row = allowed, 0
-        self.has_updated = False
-        """Whether the run, or the run that it continues, has made an optimizer step."""
+        self.guard, self.allowed, self.in_a_row = guard, allowed, 0
 
     def count(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
         """Count a step before it is trained. `step`: its number from 0. `num_samples`: samples of
@@ -285,7 +284,7 @@ class EmptySteps:
         been updated, an accuracy of 0.5 or more sets the count back to 0.
         """
         # A policy that has learnt to be right has nothing left to learn, which is no failure.
-        may_be_done = self.has_updated and metrics.get("accuracy", 0.0) >= 0.5
+        may_be_done = self.guard.has_updated and metrics.get("accuracy", 0.0) >= 0.5
         self.in_a_row = 0 if num_samples or may_be_done else self.in_a_row + 1
         if self.in_a_row >= self.allowed:
             raise UserError(
@@ -298,7 +297,7 @@ class EmptySteps:
         step, before its checkpoint, with that step's number from 0, its samples over all ranks, and
         the metrics of its rollouts.
         """
-        if self.has_updated:
+        if self.guard.has_updated:
             return
         if num_samples:
             raise UserError(

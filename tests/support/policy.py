@@ -114,6 +114,8 @@ class Policy:
         self.engine = self.role.engine
 
     def train(self, batch: StepBatch) -> StepReport:
+        self.learner.guard.begin(f"step {batch.step + 1}")
+        self.learner.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
         packed, columns = self.role.pack_step(batch), {}
         if self.reference is not None:
             columns["reference_logprobs"] = self.reference.score(

@@ -32,6 +32,13 @@ def example(name: str) -> str:
 
 def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 3)
+    (tmp_path / "best_only.py").write_text(example("training"))
+    # The second step is trained by the method with a loss of its own.
+    both = "return (best_only if batch.step == 1 else imitate)(parts, batch)"
+    (tmp_path / "both.py").write_text(
+        "from best_only import best_only\nfrom my_method import imitate\n\n\n"
+        f"def both(parts, batch):\n    {both}\n"
+    )
     for name, (file, function) in KEYS.items():
         # Each leaves a word where its body begins, in whichever process it runs.
         said = f"    open({str(tmp_path / 'called')!r}, 'a').write('{name} ')\n"
@@ -41,16 +48,20 @@ def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     named = {name: ":".join(place) for name, place in KEYS.items()}
     tree["rollout"]["filter"] = named.pop("filter")
     correction = {"kind": named.pop("correction")}
+    named |= {"method": "both.py:both"}
     tree["algorithm"] = named | {"clip_high": 0.4, "correction": correction}
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-4000:]
     called = (tmp_path / "called").read_text().split()
-    # Each was tried once at least, and was called in each step; the trial does not call a method.
+    # Each was tried once at least, and was called in two steps; the trial does not call a method.
     for name in KEYS:
-        assert called.count(name) >= (3 if name == "method" else 4), (name, called.count(name))
+        assert called.count(name) >= (2 if name == "method" else 3), (name, called.count(name))
     steps = records(tmp_path / "run" / "metrics.jsonl")
-    assert [row["imitated"] for row in steps] == [1.0] * 3
-    assert all(row["grad_norm"] > 0 and row["clip_share"] == 0 for row in steps)
+    assert [row.get("imitated") for row in steps] == [1.0, None, 1.0]
+    assert all(row["grad_norm"] > 0 for row in steps)
+    own = steps.pop(1)
+    assert own["loss"] > 0 and own["tokens/trained"] > 0 and own["length/mean"] > 0
+    assert all(row["clip_share"] == 0 for row in steps)
     assert all(row["correction/mean"] == pytest.approx(1.0, abs=1e-3) for row in steps)
     found = json.loads(megarl("ledger", str(tmp_path / "run"), "--json").out)
     assert set(found["rejected"]) == {"rollout.filter"} and found["rejected"]["rollout.filter"] > 0

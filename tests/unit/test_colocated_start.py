@@ -55,7 +55,7 @@ def test_what_has_happened_when_the_engines_start(
         checkpoints=lambda *given, **named: None,
         folder=Path(),
     )
-    learner = SimpleNamespace(empty_steps=SimpleNamespace())
+    learner = SimpleNamespace(guard=SimpleNamespace())
     critics = [  # one elsewhere
         SimpleNamespace(role=role("critic"), section="critic"),
         SimpleNamespace(role=None),

@@ -5,6 +5,8 @@ does not end as if it had learnt.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,8 +84,8 @@ def test_reinforce_with_several_updates_is_warned_about() -> None:
 )
 def test_empty_steps_in_a_row_end_a_run(has_updated: bool, accuracy: float, ends: bool) -> None:
     """Unless the policy was updated and is mostly right: then it has nothing left to learn."""
-    steps, metrics = EmptySteps(3), {"groups/drawn": 4, "accuracy": accuracy}
-    steps.has_updated = has_updated
+    guard: Any = SimpleNamespace(has_updated=has_updated)
+    steps, metrics = EmptySteps(guard, 3), {"groups/drawn": 4, "accuracy": accuracy}
     for step, samples in enumerate((0, 0, 8, 0, 0)):
         steps.count(step, samples, metrics)
     if not ends:
@@ -95,10 +97,11 @@ def test_empty_steps_in_a_row_end_a_run(has_updated: bool, accuracy: float, ends
 
 @pytest.mark.parametrize(("samples", "says"), [(0, "no step trained"), (8, "was skipped")])
 def test_a_run_without_an_update_fails_at_its_end(samples: int, says: str) -> None:
-    steps, metrics = EmptySteps(5), {"groups/drawn": 4, "accuracy": 1.0}
+    guard: Any = SimpleNamespace(has_updated=False)
+    steps, metrics = EmptySteps(guard, 5), {"groups/drawn": 4, "accuracy": 1.0}
     with pytest.raises(UserError, match=f"^step 2: the run ends with the weights .*{says}"):
         steps.end(1, samples, metrics)
-    steps.has_updated = True
+    guard.has_updated = True
     steps.end(1, samples, metrics)
 
 

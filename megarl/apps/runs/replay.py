@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import console
-from megarl.activity.spans import activity, step_begins
+from megarl.activity.spans import step_begins
 from megarl.apps.runs.command_checks import steps_to_replay
 from megarl.checkpoints.manifest import DIGESTS
 from megarl.checkpoints.progress import newest_first
@@ -24,7 +24,7 @@ from megarl.config import DistillConfig, RunConfig
 from megarl.errors import UserError
 from megarl.limits import MOST_STEPS
 from megarl.loops import distill, rl
-from megarl.loops.rl import Method, refuse_lost, serve, tell
+from megarl.loops.rl import Method, refuse_lost, serve, tell, train_step
 from megarl.loops.rl_setup import TrainingParts, build_training
 from megarl.loops.schedule import save_due
 from megarl.observe.live_report import LiveReport
@@ -101,8 +101,7 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
             raise UserError(found)
         tell(parts, "train", step)
         started_at = time.monotonic()
-        with activity(f"training of step {step + 1}", kind="train"):
-            report = method.train(parts, batch)
+        report = train_step(parts, method, batch)
         train_s = time.monotonic() - started_at
         refuse_lost(parts, step + 1)
         if parts.observer is not None:
