@@ -116,13 +116,13 @@ class _PinnedLoader(SourceFileLoader):
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
         super().__init__(name, path)
-        self._content = content
+        self.content = content
 
     def get_data(self, path: str) -> bytes:
-        return self._content
+        return self.content
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self._content, self.path, "exec", dont_inherit=True)
+        return compile(self.content, self.path, "exec", dont_inherit=True)
 
 
 class PinnedFinder:
@@ -197,7 +197,8 @@ def load_by_path(
     sources: Sources | None = None,
 ) -> Any:
     """Import the Python file at `path` and return its attribute `name`. If `sources`, {absolute
-    path: content}, has the file, that content is run; otherwise the file is read. `kind`:
+    path: content}, has the file, that content is run; otherwise the file is read. A process runs
+    the same content once, so that all functions of a file share its globals. `kind`:
     "function" or "class"; `fits`: whether a value of the file is one, for listing what the file
     has. Raises `ValueError` that names `setting`, the recipe's key, if the file does not import,
     lacks the attribute, or has another kind of value there.
@@ -207,17 +208,19 @@ def load_by_path(
     content = held[where]
     # Files of the same name in two folders are two modules.
     module_name = f"megarl_verifier_{path.stem}_{zlib.crc32(where.encode()):08x}"
-    loader = _PinnedLoader(module_name, where, content)
-    spec = importlib.util.spec_from_file_location(module_name, where, loader=loader)
-    assert spec is not None, path  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # where dataclasses look up the types of their fields
-    try:
-        loader.exec_module(module)
-    except BaseException as error:  # SystemExit too, which would end the process without a word
-        del sys.modules[module_name]
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{setting}: {path} does not import: {said}; mend the file") from error
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module.__loader__, "content", None) != content:
+        loader = _PinnedLoader(module_name, where, content)
+        spec = importlib.util.spec_from_file_location(module_name, where, loader=loader)
+        assert spec is not None, path  # the suffix is .py
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # where dataclasses look up the types of their fields
+        try:
+            loader.exec_module(module)
+        except BaseException as error:  # SystemExit too, which would end the process without a word
+            del sys.modules[module_name]
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{setting}: {path} does not import: {said}; mend the file") from error
     found = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"

@@ -72,6 +72,20 @@ def attempt(key: str, value: str) -> None:
     try_filter(config, Prompts([Prompt(0, "1+1=", [4, 5], "2")]))  # pyright: ignore[reportArgumentType]
 
 
+def test_functions_of_one_file_share_its_globals(tmp_path: Path) -> None:
+    file = tmp_path / "shared.py"
+    file.write_text(
+        "seen = []\n\ndef loss():\n    seen.append(1)\n\ndef count():\n    return len(seen)\n"
+    )
+    loss = function_of(f"{file}:loss", {}, "algorithm.loss")
+    count = function_of(f"{file}:count", {}, "algorithm.method")
+    loss()
+    assert count() == 1
+    # Another content, as a test or a notebook writes it, is another module.
+    file.write_text(file.read_text().replace("len(seen)", "len(seen) + 5"))
+    assert function_of(f"{file}:count", {}, "rollout.filter")() == 5
+
+
 @pytest.mark.parametrize(
     ("key", "function"),
     [*KEYS.items(), ("algorithm.advantage", "by_token"), ("algorithm.loss", "of_terms")],
