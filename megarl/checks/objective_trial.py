@@ -175,6 +175,11 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
     trial = Trial("algorithm.loss", algorithm.loss, words)
     advantages_T = (torch.arange(len(old_T), device=device) % 3 - 1).float()
     found_T = trial(logp_T, old_T, advantages_T, mean, algorithm)
+    if isinstance(found_T, tuple):
+        trial.require(len(found_T) == 2, "returned a tuple; return (loss_T, {name: [T]})")
+        for name, values_T in dict(found_T[1]).items():
+            trial.tensor(values_T, logp_T, f"[T] as metric '{name}'")
+        found_T = found_T[0]
     found_T = found_T.per_token if isinstance(found_T, LossTerms) else found_T
     trial.tensor(found_T, logp_T, "[T], of each token")
     slopes_T = torch.zeros_like(logp_T)

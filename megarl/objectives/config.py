@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from megarl.limits import MOST_TOKENS
 from megarl.presets import PRESETS
 from megarl.recipe_paths import IsPath
-from megarl.schema import FILE, Config, Of, Range, require, section
+from megarl.schema import FILE, Config, Of, Range, is_own, require, section
 
 # tests/unit/test_registries.py keeps these names equal to the keys of ADVANTAGES and
 # TOKEN_ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS and PRESETS.
@@ -207,8 +207,16 @@ class AlgorithmConfig(Config):
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: `trainer`, log-probs that the trainer computes before the step's
     first update; `engine`, those that the engine that sampled has reported."""
+    own: dict[str, bool | int | float | str] = {}
+    """{name: value} for functions of your own, which read `config.own["name"]`; a method reads
+    `parts.config.algorithm.own`."""
 
     def check(self) -> None:
+        require(
+            not self.own or any(map(is_own, (self.method, self.advantage, self.loss))),
+            "algorithm.own is for functions of your own, but algorithm.method, algorithm.advantage"
+            f" and algorithm.loss name none; leave it out, or set one of these to {FILE}",
+        )
         for key, value in PRESETS.get(self.preset, {}).items():
             require(
                 getattr(self, key) == value,

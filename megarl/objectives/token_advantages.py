@@ -43,6 +43,9 @@ class TokenRewards:
     critics: Mapping[str, Tensor] = field(default_factory=dict)
     """{name in the recipe's `critics`: values [T] float64 that this critic predicts, 0 where `mask`
     is False}, for an advantage function of the user's own."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that an advantage function of the user's own sets, the same on every rank; a step's
+    metrics have them as "own/NAME"."""
 
 
 def returns_to_go(rewards: Tensor, sample_ids: Tensor) -> Tensor:

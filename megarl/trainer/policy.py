@@ -26,6 +26,7 @@ from megarl.objectives.corrections import (
 )
 from megarl.objectives.kl import KL_ESTIMATORS, KLControl
 from megarl.objectives.losses import LOSSES, LossTerms
+from megarl.schema import is_own
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role
@@ -224,6 +225,9 @@ class PolicyGradient:
         advantages = columns["advantages"][places]
         loss_of = function_of(algorithm.loss, LOSSES, "algorithm.loss")
         terms = loss_of(logprobs, behaviour, advantages, mean, algorithm)
+        if isinstance(terms, tuple):  # of a loss that reports
+            terms, reported = terms
+            metrics.add_own(reported)
         if isinstance(terms, torch.Tensor):  # of a loss that clips nothing
             terms = LossTerms(terms, torch.zeros_like(terms).bool(), terms.detach())
         correct = function_of(algorithm.correction.kind, CORRECTIONS, "algorithm.correction.kind")
@@ -256,6 +260,8 @@ class PolicyGradient:
         `metrics`, added up over all ranks. `num_mini_batches`: optimizer steps taken. Also adapts
         the coefficient of an adaptive KL penalty.
         """
+        if is_own(self.algorithm.loss):
+            metrics.agree(self.policy.mesh.gradient)
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
         found = {
@@ -264,6 +270,7 @@ class PolicyGradient:
             "clip_share": value["clipped"] / tokens,
             "tokens/trained": value["tokens"],
         }
+        found |= {name: value[name] / tokens for name in value if name.startswith("own/")}
         if self.needs_reference:
             found["kl"] = value["kl"] / tokens
         if self.corrects:

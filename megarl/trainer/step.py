@@ -21,7 +21,7 @@ from megarl.errors import UserError
 from megarl.objectives.config import AggregationName, AlgorithmConfig
 from megarl.objectives.corrections import mismatch, summarise
 from megarl.objectives.losses import AGGREGATIONS
-from megarl.parallel.collectives import all_reduce, all_reduce_max
+from megarl.parallel.collectives import all_reduce, all_reduce_max, gather_objects
 from megarl.parallel.mesh import Axis
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.prefixes import saved_tokens
@@ -172,6 +172,22 @@ class StepMetrics:
         """
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
+
+    def add_own(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add what a loss of the user's own reports, {name: [T] values of tokens}, to the sums
+        "own/NAME", which exist from then on.
+        """
+        for name, value in values.items():
+            so_far = self._sums.get(f"own/{name}", 0.0)
+            self._sums[f"own/{name}"] = value.detach().double().sum() + so_far
+
+    def agree(self, axis: Axis) -> None:
+        """Give all ranks of `axis`, which call it together, the sums of each: a rank without tokens
+        lacks those of `add_own`, and starts them at 0.
+        """
+        names = sorted({name for one in gather_objects([*self._sums], axis) for name in one})
+        zero = torch.zeros_like(next(iter(self._sums.values())))
+        self._sums = {name: self._sums.get(name, zero) for name in names}
 
     def maximum(self, name: str, value: torch.Tensor) -> None:
         """Set the maximum `name` to `value`, a scalar tensor, if that is larger; maxima start at

@@ -49,7 +49,8 @@ def step_advantages(
 
     `columns`: per-token results for `batch`; "logprobs" and "reference_logprobs" are needed for a
     KL penalty in the reward, which is subtracted from the rewards with the factor `kl_coefficient`.
-    Raises `ValueError` for rewards that are not finite.
+    What an advantage function of the user's own reports is added to `batch.metrics`. Raises
+    `ValueError` for rewards that are not finite.
     """
     masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
     ids = [
@@ -98,6 +99,7 @@ def step_advantages(
     # Before the advantage, which may be the user's own and change its arguments.
     found = {"returns" + name: value_targets(step, one, algorithm) for name, one in values.items()}
     found["advantages"] = function(step, algorithm)
+    batch.metrics.update({f"own/{name}": float(value) for name, value in step.metrics.items()})
     lengths = [len(mask) for mask in masks]
     return {name: list(column.float().split(lengths)) for name, column in found.items()}
 

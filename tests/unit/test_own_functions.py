@@ -32,6 +32,9 @@ def loss(logp_T, old_T, advantages_T, sequence_mean, config):
 def of_terms(logp_T, old_T, advantages_T, sequence_mean, config):
     return LossTerms(-sequence_mean(logp_T) * advantages_T, logp_T > 0, logp_T.exp().detach())
 
+def reporting(logp_T, old_T, advantages_T, sequence_mean, config):
+    return loss(logp_T, old_T, advantages_T, sequence_mean, config), {"gap": logp_T - old_T}
+
 def correction(trainer_logp_T, engine_logp_T, sequence_sum, config):
     return sequence_sum(trainer_logp_T - engine_logp_T).exp().clamp(max=config.upper)
 
@@ -72,6 +75,11 @@ def attempt(key: str, value: str) -> None:
     try_filter(config, Prompts([Prompt(0, "1+1=", [4, 5], "2")]))  # pyright: ignore[reportArgumentType]
 
 
+def test_a_setting_of_ones_own_needs_a_function_of_ones_own() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.own is for functions of your own, but"):
+        recipe("algorithm.own.beta", "5")
+
+
 def test_functions_of_one_file_share_its_globals(tmp_path: Path) -> None:
     file = tmp_path / "shared.py"
     file.write_text(
@@ -88,7 +96,12 @@ def test_functions_of_one_file_share_its_globals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "function"),
-    [*KEYS.items(), ("algorithm.advantage", "by_token"), ("algorithm.loss", "of_terms")],
+    [
+        *KEYS.items(),
+        ("algorithm.advantage", "by_token"),
+        ("algorithm.loss", "of_terms"),
+        ("algorithm.loss", "reporting"),
+    ],
 )
 def test_a_function_of_a_file_passes(key: str, function: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(RIGHT)
@@ -160,6 +173,8 @@ WRONG: dict[str, tuple[str, str, list[str]]] = {
         "loss", LOSS + "(logp_T - logp_T.detach()).abs().sqrt()", ["gradient of NaN"]),
     "loss is empty on a rank": (
         "loss", LOSS + "-logp_T * advantages_T / logp_T.abs().max()", ["line 2", "RuntimeError"]),
+    "loss reports a mean": (
+        "loss", LOSS + "(-logp_T * advantages_T, {'m': logp_T.mean()})", ["metric 'm'", "[T]"]),
     "loss is a class": ("loss", "class f:\n    pass", ["is a class"]),
     "loss is a generator": ("loss", "def f(*_):\n    yield 1", ["generator"]),
     "loss is no function": ("loss", "f = 3\ndef g():\n    pass", ["is int", "g"]),

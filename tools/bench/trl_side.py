@@ -74,13 +74,14 @@ def main(path: Path) -> None:
     before = {}
     if not is_chat:
         before = {name: one.detach().clone() for name, one in model.named_parameters()}
-    rows = [json.loads(line) for line in Path(given["rows"]).read_text().splitlines()]
-    for row in rows if is_chat else ():
-        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+    # Of a file, whose cache all ranks share: TRL looks there for what rank 0 has computed.
+    rows = Dataset.from_json(given["rows"])
+    if is_chat:
+        rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = getattr(trl, f"{kind}Trainer")(
         model=model,
         args=getattr(trl, f"{kind}Config")(**ALWAYS | given["arguments"]),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=rows,
         processing_class=tokenizer,
         callbacks=[Clock()],
         **({"reward_funcs": reward} if kind == "GRPO" else {}),
