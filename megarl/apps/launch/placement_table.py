@@ -31,7 +31,7 @@ SHORT = 12
 GIB = 2**30
 
 
-HEADS = {
+HEADS: dict[type, str] = {
     CriticConfig: "value",
     RewardModelRoleConfig: "scalar",
     RewardModelConfig: "scalar",
