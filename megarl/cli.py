@@ -1,7 +1,7 @@
 """The command line, also as `python -m megarl`; its commands are in `command_line/table.py`.
 
-    megarl train RECIPE.yaml [--section.key value ...] [--print-config]
-    megarl train --help rollout
+    megarl run RECIPE.yaml [--ranks N] [--section.key value ...] [--print-config]
+    megarl run RECIPE.yaml --help rollout
     torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
 
 Exit codes: 0 success, 2 a mistake in recipe or data (one error message on standard error), 129 /
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if sys.flags.optimize > 1:
         fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
     try:
+        arguments = words_of_command(arguments)
         page = told(arguments)
         if page is not None:
             console.result(page)
@@ -80,6 +81,25 @@ def use_utf8() -> None:
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # it is ignored under python -E
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+
+
+def words_of_command(arguments: list[str]) -> list[str]:
+    """The words after `megarl` with another command's in place of those of `megarl run`, which
+    starts a recipe by whichever command suits recipe and machine; all other words are returned
+    unchanged. Raises `UserError` for what the user can correct.
+    """
+    from megarl.command_line import pages
+    from megarl.recipe_paths import typed
+
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    rest = arguments[1:]
+    if command is None or not command.becomes or any(map(pages.asks, rest)):
+        return arguments
+    pages.refuse_unknown(arguments[0], rest)
+    try:
+        return load(command.becomes)([typed(word) for word in rest])
+    except (ValueError, PermissionError) as error:
+        raise mistake(error) from error
 
 
 def told(arguments: list[str]) -> str | None:

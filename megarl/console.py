@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import sys
 import time
 import traceback
@@ -48,7 +49,15 @@ class Arguments(argparse.ArgumentParser):
         self.command, self.said = command, usage or f"see {command} --help"
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.command}: {message}; {self.said}")
+        said = re.sub(r"^argument ([^:]+): (invalid )?", _about_option, message)
+        raise UserError(f"{self.command}: {said}; {self.said}")
+
+
+def _about_option(found: re.Match[str]) -> str:
+    """The begin of argparse's message about an option, "argument --nodes: ", as part of a
+    sentence.
+    """
+    return f"{found[1]} has an invalid " if found[2] else f"{found[1]} "
 
 
 class Reported(Exception):

@@ -10,10 +10,11 @@ completes files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from megarl import config as configs
-from megarl.command_line.pages import ASKS, OTHERS
+from megarl.command_line.pages import ASKS, OTHERS, started_by
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
@@ -81,7 +82,12 @@ def candidates(typed: Sequence[str]) -> list[str]:
     command = COMMANDS.get(name)
     if command is None:
         return []
-    known = list(settings(getattr(configs, command.config))) if command.config else []
+    config = command.config
+    if command.becomes:
+        config = COMMANDS["train"].config  # until the recipe is typed, or if it is none
+        with contextlib.suppress(UserError):
+            config = COMMANDS[started_by(name, "".join(before[1:2]))].config
+    known = list(settings(getattr(configs, config))) if config else []
     known = [one for one in known if not {"NAME", "N"} & set(one.key.split("."))]
     keys = [one.key for one in known if not one.is_section]
     if before[-1] in ASKS:

@@ -3,6 +3,7 @@
     megarl --help                                   the commands
     megarl train --help                             the command: options, sections of the recipe
     megarl train recipe.yaml --help rollout         a section, with the recipe's values
+    megarl run recipe.yaml --help rollout           the same for any command that trains
     megarl train --help learning_rate               the settings whose name holds a word
     megarl train --help all                         every setting
 
@@ -21,6 +22,7 @@ from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, Command
 from megarl.errors import UserError
+from megarl.lookup import load
 from megarl.presets import filled_in
 
 ASKS = ("-h", "--help")
@@ -64,6 +66,8 @@ def page(name: str, words: Sequence[str]) -> str:
     topics = [*filter(None, [words[at].partition("=")[2]]), *topics]
     recipes = [word for word in (*words[:1], *topics) if word.endswith((".yaml", ".yml"))]
     topics = [word for word in topics if word not in recipes]
+    if command.becomes and topics:
+        return page(started_by(name, recipes[0] if recipes else ""), words)
     if not command.config:
         return "\n".join(_about(name, command))
     try:
@@ -76,6 +80,16 @@ def page(name: str, words: Sequence[str]) -> str:
     return "\n\n".join(_shown(one, written) for one in _chosen(topics[0], known))
 
 
+def started_by(name: str, recipe: str) -> str:
+    """The command that command `name`, which is "run", starts for the recipe at path `recipe`:
+    "train" where no recipe is named. Raises `UserError` for a file that is no recipe.
+    """
+    try:
+        return load(COMMANDS[name].becomes)([recipe, "--print-config"])[0] if recipe else "train"
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def asks(word: str) -> bool:
     """Whether a word of the command line asks for help: `--help`, `-h` or `--help=TOPIC`."""
     return word.partition("=")[0] in ASKS
@@ -83,21 +97,23 @@ def asks(word: str) -> bool:
 
 def refuse_unknown(name: str, words: Sequence[str]) -> None:
     """Raise `UserError` for an option among `words` that command `name` does not have. Commands
-    with a recipe, `launch` and `torchrun` have further options, which are checked later: there only
-    misspelled options of the command's own are refused.
+    with a recipe, `run`, `launch` and `torchrun` have further options, which are checked later:
+    there only misspelled options of the command's own are refused.
     """
     command = COMMANDS[name]
     options = [*command.option_names, *ASKS]
-    others = [at for at, word in enumerate(words) if word == "--" or word in COMMANDS]
+    ends = ["--", *(COMMANDS if name == "torchrun" else ())]
+    others = [at for at, word in enumerate(words) if word in ends]
     for word in words[: others[0]] if others else words:
         option = word.partition("=")[0]
         if not option.startswith("-") or option.replace("_", "-") in options:
             continue
         close = closest(option, options)
-        if close and command.config:
-            own = {f"--{one.key}" for one in settings(getattr(configs, command.config))}
+        kinds = [one.config for one in COMMANDS.values() if one.owns_folder and command.becomes]
+        for kind in filter(None, [command.config, *kinds] if close else ()):
+            own = {f"--{one.key}" for one in settings(getattr(configs, kind))}
             close = "" if option.replace("-", "_").replace("__", "--", 1) in own else close
-        if close or not (command.config or name in ("launch", "torchrun")):
+        if close or not (command.config or name in ("launch", "run", "torchrun")):
             known = f"; known are {', '.join(options[:-2])} and --help"
             raise UserError(f"megarl {name}: unknown option {option!r}{close or known}")
 
@@ -119,7 +135,7 @@ def _about(name: str, command: Command) -> Iterator[str]:
     yield from textwrap.wrap(command.about, width())
     yield ""
     topics = {"--help SECTION|WORD|all": "settings, with the recipe's values where one is named"}
-    own_help = topics if command.config else {"--help": "this page"}
+    own_help = topics if command.config or command.becomes else {"--help": "this page"}
     yield from _columns(command.all_options | own_help)
     yield ""
     yield f"example: megarl {name} {command.example}"

@@ -19,9 +19,12 @@ class Command:
 
     summary: str
     """What the command does, for the help text."""
-    run: str
+    run: str = ""
     """"module:function" of (config, inputs) -> exit code, where inputs is what `check` returned; of
-    (arguments) -> exit code for a command without recipe."""
+    (arguments) -> exit code for a command without recipe; empty where `becomes` is set."""
+    becomes: str = ""
+    """For a command that starts another one: "module:function" of (words after the command) ->
+    words after `megarl` that are run in their place."""
     config: str = ""
     """Class in `megarl.config` for the recipe; empty for a command without recipe."""
     check: str = ""
@@ -97,6 +100,13 @@ LAUNCH_OPTIONS = {
     "-- OVERRIDES": "settings of the recipe: -- --steps 10 --rollout.max_staleness 1",
 }
 
+RUN_OPTIONS = RECIPE_OPTIONS | {
+    "--ranks N": (
+        "trainer ranks, with --check without starting them (default: as many as the recipe's"
+        " layout and roles need)"
+    )
+}
+
 COMMANDS = {
     "init": Command(
         summary="a folder with a recipe, a reward and problems to begin with",
@@ -105,6 +115,18 @@ COMMANDS = {
         options={"--model PATH": "the recipe's model.path (default: Qwen/Qwen2.5-0.5B-Instruct)"},
         example="my_task --model ~/models/mine",
         docs="docs/tutorials/own_reward.md",
+    ),
+    "run": Command(
+        summary="start the run of a recipe: training of any kind, on any machine",
+        becomes="megarl.apps.launch.run_words:words_to_start",
+        options=RUN_OPTIONS | {k: v for k, v in LAUNCH_OPTIONS.items() if k != "-- OVERRIDES"},
+        about=(
+            "Finds by the recipe's sections which of train, distill, sft, preference and"
+            " reward-model it is for. With GPUs, in a job of Slurm, and with an option that megarl"
+            " launch has too, the run is started by megarl launch; elsewhere in this process, or"
+            " with several ranks by megarl torchrun."
+        ),
+        example="recipe.yaml --ranks 2 --steps 50",
     ),
     "train": Command(
         summary="reinforcement learning",
@@ -194,7 +216,7 @@ COMMANDS = {
         docs="docs/rewards.md",
     ),
     "launch": Command(
-        summary="train, distill or sft with Ray and engines, here or on Slurm's nodes",
+        summary="the ranks of a recipe's run, Ray and engines, here or on Slurm's nodes",
         run="megarl.apps.launch.launch:main",
         end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
         options=LAUNCH_OPTIONS,

@@ -70,7 +70,7 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
 
     (run / "checkpoints" / ".writing_999999.dead").mkdir()
     last = int(newest_first(run / "checkpoints")[0].name.removeprefix("step_"))
-    done = megarl("sft", recipe, "--steps", str(last + 3), ranks=2)
+    done = megarl("run", recipe, "--steps", str(last + 3), "--ranks", "2")
     assert done.code == 0, done.err[-3000:]
     assert f"is taken over from process {ranks[0].pid} on" in done.err
     names = [path.name for path in sorted((run / "checkpoints").iterdir())]

@@ -33,7 +33,10 @@ def test_each_line_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["m", "--max-tokens", "0"], "--max-tokens is at least 1"),
-        (["m", "--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),
+        (
+            ["m", "--max-tokens", "x"],
+            "megarl chat: --max-tokens has an invalid int value: 'x'; see",
+        ),
         (["m", "--temperature", "-1"], "--temperature 0 to 100"),
         (["m", "--temperature", "nan"], "--temperature 0 to 100"),
         ([], "the following arguments are required: model"),

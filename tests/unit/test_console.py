@@ -235,7 +235,7 @@ def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.P
 RECIPES = {
     "train": "grpo", "distill": "distill", "sft": "quickstart_sft", "preference": "dpo",
     "reward-model": "reward_model", "eval": "grpo", "sample": "sample", "rollout": "grpo",
-    "serve-reward": "serve_reward", "launch": "grpo",
+    "serve-reward": "serve_reward", "launch": "grpo", "run": "grpo",
 }  # fmt: skip
 """{command: a recipe for it}"""
 THOROUGH = ("train", "eval", "launch")

@@ -69,8 +69,14 @@ def test_help_about_a_section_or_a_word() -> None:
     meant = cli.told(["train", "--help", "hung"])  # a word of an explanation
     assert "rollout.engine.stall_timeout_s: 180" in meant
     assert "critics.NAME.ranks: " in cli.told(["train", "--help", "critics.second.ranks"])
+    told = cli.told(["train", str(RECIPE), "--help", "rollout"])
     ranks = ["torchrun", "--nproc-per-node", "2", "train", str(RECIPE), "--help=rollout"]
-    assert cli.told(ranks) == cli.told(["train", str(RECIPE), "--help", "rollout"])
+    assert cli.told(ranks) == told == cli.told(["run", str(RECIPE), "--help", "rollout"])
+    tuned = [str(RECIPE.with_name("dpo.yaml")), "--ranks", "2", "--help", "loss"]
+    assert cli.told(["run", *tuned]) == cli.told(["preference", *tuned])
+    assert cli.told(["run", "--help", "rollout"]) == cli.told(["train", "--help", "rollout"])
+    with pytest.raises(UserError, match="does not exist"):
+        cli.told(["run", "none.yaml", "--help", "rollout"])
     with pytest.raises(UserError, match="'learningrate'; did you mean learning_rate"):
         cli.told(["train", "--help", "learningrate"])
 
@@ -117,9 +123,11 @@ def test_pages_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
 WRONG = {
     "trian": "unknown command 'trian'; did you mean train?",
     "reward_model": "unknown command 'reward_model'; did you mean reward-model?",
-    "frobnicate": "unknown command 'frobnicate'; use init, train, distill, ",
+    "frobnicate": "unknown command 'frobnicate'; use init, run, train, ",
     "train r.yaml --print-confg": "unknown option '--print-confg'; did you mean --print-config?",
     "train r.yaml --ranks 2": "--ranks is for --check",
+    "run r.yaml --dryrun": "unknown option '--dryrun'; did you mean --dry-run?",
+    "run r.yaml --rank 2": "megarl run: unknown option '--rank'; did you mean --ranks?",
     "rollout r.yaml --nun 4": "unknown option '--nun'; did you mean --num?",
     "timeline run --output=x": "unknown option '--output'; did you mean --out?",
     "doctor --all": "unknown option '--all'; known are --json and --help",
@@ -131,9 +139,11 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_a_misspelt_word_gets_the_right_one(line: str) -> None:
-    name, *rest = line.split()
+    def answer(name: str, *rest: str) -> object:
+        return cli.told([name, *rest]) or cli.dispatch(name, list(rest))
+
     with pytest.raises(UserError, match=re.escape(WRONG[line])):
-        _ = cli.told([name, *rest]) or cli.dispatch(name, rest)
+        answer(*cli.words_of_command(line.split()))
 
 
 def test_words_that_are_right_are_not_refused() -> None:
@@ -145,7 +155,9 @@ def test_words_that_are_right_are_not_refused() -> None:
     pages.refuse_unknown("torchrun", [*theirs, "train", "r.yaml", "--json"])
     for command in (one for one in COMMANDS if COMMANDS[one].config):
         known = settings(getattr(config, COMMANDS[command].config))
-        pages.refuse_unknown(command, [f"--{one.key}" for one in known])
+        words = [f"--{one.key}" for one in known]
+        pages.refuse_unknown(command, words)
+        pages.refuse_unknown("run", words if COMMANDS[command].owns_folder else [])
     pages.refuse_unknown("launch", ["r.yaml", "--cpu", "--", "--steps", "3"])
     pages.refuse_unknown("train", ["r.yaml", "--rollout.min_p", "-0.5", "--resume=auto"])
 
@@ -173,6 +185,12 @@ CANDIDATES = {
     ("torchrun", "--nproc-per-node", "2", "sf"): ["sft"],
     ("torchrun", "--nproc-per-node", "2", "sft", "r.yaml", "--demo"): ["--demonstrations."],
     ("launch", "r.yaml", "--dry"): ["--dry-run"],
+    ("run", "r.yaml", "--ra"): ["--ranks"],
+    ("run", "r.yaml", "--dry"): ["--dry-run"],
+    ("run", "r.yaml", "--", "--roll"): ["--rollout."],
+    ("run", "launch/recipes/dpo.yaml", "--loss.me"): ["--loss.method"],
+    ("run", "launch/recipes/dpo.yaml", "--loss.method", "si"): ["simpo"],
+    ("run", "lau"): [],
     ("launch", "r.yaml", "--", "--step"): ["--steps"],
     ("train", "--help", "weight"): ["weight_sync."],
     ("status", "run", "--"): ["--json", "--stacks", "--help"],

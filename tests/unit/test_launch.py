@@ -21,7 +21,7 @@ from support.commands import ROOT, started, until
 
 from megarl.activity.process import start_of
 from megarl.apps.launch import launch_run
-from megarl.apps.launch.launch import main
+from megarl.apps.launch.launch import main, recipe_kind
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
@@ -215,6 +215,23 @@ def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str, shown: Shown) -> 
     assert "--num-gpus=0" in rehearsal and "-m megarl distill " in rehearsal
 
 
+def test_preferences_and_reward_models_have_ranks_alone(shown: Shown) -> None:
+    for name, command in (("dpo", "preference"), ("reward_model", "reward-model")):
+        recipe, options = f"launch/recipes/{name}.yaml", ("--gpus-train", "2")
+        out = shown(*options, recipe=recipe, CUDA_VISIBLE_DEVICES="0,1")
+        assert places(out) == {"policy": "0-1 0: 0-1", "free": "- none"}
+        assert f"--nproc-per-node 2 -m megarl {command} " in out and "ray" not in out
+        with pytest.raises(UserError, match=f"but megarl {command} has no engines"):
+            shown(*options, "--gpus-engine", "1", recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_command_of_a_recipe_is_found_by_its_sections(recipe: Path) -> None:
+    """That of `megarl serve-reward`, which trains nothing, is read as one of `train`, and refused."""
+    kind = kind_of(recipe)
+    assert recipe_kind(str(recipe)) is (RunConfig if kind is ServeRewardConfig else kind)
+
+
 @pytest.mark.parametrize(("arguments", "environment", "says"), [
     (("--", "--training.layot.data", "4"), {},
      "training.layot: unknown key; did you mean 'layout'?"),
@@ -224,9 +241,9 @@ def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str, shown: Shown) -> 
     (("--gpus-train", "3"), {}, "set --gpus-train to 4, or training.layout.data to 3"),
     (("--gpus-train", "8"), {}, "data 4 x sequence 1 x tensor 1 = 4 ranks"),
     (("--gpus-engine", "3"), {}, "num_engines 2 x rollout.engine.tensor 2 needs 4"),
-    (("--gpus-engine", "0"), {}, "--gpus-engine: is '0'"),
-    (("--gpus-train", "all"), {}, "--gpus-train: is 'all'"),
-    (("--gpus-train",), {}, "--gpus-train: expected one argument"),
+    (("--gpus-engine", "0"), {}, "megarl launch: --gpus-engine is '0'; set it"),
+    (("--gpus-train", "all"), {}, "megarl launch: --gpus-train is 'all'; set it"),
+    (("--gpus-train",), {}, "megarl launch: --gpus-train expected one argument"),
     (("--", "--training.layout.data", "0"), {}, "set --gpus-train"),
     (("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"), {},
      "are 6 engine ranks, but the policy has 4 ranks to share with"),

@@ -21,12 +21,12 @@ def test_a_new_task_is_ready_to_be_trained(tmp_path: Path) -> None:
     # A command of the tests runs in the repository's folder.
     words = ["--folder", str(mine / "run"), "--prompts.source", str(mine / "problems.jsonl")]
     words += ["--evaluation.prompts.source", str(mine / "held_out.jsonl")]
-    done = megarl("train", str(mine / "recipe.yaml"), *words, "--check")
+    done = megarl("run", str(mine / "recipe.yaml"), *words, "--check")
     assert done.code == 0, done.err
     assert "64 prompts" in done.err + done.out
-    plan = ["launch", str(mine / "recipe.yaml"), "--gpus-train", "1", "--dry-run", "--", *words]
-    done = megarl(*plan)
-    assert done.code == 0, done.err
+    done = megarl("run", str(mine / "recipe.yaml"), "--dry-run", *words)
+    assert done.code == 0 and "megarl run: 1 trainer rank, the fewest that" in done.err, done.err
+    assert "--nproc-per-node 1 -m megarl train " in done.out
 
 
 def test_an_instruct_model_gets_its_chat_template(tmp_path: Path) -> None:

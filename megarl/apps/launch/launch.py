@@ -16,7 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from megarl import config as configs
+from megarl import recipe_file
 from megarl.apps.launch.launch_plan import (
     Gpus,
     LaunchPlan,
@@ -39,7 +42,7 @@ from megarl.apps.launch.launch_processes import (
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
-from megarl.config import RunConfig, SftConfig
+from megarl.config import AnyConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
 from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.devices import driver_gpus
@@ -47,9 +50,13 @@ from megarl.parallel.launcher import free_port
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
-SECTIONS = {"teacher": configs.DistillConfig, "demonstrations": SftConfig}
-"""{section of a recipe: the configuration class that alone has it}; a recipe without any of these
-sections is a `RunConfig`, that of `megarl train`."""
+SECTIONS: dict[str, tuple[type[AnyConfig], ...]] = {
+    "teacher": (configs.DistillConfig,),
+    "demonstrations": (SftConfig,),
+    "preferences": (PreferenceConfig, RewardModelConfig),
+}
+"""{section of a recipe: the configuration classes that alone have it}; a recipe without any of
+these sections is a `RunConfig`, that of `megarl train`."""
 
 
 def main(arguments: list[str]) -> int:
@@ -61,14 +68,12 @@ def main(arguments: list[str]) -> int:
     """
     try:
         options = parse_options(arguments)
-        written = configs.written_tree(options.recipe)
+        kind = recipe_kind(options.recipe, options.overrides)
         own = os.uname().nodename
         planned = options.nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
         num_nodes = options.nodes or len(hosts)
         refuse_port(options, num_nodes)
-        # Every recipe without a section that only another command has is one of `megarl train`.
-        kind = next((one for section, one in SECTIONS.items() if section in written), RunConfig)
         command = configs.COMMANDS[kind]
         config = configs.read(kind, options.recipe, options.overrides, announce)
         require(
@@ -133,6 +138,38 @@ def main(arguments: list[str]) -> int:
             announce(requeue(job))
 
 
+def recipe_kind(recipe: str, overrides: Sequence[str] = ()) -> type[AnyConfig]:
+    """The configuration class of the recipe at path `recipe`, by the sections that it has:
+    `RunConfig` for a recipe of `megarl train`, and so on. `overrides`: words of a command line that
+    replace settings. Raises `ValueError` for a file that is no recipe, and for preferences that
+    either `megarl preference` or `megarl reward-model` could learn from.
+    """
+    written = configs.written_tree(recipe)
+    kinds = next((some for name, some in SECTIONS.items() if name in written), (RunConfig,))
+    if len(kinds) == 1:
+        return kinds[0]
+    # The two differ in what they may set: the one that accepts more of the recipe is meant.
+    found = [_count_mistakes(kind, recipe, overrides) for kind in kinds]
+    names = [configs.COMMANDS[kind] for kind in kinds]
+    require(
+        found.count(min(found)) == 1,
+        f"recipe {recipe} may be one of megarl {' or of megarl '.join(names)}; set loss.method for"
+        " the first, loss.centering for the second, or start it by that command",
+    )
+    return kinds[found.index(min(found))]
+
+
+def _count_mistakes(kind: type[AnyConfig], recipe: str, overrides: Sequence[str]) -> int:
+    """How many settings of a recipe a configuration class refuses."""
+    tree = configs.written_tree(recipe)
+    recipe_file.override(tree, kind, overrides)
+    try:
+        kind.model_validate(tree)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
     """Check the placement of a run before it starts. Raises `ValueError` if the GPUs and nodes that
     `gpus` gives to the processes of `plan` do not suit the recipe's inference engines, or its way
@@ -183,7 +220,7 @@ def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addres
     return lines
 
 
-def refuse_owned(config: RunConfig | SftConfig) -> None:
+def refuse_owned(config: AnyConfig) -> None:
     """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
     write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
     Waits up to `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another

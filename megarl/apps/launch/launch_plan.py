@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import RunConfig, SftConfig
+from megarl.config import COMMANDS, AnyConfig, RunConfig
 from megarl.console import Arguments
 from megarl.parallel.layout import resolve
 from megarl.schema import require
@@ -105,10 +105,21 @@ class Gpus:
     on_cpu: bool = False
 
 
-def _whole(value: str) -> int:
+def whole_number(value: str) -> int:
+    """The number that the text `value` of an option is, from 1 to 99999. Raises argparse's error
+    for any other text.
+    """
     if not re.fullmatch("[1-9][0-9]{0,4}", value):
         raise argparse.ArgumentTypeError(f"is '{value}'; set it to a whole number of at least 1")
     return int(value)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megarl launch`, but not the recipe, to `parser`."""
+    for option in NUMBERS:
+        parser.add_argument(option, type=whole_number)
+    for option in SWITCHES:
+        parser.add_argument(option, action="store_true")
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -126,10 +137,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     )
     parser = Arguments("megarl launch", usage)
     parser.add_argument("recipe")
-    for option in NUMBERS:
-        parser.add_argument(option, type=_whole)
-    for option in SWITCHES:
-        parser.add_argument(option, action="store_true")
+    add_options(parser)
     found = parser.parse_intermixed_args(words[:cut], Options())
     found.overrides = words[cut + 1 :]
     require(
@@ -149,20 +157,21 @@ def parse_options(arguments: Sequence[str]) -> Options:
     return found
 
 
-def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchPlan:
+def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
     """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and
     parallel layout (data, sequence, tensor) of each model (policy, critic, ...), and inference
-    engines with their number of GPUs. Supervised fine-tuning (`SftConfig`) has ranks of one model
-    and no engines. Raises `ValueError` if `--gpus-train` or `--gpus-engine` contradict the recipe,
-    or if ranks and layouts do not fit.
+    engines with their number of GPUs. A run on a fixed data set (fine-tuning, preferences, a reward
+    model) has ranks of one model and no engines. Raises `ValueError` if `--gpus-train` or
+    `--gpus-engine` contradict the recipe, or if ranks and layouts do not fit.
     """
     training = config.training
     within_s = training.checkpoint.save_within_s
     num_ranks = count_ranks(config, options)
-    if isinstance(config, SftConfig):
+    if not isinstance(config, RunConfig):
         require(
             options.gpus_engine is None,
-            f"--gpus-engine is {options.gpus_engine}, but megarl sft has no engines; leave it out",
+            f"--gpus-engine is {options.gpus_engine}, but megarl {COMMANDS[type(config)]} has no"
+            " engines; leave it out",
         )
         wanted = training.layout
         layout = resolve(
@@ -201,7 +210,25 @@ def make_launch_plan(config: RunConfig | SftConfig, options: Options) -> LaunchP
     )
 
 
-def count_ranks(config: RunConfig | SftConfig, options: Options) -> int:
+def ranks_apart(config: AnyConfig) -> dict[str, tuple[int, ...]]:
+    """{dotted section of the recipe, such as "critic": its ranks} of the models that have ranks of
+    their own, which the policy does not use.
+    """
+    roles = config.other_roles if isinstance(config, RunConfig) else {}
+    return {name: role.ranks for name, role in roles.items() if role.ranks}
+
+
+def fewest_ranks(config: AnyConfig) -> int:
+    """The fewest trainer ranks that a run can have: those of the policy (data x sequence x tensor
+    parallelism, with one data-parallel rank where the recipe leaves their number open) plus those
+    that other models have of their own.
+    """
+    layout, apart = config.training.layout, ranks_apart(config)
+    num_apart = len({rank for ranks in apart.values() for rank in ranks})
+    return max(layout.data, 1) * layout.sequence * layout.tensor + num_apart
+
+
+def count_ranks(config: AnyConfig, options: Options) -> int:
     """Number of trainer ranks of a run, of all its models together: `--gpus-train` or, without it,
     the ranks of the policy (data x sequence x tensor parallelism) plus those that other models have
     of their own, which settings such as `critic.ranks` list. Raises `ValueError` if the recipe
@@ -210,8 +237,7 @@ def count_ranks(config: RunConfig | SftConfig, options: Options) -> int:
     """
     layout, given = config.training.layout, options.gpus_train
     rest = layout.sequence * layout.tensor
-    roles = config.other_roles if isinstance(config, RunConfig) else {}
-    apart = {name: role.ranks for name, role in roles.items() if role.ranks}
+    apart = ranks_apart(config)
     num_apart = len({rank for ranks in apart.values() for rank in ranks})
     beside = f", and {' and '.join(apart)} have {num_apart} ranks of their own" if apart else ""
     num_ranks = given or (layout.data * rest and layout.data * rest + num_apart)

@@ -17,7 +17,7 @@ from megarl.console import Arguments, result
 from megarl.errors import UserError
 
 RECIPE = """\
-# Every key with its meaning: megarl train recipe.yaml --help prompts
+# Every key with its meaning: megarl run recipe.yaml --help prompts
 folder: run                     # where the run writes; `megarl report run`, `megarl chat run`
 steps: 50
 model: {path: MODEL}
@@ -57,9 +57,9 @@ def score(prompt, response):
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 NEXT = """\
 cd {folder}
-megarl train recipe.yaml --check
-megarl train recipe.yaml
-On one GPU add --rollout.placement colocated. On several: megarl launch recipe.yaml --gpus-train 1
+megarl run recipe.yaml --check
+megarl run recipe.yaml
+On one GPU add --rollout.placement colocated. On more GPUs --ranks N trains on N of them.
 """
 
 

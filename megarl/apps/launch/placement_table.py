@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
-from megarl.config import RunConfig, SftConfig, longest_request
+from megarl.config import AnyConfig, RewardModelConfig, RunConfig, longest_request
 from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
 from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
@@ -31,9 +31,14 @@ SHORT = 12
 GIB = 2**30
 
 
-HEADS = {CriticConfig: "value", RewardModelRoleConfig: "scalar", TeacherConfig: "states"}
-"""{configuration class of a role: the output of its model}, for roles whose models do not give
-log-probs of tokens."""
+HEADS: dict[type, str] = {
+    CriticConfig: "value",
+    RewardModelRoleConfig: "scalar",
+    RewardModelConfig: "scalar",
+    TeacherConfig: "states",
+}
+"""{configuration class of a role, or of a whole recipe for the model that it trains: the output of
+the model}, for models that do not give log-probs of tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Row:
     """Bytes on each GPU; None if the model's config.json is not known."""
 
 
-def placement(config: RunConfig | SftConfig, plan: LaunchPlan, gpus: Gpus) -> str:
+def placement(config: AnyConfig, plan: LaunchPlan, gpus: Gpus) -> str:
     """The table that `megarl launch` prints: on which GPUs a run's models (policy, critic, ...) and
     engines are, and how much memory they need. Returns ASCII lines of at most 120 characters,
     joined by newlines. Models whose config.json is not on this machine have "?" for their sizes.
@@ -120,7 +125,7 @@ def places_of(gpus: Sequence[Gpu]) -> str:
 
 
 def _role_row(
-    name: str, config: RunConfig | SftConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
+    name: str, config: AnyConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
 ) -> Row:
     """The row of a role; adds to `notes` what the reader has to know about it."""
     place = plan.roles[name]
@@ -128,7 +133,8 @@ def _role_row(
     if isinstance(config, RunConfig) and name != "policy":
         role, training = config.other_roles[name], role_training(config, name)
     model = role.model if role is not None and role.model.path else config.model
-    trains, head = role is None or isinstance(role, CriticConfig), HEADS.get(type(role), "logprobs")
+    trains = role is None or isinstance(role, CriticConfig)
+    head = HEADS.get(type(role or config), "logprobs")
     mine = [gpus.ranks[rank] for rank in place.ranks]
     layout = place.layout
     degrees = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"

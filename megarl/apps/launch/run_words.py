@@ -1,0 +1,120 @@
+"""`megarl run`: the words of the command that starts the run of a recipe on this machine.
+
+    recipe.yaml --steps 3  --words_to_start-->  train recipe.yaml --steps 3
+                                                torchrun --nproc-per-node 2 train recipe.yaml ...
+                                                launch recipe.yaml --gpus-train 2 -- --steps 3
+
+Nothing is started here: the command line runs the words that are returned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megarl import config as configs
+from megarl.apps.launch.launch import recipe_kind
+from megarl.apps.launch.launch_plan import (
+    NUMBERS,
+    SWITCHES,
+    Options,
+    add_options,
+    fewest_ranks,
+    whole_number,
+)
+from megarl.console import Arguments, say
+from megarl.errors import UserError
+from megarl.parallel.devices import are_hidden, driver_gpus
+from megarl.schema import require
+
+
+class RunOptions(Options):
+    """Parsed options of `megarl run`: those of `megarl launch` and three of its own, None or False
+    where the option is not given.
+    """
+
+    ranks: int | None = None
+    check: bool = False
+    print_config: bool = False
+
+
+def words_to_start(arguments: Sequence[str]) -> list[str]:
+    """The words after `megarl` that do what `megarl run ARGUMENTS` asks for. `arguments`: the
+    recipe, then options of `megarl run` and settings of the recipe in any order. The command that
+    trains the recipe (train, distill, sft, preference or reward-model) is found by the recipe's
+    sections. It is run
+
+    - by `megarl launch`, on a machine with GPUs, in a job of Slurm, and with an option of `launch`;
+    - elsewhere in this process, or by `megarl torchrun` where the run has several ranks.
+
+    Without `--ranks` the run has as many ranks as the recipe's layout and roles need, which a line
+    on standard error says. Raises `UserError` or `ValueError` for a mistake in the words or in the
+    recipe.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(
+            "megarl run needs a recipe first: megarl run RECIPE.yaml [--section.key value ...]"
+        )
+    recipe, *words = arguments
+    if "--" in words:
+        words.remove("--")
+    parser = Arguments("megarl run")
+    add_options(parser)
+    parser.add_argument("--ranks", type=whole_number)
+    for option in ("--check", "--print-config"):
+        parser.add_argument(option, action="store_true")
+    found, overrides = parser.parse_known_args(words, RunOptions())
+    require(
+        not (found.ranks and found.gpus_train),
+        "--ranks and --gpus-train both say how many trainer ranks there are; leave one out",
+    )
+    of_launch = _options_of_launch(found)
+    kind = recipe_kind(recipe, overrides)
+    plain = [configs.COMMANDS[kind], recipe, *overrides]
+    asked = [option for option in ("--check", "--print-config") if _value(found, option)]
+    require(
+        not (asked and of_launch),
+        f"{' and '.join(asked)} is not for a placement, which {' '.join(of_launch)} asks for; leave"
+        " one out, or take --dry-run, which checks the recipe too and prints the placement",
+    )
+    if found.print_config or "RANK" in os.environ:  # this process is a rank that torchrun started
+        return [*plain, *asked]
+    launches = not asked and bool(of_launch or os.environ.get("SLURM_JOB_ID") or _has_gpus())
+    ranks = found.ranks
+    if ranks is None and found.gpus_train is None:
+        config = configs.read(kind, recipe, overrides)
+        is_open = config.training.layout.data == 0
+        if is_open or not launches:  # else `megarl launch` counts and shows the ranks
+            ranks = fewest_ranks(config)
+        if ranks is not None and (ranks > 1 or launches):
+            why = "the fewest that" if is_open else "as"
+            more = "; for more set --ranks" if is_open else ""
+            s = "s" if ranks > 1 else ""
+            say(f"megarl run: {ranks} trainer rank{s}, {why} the recipe's layout asks for{more}")
+    if launches:
+        counted = ["--gpus-train", str(ranks)] if ranks else []
+        settings = ["--", *overrides] if overrides else []
+        return ["launch", recipe, *of_launch, *counted, *settings]
+    several = ranks is not None and ranks > 1
+    if asked:
+        return [*plain, *asked, *(["--ranks", str(ranks)] if several else [])]
+    return ["torchrun", "--nproc-per-node", str(ranks), *plain] if several else plain
+
+
+def _options_of_launch(found: Options) -> list[str]:
+    """The options of `megarl launch` that were given, as words."""
+    words = []
+    for option in (*NUMBERS, *SWITCHES):
+        if value := _value(found, option):
+            words += [option] if option in SWITCHES else [option, str(value)]
+    return words
+
+
+def _value(found: Options, option: str) -> int | bool | None:
+    """The value of an option, such as "--dry-run"; None or False where it was not given."""
+    return getattr(found, option.removeprefix("--").replace("-", "_"))
+
+
+def _has_gpus() -> bool:
+    """Whether this machine has GPUs that the user has not hidden."""
+    return not are_hidden() and bool(driver_gpus())
