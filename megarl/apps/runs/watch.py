@@ -2,8 +2,8 @@
 
     metrics.jsonl, evaluations.jsonl, transcripts.jsonl, activity/ --Watched.view--> rows of text
 
-Nothing is written. Only lines that are new since the last look are parsed. All text from files is
-shown as it is: control characters as escapes, and no markup of rich in it is followed.
+Nothing is written. Of the files only lines that are new since the last look are read. In text from
+files control characters are shown as escapes, and what looks like rich's markup is plain text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.activity.files import FOLDER, Life, of_run, read_lives, seconds, waits_on
@@ -40,9 +41,7 @@ from megarl.signals import ending
 KEPT = 64
 """Newest lines of each file that are kept."""
 RECENT = 20
-"""A mean is over this many steps, and a change is against the step so many steps before."""
-DRAWN = 24
-"""Most steps of a sparkline."""
+"""Means and sparklines are over this many steps, and a change is against so many steps before."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = {
     "reward/mean": ("reward", ".3f"),
@@ -55,7 +54,7 @@ ROWS = {
     "mismatch/mean_abs": ("mismatch, mean", ".2g"),
 }
 """{metric: (its name in the view, format)}"""
-USUAL = {
+USUAL: dict[str, float] = {
     **dict.fromkeys(("verifier/errors", "verifier/timeouts", "verifier/nans", "skipped_steps"), 0),
     **{"length/truncated_share": 0.1, "clip_share": 0.2},
     **dict.fromkeys(("mismatch/mean_abs", "mismatch/outside_share"), 0.05),
@@ -79,17 +78,18 @@ def main(arguments: list[str]) -> int:
         names = f"{METRICS}, {RECIPE} or {FOLDER}"
         raise UserError(f"{wanted.run} holds no {names}; name the folder of a run")
     watched, screen = Watched(wanted.run), Console()
+    is_live = not (wanted.once or screen.is_dumb_terminal) and in_terminal()
     try:
-        if not (wanted.once or screen.is_dumb_terminal) and in_terminal():
+        if is_live:
             follow(watched, screen, time.sleep)
         with screen.capture() as printed:
             screen.print(watched.view(screen.size))
-        result(printed.get().rstrip("\n"))
+        result("\n".join(line.rstrip() for line in printed.get().splitlines()))
     except OSError as error:
         what = error.filename or wanted.run
         raise UserError(f"{what} cannot be read: {error.strerror or error}") from error
     except KeyboardInterrupt as caught:
-        if ending(caught).number != signal.SIGINT:
+        if not is_live or ending(caught).number != signal.SIGINT:
             raise
     return 0
 
@@ -135,7 +135,7 @@ class Tail:
             for line in new.split(b"\n")[:-1][-KEPT:]:
                 with suppress(ValueError):
                     record = parse_json(line)
-                    if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    if isinstance(record, dict) and type(record.get("step")) is int:
                         record.pop("transcripts", None)
                         self._records.append(record)
         return list(self._records)
@@ -156,14 +156,15 @@ class Watched:
         cannot be read.
         """
         metrics, evaluations, groups = (tail.read() for tail in self._tails)
-        steps = {one["step"]: {k: v for k, v in one.items() if _is_metric(v)} for one in metrics}
+        found = ({name: one[name] for name in one if _is_small(one[name])} for one in metrics)
+        steps = {one["step"]: one for one in found if "step" in one}
         run, done = Run([steps[step] for step in sorted(steps)], [], []), max(steps, default=0)
         recipe: dict[str, Any] = {}
         with suppress(ValueError):  # not written yet
             recipe = read_tree(self._run / RECIPE)
         owner, total = newest(self._run)[1], recipe.get("steps")
         state = owner_state(owner) if owner else "ended"
-        total = total if isinstance(total, int) and total > 0 else None
+        total = total if isinstance(total, int) and 0 < total < 2**63 else None
         self.has_finished = total is not None and done >= total and state in ("ended", "gone")
         name, state = self._run.resolve().name, "finished" if self.has_finished else state
         rows = [Text("  ").join([_cell(name, "bold"), _cell(state, _colour(state))])]
@@ -172,8 +173,8 @@ class Watched:
         rows += _evaluation(evaluations)
         last = [answer for one in groups[-1:] for answer in _answers(one, size.width)]
         lives = of_run(read_lives(self._run / FOLDER, only_last=True))
-        used = len(rows) + len(ROWS) + 5
-        return Group(*rows, *_processes(lives, max(4, size.height - used), self._run), *last)
+        room = 0 if self.has_finished else max(4, size.height - len(rows) - len(ROWS) - 5)
+        return Group(*rows, *_processes(lives, room, self._run), *last)
 
 
 def _visible(text: object) -> str:
@@ -196,9 +197,9 @@ def _cell(text: object, style: str = "") -> Text:
 
 def _grid(rows: Sequence[Sequence[RenderableType]], wide: int = -1) -> Table:
     """Rows of cells in columns; the column number `wide` takes the room that is left."""
-    table = Table.grid(padding=(0, 2, 0, 0), expand=wide >= 0)
-    for number in range(len(rows[0])):
-        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1 if number == wide else None)
+    ratios = [1 if number == wide else None for number in range(len(rows[0]))]
+    columns = [Column(no_wrap=True, overflow="ellipsis", ratio=ratio) for ratio in ratios]
+    table = Table.grid(*columns, padding=(0, 2, 0, 0), expand=wide >= 0)
     for row in rows:
         table.add_row(*row)
     return table
@@ -210,27 +211,26 @@ def _colour(state: str) -> str:
     return "red" if state.startswith("stopped") else words.get(state, "dim")
 
 
-def _is_metric(value: Any) -> bool:
-    """Whether a metric can have this value; None is one that was not finite."""
-    return value is None or (isinstance(value, int | float) and -(2**63) < value < 2**63)
+def _is_small(value: Any) -> bool:
+    """Whether a value is a number with which can be computed, or None, one that was not finite."""
+    return value is None or (isinstance(value, int | float) and abs(value) < 2**63)
 
 
-def _mean(run: Run, name: str) -> float | None:
-    """A metric's mean over the newest steps that have it; None without any."""
-    values = run.series(name)[1][-RECENT:]
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
+def _mean(run: Run, name: str) -> float:
+    """A metric's mean over the newest steps that have it; 0 without any."""
+    found = [one[name] for one in run.metrics[-RECENT:] if one.get(name) is not None]
+    return fmean(found or [0.0])
 
 
 def _progress(run: Run, done: int, total: int | None) -> Iterator[RenderableType]:
     """The rows with steps, a bar, the time left (without evaluations), and seconds a step."""
-    step_s = _mean(run, "time/step_s") or 0.0
+    step_s = _mean(run, "time/step_s")
     cells: list[RenderableType] = [_cell(f"step {done}" + (f" of {total}" if total else ""))]
     if total:
         cells += [Bar(total, done, 24), _cell(f"{done / total:.0%}")]
         cells += [_cell(f"{seconds(step_s * (total - done))} left")] if total > done > 0 else []
     yield _grid([cells])
-    parts = {name: _mean(run, f"time/{name}_s") or 0.0 for name in ("rollout", "train")}
+    parts = {name: _mean(run, f"time/{name}_s") for name in ("rollout", "train")}
     longer = max(parts, key=lambda name: parts[name])
     said = f"; longer part: {longer} {seconds(parts[longer])}" if min(parts.values()) else ""
     yield _cell(f"{seconds(step_s)} a step{said}" if done else f"no line in {METRICS} yet: waiting")
@@ -245,9 +245,10 @@ def _metrics(run: Run, recipe: dict[str, Any]) -> Iterator[RenderableType]:
         if len(values) and not (name == "loss" and "reward/mean" in last):
             before = values[steps == steps[-1] - RECENT]
             change = f"{values[-1] - before[0]:+{spec}}" if len(before) else ""
-            texts = (label, f"{values[-1]:{spec}}", change, _sparkline(values[-DRAWN:]))
-            rows.append([*map(_cell, texts), _cell("!" if name in worries else "", "bold red")])
-    heads = ("", "last", f"in {RECENT} steps", f"last {DRAWN} steps", "")
+            texts = (label, f"{values[-1]:{spec}}", change, _sparkline(values[-RECENT:]))
+            mark = f"! usual: {worries.pop(name):g}" if name in worries else ""
+            rows.append([*map(_cell, texts), _cell(mark, "bold red")])
+    heads = ("", "last", f"in {RECENT} steps", f"last {RECENT} steps", "")
     yield _grid([[_cell(head, "dim") for head in heads], *rows])
     if worries:
         said = (f"{name} {last[name]:.3g} (usual: {most:g})" for name, most in worries.items())
@@ -277,12 +278,12 @@ def _sparkline(values: np.ndarray) -> str:
 def _evaluation(records: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The row of the last evaluation, if there is one."""
     for step in [record["step"] for record in records[-1:]]:
-        found = {name: one[name] for one in records if one["step"] == step for name in sorted(one)}
-        numbers = (
-            f"{name.removeprefix('eval/')} {value:.4g}"
-            for name, value in found.items()
-            if name.startswith("eval") and isinstance(value, float | int)
-        )
+        found = {name: one[name] for one in records if one["step"] == step for name in one}
+        numbers = [
+            f"{name.removeprefix('eval/')} {found[name]:.4g}"
+            for name in sorted(found)  # greedy ones first
+            if name.startswith("eval") and isinstance(found[name], int | float)
+        ]
         yield _cell(f"evaluation after {step} steps: {', '.join(numbers)}")
 
 
@@ -306,13 +307,14 @@ def _processes(lives: Sequence[Life], room: int, run: Path) -> Iterator[Renderab
         rows.append([*cells, _cell(whom, "yellow")])
     if rows:
         yield _grid(rows, wide=2)
-    if len(left) > room:
+    if len(left) > room > 0:
         yield _cell(f"and {len(left) - room} more: megarl status {run}", "dim")
 
 
 def _answers(group: dict[str, Any], width: int) -> Iterator[RenderableType]:
     """The rows of the newest prompt and of the last two responses to it."""
-    yield _cell(f"step {group['step']}: {_middle_out(group.get('prompt', ''), width - 14)}", "dim")
+    asked = _visible(group.get("prompt", ""))[20 - width :]  # a template begins with much else
+    yield _cell(f"step {group['step']}: {asked}", "dim")
     rows = []
     with suppress(LookupError, TypeError, ValueError):  # transcripts of another program
         for one in group["rollouts"][-2:]:
