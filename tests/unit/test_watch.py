@@ -16,7 +16,7 @@ from megarl import cli
 from megarl.activity.recording import Recording
 from megarl.activity.spans import activity, step_begins
 from megarl.apps.runs import watch
-from megarl.apps.runs.watch import Tail, Watched, follow
+from megarl.apps.runs.watch import RunView, Tail, follow
 from megarl.apps.runs.watch import main as watch_command
 from megarl.checkpoints import lease
 from megarl.errors import UserError
@@ -109,7 +109,7 @@ staleness, max +0 +\+0 +▁+
 mismatch, mean +1e-06 +\+0 +▁+
 evaluation after 20 steps: accuracy 0.625, length/mean 31, eval_sampled.*…
 processes: 1 alive
-rank0  alive  rollouts of step 25, for 0.\d s +waits on service
+rank0  alive  0.\d s  rollouts of step 25 +waits on service
 step 24: 347\+589=
 wrong  \+1  third: 930
 right  \+1  9\+7=16#936""".splitlines()
@@ -233,7 +233,7 @@ def test_the_view_goes_on_with_the_run_and_writes_nothing(run: Path) -> None:
         files.update((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
 
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    follow(Watched(run), screen, go_on)
+    follow(RunView(run), screen, go_on)
     text = shown.getvalue()
     places = [text.index(f"step {done} of 30") for done in (0, 1, 2, 30)]
     assert places == sorted(places) and "waiting" in text[: places[1]]

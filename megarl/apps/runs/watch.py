@@ -1,6 +1,6 @@
 """`megarl watch RUN [--once]`: a live view of a run in the terminal, from its run folder alone.
 
-    metrics.jsonl, evaluations.jsonl, transcripts.jsonl, activity/ --Watched.view--> rows of text
+    metrics.jsonl, evaluations.jsonl, transcripts.jsonl, activity/ --RunView.view--> rows of text
 
 Nothing is written. Of the files only lines that are new since the last look are read. In text from
 files control characters are shown as escapes, and what looks like rich's markup is plain text.
@@ -77,13 +77,13 @@ def main(arguments: list[str]) -> int:
     if not any((wanted.run / name).exists() for name in (METRICS, RECIPE, FOLDER)):
         names = f"{METRICS}, {RECIPE} or {FOLDER}"
         raise UserError(f"{wanted.run} holds no {names}; name the folder of a run")
-    watched, screen = Watched(wanted.run), Console()
+    run_view, screen = RunView(wanted.run), Console()
     is_live = not (wanted.once or screen.is_dumb_terminal) and in_terminal()
     try:
         if is_live:
-            follow(watched, screen, time.sleep)
+            follow(run_view, screen, time.sleep)
         with screen.capture() as printed:
-            screen.print(watched.view(screen.size))
+            screen.print(run_view.view(screen.size))
         result("\n".join(line.rstrip() for line in printed.get().splitlines()))
     except OSError as error:
         what = error.filename or wanted.run
@@ -94,16 +94,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def follow(watched: Watched, screen: Console, wait: Callable[[float], object]) -> None:
-    """Show the view of `watched` on the terminal `screen`, in place of what was there, until the
+def follow(run_view: RunView, screen: Console, wait: Callable[[float], object]) -> None:
+    """Show the view of `run_view` on the terminal `screen`, in place of what was there, until the
     run has finished; then what was there comes back. `wait`: function that blocks for a number of
     seconds, as `time.sleep` does. Raises `OSError` if a file cannot be read.
     """
     with Live(console=screen, screen=True, auto_refresh=False) as live:
         while True:
             began = time.monotonic()
-            live.update(watched.view(screen.size), refresh=True)
-            if watched.has_finished:
+            live.update(run_view.view(screen.size), refresh=True)
+            if run_view.has_finished:
                 return
             wait(max(1.0, 10 * (time.monotonic() - began)))  # at most a tenth of a core
 
@@ -141,7 +141,7 @@ class Tail:
         return list(self._records)
 
 
-class Watched:
+class RunView:
     """A run folder that is looked at again and again. `view` reads what is new and returns the rows
     to show; `has_finished` then says whether the run has trained its last step and ended.
     """
@@ -271,7 +271,7 @@ def _sparkline(values: np.ndarray) -> str:
     """Numbers as blocks of eight heights; a blank for one that is not finite."""
     known = values[np.isfinite(values)]
     low, span = (known.min(), np.ptp(known)) if len(known) else (0.0, 0.0)
-    heights = 1 + 7 * (values - low) / (span or 1.0)
+    heights = np.rint(1 + 7 * (values - low) / (span or 1.0))
     return "".join(BLOCKS[int(one)] for one in np.nan_to_num(heights, posinf=0.0, neginf=0.0))
 
 
@@ -296,17 +296,17 @@ def _processes(lives: Sequence[Life], room: int, run: Path) -> Iterator[Renderab
     left.sort(key=lambda one: (_colour(states[one.process]) != "red", not one.open))
     rows = []
     for one in left[:room]:
-        state, what, whom = states[one.process], "idle", ""
+        state, what, whom, age = states[one.process], "idle", "", ""
         for span in one.open[-1:]:
             until = one.last if one.is_alive is False else time.time()
-            names = ", in ".join(part["name"] for part in [span, *one.around(span)])
-            what = f"{names}, for {seconds(until - span['ts'] / 1e6)}"
+            age = seconds(until - span["ts"] / 1e6)
+            what = ", in ".join(part["name"] for part in [span, *one.around(span)])
             whom = shortened(", ".join(waits_on(span)), 18)
             whom = whom and f"{'waits on' if span['cat'] == 'wait' else 'with'} {whom}"
-        cells = (_cell(one.process), _cell(state, _colour(state)), _cell(what))
+        cells = [_cell(one.process), _cell(state, _colour(state)), _cell(age), _cell(what)]
         rows.append([*cells, _cell(whom, "yellow")])
     if rows:
-        yield _grid(rows, wide=2)
+        yield _grid(rows, wide=3)
     if len(left) > room > 0:
         yield _cell(f"and {len(left) - room} more: megarl status {run}", "dim")
 
