@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.commands import ROOT
 
 from megarl import cli
 from megarl.activity.recording import Recording
@@ -216,6 +217,15 @@ def test_of_many_processes_those_in_trouble_come_first(
     shown = [line.split()[:3] for line in lines if line.startswith("rank")]
     assert shown[:2] == [["rank30", "gone", "idle"], ["rank0", "alive", "idle"]]
     assert lines[-1].startswith(f"and {40 - len(shown)} more: megarl status ")
+
+
+def test_the_page_shows_the_rows_of_the_view() -> None:
+    shown = (ROOT / "docs" / "howto" / "watch.md").read_text().split("```\n")[2].splitlines()
+    named = [
+        label for label, _ in watch.ROWS.values() if label != "loss"
+    ]  # of runs without rewards
+    assert [label for label in named if not any(one.startswith(label) for one in shown)] == []
+    assert max(map(len, shown)) <= 80 and len(shown) <= 24
 
 
 # ------------------------------------------------------------------------------------ as a run goes
