@@ -17,13 +17,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 from support.chat_templates import Family, tokenizer_of
 from support.commands import write_rows
 from support.documented import block
 from tokenizers import processors
 
-from megarl.config import SftConfig, from_tree
+from megarl.config import SftConfig, read
 from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.rows import READERS, fingerprint
@@ -733,16 +732,17 @@ SHOWN = {
     "chats_and_tools": [{"messages": turns("user", "2+2=", "assistant", "4"), "tools": [TOOL]}],
 }
 """{name of a block of the documentation: rows of its file}"""
-WITH_ALL = "{% if enable_thinking %}think{% endif %}{% for one in tools %}{{ one }}{% endfor %}"
+WITH_ALL = "{% if enable_thinking %}think{% endif %}{{ tools or '' }}"
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_demonstrations_of_the_documentation_are_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = {"folder": "x", "model": {"path": "x"}} | yaml.safe_load(block(f"yaml {name}"))
-    config = from_tree(SftConfig, tree, where="the page").demonstrations
     monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(block(f"yaml {name}"))
+    words = ["--folder", "x", "--model.path", "x"]
+    config = read(SftConfig, Path("recipe.yaml"), words).demonstrations
     write(Path(config.source), SHOWN[name])
     found = load_demonstrations(config, byte_tokenizer(template=WITH_ALL + TEMPLATE), seed=1)
     assert len(found) == 1
