@@ -213,7 +213,7 @@ COMMANDS = {
         run="megarl.apps.serve.serve_reward:main",
         end_within_s=70.0,  # more than server.drain_s may be
         example="launch/recipes/serve_reward.yaml",
-        docs="docs/rewards.md",
+        docs="docs/howto/reward_server.md",
     ),
     "launch": Command(
         summary="the ranks of a recipe's run, Ray and engines, here or on Slurm's nodes",

@@ -148,7 +148,7 @@ class EnvironmentConfig(Config):
         "exact_match"
     )
     """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
-    `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/rewards.md),
+    `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/reference_rewards.md),
     `path/to/file.py:function` for a user's function (docs/rewards.md),
     `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
     reward."""

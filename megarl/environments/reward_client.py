@@ -51,7 +51,7 @@ ADVICE = {
     (401, 403): "set environment.remote.token_variable to the name of the environment variable that"
     " holds its token, and export that",
     (404, 405): f"set the address of its scoring route, such as http://host:port{ROUTE}",
-    (400, 415, 422): "have it read the requests that docs/rewards.md describes",
+    (400, 415, 422): "have it read the requests that docs/reference_rewards.md describes",
     (413,): "have it take larger requests (server.max_request_mib of megarl serve-reward)",
 }
 """{statuses of an answer: what to set or do}"""
@@ -290,7 +290,7 @@ class RewardClient:
         try:
             return read_answer(text, len(samples), maps_scores=self._maps_scores)
         except BadMessage as error:
-            said = f"gave an answer that {error}; see docs/rewards.md for what it must be"
+            said = f"gave an answer that {error}; see docs/reference_rewards.md for what it must be"
             raise _Refused(said) from None
 
     def _refusal(self, status: int, text: str, after: str) -> _Refused:

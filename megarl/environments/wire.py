@@ -1,5 +1,5 @@
 """The messages between a reward server and its clients: JSON over HTTP, described in
-docs/rewards.md.
+docs/reference_rewards.md.
 
     request  {"samples": [{"prompt": {answer, fields, text, token_ids, index}, "response"}, ...]}
     answer   {"scores": [score of the first sample, ...]}

@@ -17,7 +17,7 @@ import requests
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import ROOT
+from support.documented import block
 from support.environments import PROMPT
 from support.reward_servers import serving
 from support.rollouts import segment
@@ -445,12 +445,9 @@ def test_recipes_that_are_refused(case: str, place: Path) -> None:
     assert says in str(told.value) and "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("kind", ["yaml reward_engine", "yaml judge"])
-def test_the_recipes_of_the_page(kind: str) -> None:
-    page = (ROOT / "docs" / "rewards.md").read_text()
-    found = re.search(rf"```{kind}\n(.*?)```", page, re.S)
-    assert found
-    tree = {"folder": "x"} | yaml.safe_load(found[1])
+@pytest.mark.parametrize("head", ["yaml reward_engine", "yaml judge"])
+def test_the_recipes_of_the_documentation(head: str) -> None:
+    tree = {"folder": "x"} | yaml.safe_load(block(head))
     config = from_tree(ServeRewardConfig, tree, where="the page")
     if (judge := config.judge).model.path:
         _, fields = parse_template(judge.template, "judge.template")

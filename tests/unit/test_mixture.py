@@ -347,13 +347,18 @@ def test_thirds_written_with_six_digits_are_thirds() -> None:
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+HOW_TO = (
+    *("async_reward", "builtin_verifiers", "data_of_others", "long_rows", "mixture"),
+    *("multiple_choice", "reward_mathematics", "reward_programs", "several_rewards"),
+    "trl_verl_rewards",
+)
 SHOWN = [
     (page, yaml.safe_load(text))
-    for page in ("data.md", "rewards.md")
+    for page in ("data.md", "rewards.md", *(f"howto/{name}.md" for name in HOW_TO))
     for text in re.findall(r"```yaml[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.S)
-    if not re.search(r"^(reward_model|judge):|^[^#]*\"http", text, re.M)
+    if not re.search(r"^(reward_model|judge|demonstrations):|^[^#]*\"http", text, re.M)
 ]
-"""(page, recipe) of every example that needs no server."""
+"""(page, recipe) of every example about data and rewards that needs no server."""
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +373,9 @@ def shown_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gsm8k.jsonl": [{"prompt": "2+2", "answer": "2+2=4 #### 4", "question": "2"}] * 5,
         "mmlu.jsonl": [{"prompt": "2", "question": "2", "choices": ["3", "4"], "answer": 1}] * 5,
         "a.jsonl": [{"prompt": "2", "answer": "4", "test_list": ["assert f() == 1"]}] * 5,
+        **dict.fromkeys(
+            ("problems.jsonl", "held_out.jsonl"), [{"question": "2", "answer": "4"}] * 5
+        ),
     }
     for name, part in rows.items():
         write_rows(folder / name, part)

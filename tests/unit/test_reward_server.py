@@ -19,7 +19,8 @@ import pytest
 import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import ROOT, command, dies_with_us, finish, start, write_recipe
+from support.commands import command, dies_with_us, finish, start, write_recipe
+from support.documented import block
 from support.environments import PROMPT, together, verdicts
 from support.reward_servers import Answer, Scripted, free_port, serving
 from support.tiny import write_classifier, write_tokenizer
@@ -44,15 +45,6 @@ from megarl.environments.wire import (
 from megarl.schema import replace
 from megarl.serve_config import ServeRewardConfig
 from megarl.types import Prompt
-
-PAGE = (ROOT / "docs" / "rewards.md").read_text()
-
-
-def block(kind: str) -> str:
-    found = re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)
-    assert found, kind
-    return found[1]
-
 
 # The wire format
 

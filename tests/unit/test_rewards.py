@@ -1,4 +1,4 @@
-"""Reward functions of a user: the examples of docs/rewards.md, and what may go wrong."""
+"""Reward functions of a user: the examples of the documentation, and what may go wrong."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.documented import block
 from support.environments import PROMPT, opened, run, verdicts
 
 from megarl.environments.config import EnvironmentConfig
@@ -24,14 +25,10 @@ from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
 from megarl.types import Verdict
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
-
 
 def example(name: str, folder: Path) -> str:
-    """The page's code block `name`, written to a file."""
-    found = re.search(rf"```python {name}\n(.*?)```", PAGE, re.S)
-    assert found, name
-    (folder / f"{name}.py").write_text(found[1])
+    """The documentation's code block `name`, written to a file."""
+    (folder / f"{name}.py").write_text(block(f"python {name}"))
     return str(folder / f"{name}.py")
 
 

@@ -1,6 +1,6 @@
 """The reward server: an environment's verifier, a reward model or a judge, behind HTTP.
 
-    POST /v1/score   the wire format of docs/rewards.md        GET /health   GET /metrics
+    POST /v1/score   the wire format of docs/reference_rewards.md   GET /health   GET /metrics
 
 Every request but `GET /health` needs the bearer token, if the server has one; without it the answer
 is 401 and says nothing else. Requests are bounded in size, time and number.

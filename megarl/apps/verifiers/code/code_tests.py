@@ -137,8 +137,8 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
     if isinstance(texts, list) and all(isinstance(one, str) for one in texts):
         return Tests("asserts", texts, more={"setup": _setup(row), "names": []})
     raise BadTests(
-        f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/rewards.md lists the"
-        " forms"
+        f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/reference_rewards.md"
+        " lists the forms"
     )
 
 
