@@ -97,7 +97,7 @@ def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind
                 pass
         with pytest.raises(ValueError, match=name):
             check_writable(str(run), setting="folder")
-        for command in ("status", "report", "ledger", "timeline"):
+        for command in ("status", "report", "ledger", "timeline", "watch"):
             with pytest.raises(UserError, match=name):
                 cli.dispatch(command, [str(run)])
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -230,7 +230,7 @@ def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("folder: runs/mine\n")
     runs = [name for name, command in COMMANDS.items() if command.first == "RUN"]
-    assert len(runs) == 5
+    assert len(runs) == 6
     for name in runs:
         for path, what in (("none", "does not exist"), ("run/recipe.yaml", "is a file")):
             with pytest.raises(UserError, match=f"{path} {what}; name the run folder"):

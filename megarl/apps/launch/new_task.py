@@ -48,7 +48,7 @@ import re
 def score(prompt, response):
     """1 if the last number of the response (text) is the problem's answer, else 0.
 
-    prompt.text, prompt.answer and prompt.metadata come from a line of problems.jsonl. A dict may
+    prompt.text, prompt.answer and prompt.fields come from a line of problems.jsonl. A dict may
     say more: {"reward": 0.5, "correct": False, "a_metric_of_mine": 3}.
     """
     numbers = re.findall(r"-?\\d+", response)
