@@ -5,7 +5,7 @@
 
 A run is a process of its own (under torchrun for several ranks), because it starts engines and
 ranks, and ends by ending them. What is given as a Python object is written to files in the run
-folder, which the run reads. Nothing here imports torch but for a run that is resumed.
+folder, which the run reads. Nothing here imports torch until checkpoints are looked for.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class Result:
         return read_run(self.folder)
 
 
-def load_recipe(kind: type[C], recipe: Recipe, **changes: Any) -> C:
-    """Read a recipe, the path of a YAML file or nested dicts, as configuration class `kind`, a
-    frozen pydantic model of all settings of a command: `RunConfig` (for train, evaluate, sample),
-    `DistillConfig`, `SftConfig`, `PreferenceConfig` or `RewardModelConfig`. Returns an object of
-    that class.
+def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
+    """Read a recipe, the path of a YAML file, nested dicts or another configuration, as
+    configuration class `kind`, a frozen pydantic model of all settings of a command: `RunConfig`
+    (for train, evaluate, sample), `DistillConfig`, `SftConfig`, `PreferenceConfig` or
+    `RewardModelConfig`. Returns an object of that class.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
     by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
