@@ -50,7 +50,8 @@ INPUTS = "inputs"
 LOOK_S = 0.1
 """Seconds between two looks at the files of a run."""
 ROOT = Path(__file__).resolve().parents[1]  # where the package megarl lies
-# A run whose caller is gone, such as a notebook's kernel, gets SIGTERM, on which it saves and ends.
+# A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
+# SIGTERM, on which it saves a checkpoint and ends.
 PROGRAM = """import signal, sys
 sys.path.append(sys.argv[1])
 from megarl.signals import become
@@ -383,8 +384,8 @@ class Trainer:
 
 class _Inputs:
     """What the caller gives as Python objects: named in the settings `tree`, and written to files
-    of the run folder that are named by their content. So a file never changes, and a run is resumed
-    with the same one exactly if the object is the same.
+    of the run folder that are named by their content. So a file never changes, and a resumed run
+    knows by the name whether it has the same one.
     """
 
     def __init__(self, tree: dict[str, Any]) -> None:
