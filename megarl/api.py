@@ -452,7 +452,7 @@ def _importable(function: Any) -> str:
 
 
 def _pickled(function: Callable[..., Any], name: str) -> bytes:
-    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+    import cloudpickle
 
     try:
         return cloudpickle.dumps(function)

@@ -41,7 +41,7 @@ with Observer(config.observe, folder, total_steps=config.steps, first_step=first
     while done < config.steps and not told:
         observer.transcripts(done, [{"prompt": f"{done + 1}"}, {"prompt": "b"}])
         observer.step(StepReport(done, {"reward/mean": 0.5}))
-        time.sleep(0.05)
+        time.sleep(0.05 if config.steps > 9 else 0)
         done += 1
     observer.evaluation(done, {"eval/accuracy": 1.0}, [{"response": "after"}])
 (folder / "checkpoints" / f"step_{done:06d}").mkdir(parents=True, exist_ok=True)
@@ -224,33 +224,30 @@ def test_a_function_of_a_file_is_named_by_its_path(
 
 
 def test_a_function_of_main_is_run_elsewhere_by_value(tmp_path: Path) -> None:
-    """With what it uses: a global, an import of a module beside it, a function, a closure. The same
-    function has the same file, in another process too.
+    """With what it uses: a global, an import of a module beside it, a closure. The same function has
+    the same file, in another process too.
     """
     (tmp_path / "beside.py").write_text("def half(x):\n    return x / 2\n")
-    code = f"""
+    (tmp_path / "script.py").write_text(f"""
 import beside
 from megarl import Trainer
 factor = 3.0
-def scaled(x):
-    return factor * x
 def make(more):
-    async def score(prompt, response):
-        return scaled(beside.half(len(response))) + more
-    return score
-print(Trainer({recipe(tmp_path)!r}, reward=make(1.0)).config.environment.verifier)
-"""
-    names = [
-        python("-c", code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).stdout
-        for _ in range(2)
-    ]
+    return lambda x: factor * x + more
+plus = make(1.0)
+def score(prompt, response):
+    return plus(beside.half(len(response)))
+print(Trainer({recipe(tmp_path)!r}, reward=score).config.environment.verifier)
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    names = [python(str(tmp_path / "script.py"), env=environment).stdout for _ in range(2)]
     assert names[0] == names[1] and names[0].startswith(f"{tmp_path}/run/inputs/reward-")
     told = """
-import asyncio, sys
+import sys
 from megarl.environments.user_code import own_function
-print(asyncio.run(own_function(sys.argv[1], "environment.verifier")(None, "abcd")))
+print(own_function(sys.argv[1], "environment.verifier")(None, "abcd"))
 """
-    assert python("-P", "-c", told, names[0].strip()).stdout == "7.0\n"
+    assert python("-P", "-c", told, names[0].strip(), env=environment).stdout == "7.0\n"
 
 
 def test_every_function_and_every_table_of_rows_has_its_setting(tmp_path: Path) -> None:
