@@ -18,6 +18,7 @@ setup(
     install_requires=[
         "torch>=2.13",
         "aiohttp",
+        "cloudpickle",
         "deepspeed",
         "ray",
         "transformers",

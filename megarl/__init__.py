@@ -2,8 +2,8 @@
 """megarl: reinforcement learning of language models on long chains of thought, under any parallel
 layout.
 
-From Python: `from megarl import RunConfig, load_recipe, train` and so on; see docs/api.md. Names
-are imported at first use, so that `import megarl` imports nothing else.
+From Python: `from megarl import Trainer` and so on; see docs/api.md. Names are imported at first
+use, so that `import megarl` imports nothing else.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ __all__ = [
     "RewardModelConfig",
     "RunConfig",
     "SftConfig",
+    "Trainer",
     "distill",
     "evaluate",
     "load_recipe",
@@ -39,3 +40,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module("megarl.api"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion in notebooks."""
+    return __all__

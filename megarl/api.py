@@ -1,22 +1,31 @@
 """megarl from Python: a configuration, a run, its results; docs/api.md has examples.
 
+    Trainer(recipe, reward=function, data=rows) --steps--> metrics of each step, as a run makes them
+    load_recipe(RunConfig, recipe) --train--> Result
+
 A run is a process of its own (under torchrun for several ranks), because it starts engines and
-ranks, and ends by ending them. Nothing here imports torch.
+ranks, and ends by ending them. What is given as a Python object is written to files in the run
+folder, which the run reads. Nothing here imports torch until checkpoints are looked for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from megarl import config as configs
+from megarl import presets, recipe_paths
 from megarl.config import (
     AnyConfig,
     DistillConfig,
@@ -25,10 +34,35 @@ from megarl.config import (
     RunConfig,
     SftConfig,
 )
+from megarl.files import new_file
 from megarl.recipe_file import put
-from megarl.schema import Config, require
+from megarl.schema import Config, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
+Recipe = str | Path | dict[str, Any]
+"""A recipe: the path of a YAML file, or nested dicts as YAML has them."""
+Rows = Iterable[Mapping[str, Any]]
+"""Data: a list of dicts, a `datasets.Dataset`, or anything else that yields a dict for each row."""
+EVENTS = ("on_start", "on_rollouts", "on_step", "on_evaluation", "on_end")
+"""Names of the methods that a callback of `Trainer` may have."""
+INPUTS = "inputs"
+"""Folder in the run folder with what the caller of `Trainer` has given as Python objects."""
+LOOK_S = 0.1
+"""Seconds between two looks at the files of a run."""
+ROOT = Path(__file__).resolve().parents[1]  # where the package megarl lies
+# A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
+# SIGTERM, on which it saves a checkpoint and ends.
+PROGRAM = """import signal, sys
+sys.path.append(sys.argv[1])
+from megarl.signals import become
+become(int(sys.argv[2]), sys.argv[3:], signal.SIGTERM)"""
+BY_VALUE = """# Written by megarl.Trainer: the function that its argument `{name}` was, by value.
+import pickle
+import sys
+
+sys.path += [path for path in {paths!r} if path not in sys.path]
+{name} = pickle.loads({pickled!r})
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +94,15 @@ class Result:
         return [{"step": one.step, **one.metrics} for one in self._read().evaluations]
 
     @property
+    def transcripts(self) -> list[dict[str, Any]]:
+        """What the model has answered in the last evaluation that `train` made: a dict for each
+        problem with `prompt`, `answer`, `response`, `correct`, `reward` and more; empty without
+        evaluation. `evaluate` writes its own to a file, whose path is in `summary`.
+        """
+        kept = [one.transcripts for one in self._read().evaluations if one.transcripts]
+        return kept[-1] if kept else []
+
+    @property
     def model(self) -> Path | None:
         """Path of the model in the newest checkpoint, a folder in Hugging Face's format; None
         without a checkpoint.
@@ -75,20 +118,54 @@ class Result:
         return read_run(self.folder)
 
 
-def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
-    """Read the YAML recipe at `path` as configuration class `kind`, a frozen pydantic model of all
-    settings of a command: `RunConfig` (for train, evaluate, sample), `DistillConfig`, `SftConfig`,
-    `PreferenceConfig` or `RewardModelConfig`. Returns an object of that class.
+def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
+    """Read a recipe, the path of a YAML file, nested dicts or another configuration, as
+    configuration class `kind`, a frozen pydantic model of all settings of a command: `RunConfig`
+    (for train, evaluate, sample), `DistillConfig`, `SftConfig`, `PreferenceConfig` or
+    `RewardModelConfig`. Returns an object of that class.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
     by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
     names all mistakes, for a file that is no recipe, an unknown setting or a value that is not
     allowed.
     """
-    tree = configs.written_tree(path)
+    tree, where, beside = _tree_of(recipe, changes)
+    return configs.from_tree(kind, tree, where=where, beside=beside)
+
+
+def _tree_of(
+    recipe: Recipe | AnyConfig, changes: dict[str, Any]
+) -> tuple[dict[str, Any], str, Path | None]:
+    """The settings of a recipe with `changes`, {key: value}, as nested dicts of its own; what the
+    recipe is called in messages; and the folder beside which its paths are looked for.
+    """
+    if isinstance(recipe, str | Path):
+        found = configs.written_tree(recipe), str(recipe), Path(recipe).parent
+    else:
+        found = presets.spelled_out(_plain(recipe)), "the recipe", None
     for key, value in changes.items():
-        put(tree, key.split("__"), value.model_dump() if isinstance(value, Config) else value)
-    return configs.from_tree(kind, tree, where=str(path), beside=Path(path).parent)
+        put(found[0], key.split("__"), _plain(value))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a setting's value as YAML has it: configurations as dicts, paths as texts."""
+    if isinstance(value, Config):
+        return value.model_dump()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _kind_of(tree: dict[str, Any]) -> type[AnyConfig]:
+    """The configuration class whose recipe the nested dicts `tree` are: the first one that lacks
+    the fewest of their keys, `RunConfig` before the others. A recipe with `preferences` that could
+    be both is one of `PreferenceConfig`.
+    """
+    kinds = [kind for kind in configs.COMMANDS if issubclass(kind, AnyConfig)]
+    return min(kinds, key=lambda kind: len(configs.unknown_keys(kind, tree)))
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:
@@ -183,35 +260,314 @@ def open_run(folder: str | Path) -> Result:
     return Result(Path(folder), summary(Path(folder)))
 
 
+class Trainer:
+    """A training run from Python: any recipe, with reward, data, advantage and loss as Python
+    objects, metrics while it goes on, and callbacks. `train` runs it to its end; `steps` yields the
+    metrics of each step. Each call is a new run in processes of its own, or with `resume: auto` the
+    continuation of the one in the run folder. `config` is the run's configuration, for `evaluate`
+    too.
+
+    Args:
+        recipe: path of a YAML file, nested dicts as YAML has them, or a configuration object. Of a
+            file or dicts the command is found by the keys: `teacher` is for distillation,
+            `demonstrations` for fine-tuning, and so on.
+        reward: instead of `environment.verifier`, a function of one of the forms in
+            docs/rewards.md. One at the top of an imported file is named by its path; anything else,
+            such as one that is defined in a notebook, is pickled by value into the run folder.
+        data, evaluation_data: rows to train on and held-out rows, as a list of dicts or a
+            `datasets.Dataset`, instead of the `source` of `prompts` (`demonstrations`,
+            `preferences`); they are written to the run folder as JSON lines.
+        advantage, loss: as `reward`, instead of `algorithm.advantage` and `algorithm.loss`.
+        callbacks: objects with any of the methods on_start(config), on_rollouts(step, groups),
+            on_step(row), on_evaluation(row) and on_end(result), called in this process by `steps`
+            and `train`. An exception in one ends the run, with a checkpoint.
+        ranks: number of training processes on this machine.
+        changes: values of single settings, by key: `training__optimizer__learning_rate=1e-5`.
+
+    Raises:
+        ValueError: a mistake in the recipe, or an object that cannot be written to a file. Nothing
+            is written then.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | AnyConfig,
+        *,
+        reward: Callable[..., Any] | None = None,
+        data: Rows | None = None,
+        evaluation_data: Rows | None = None,
+        advantage: Callable[..., Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] = (),
+        ranks: int = 1,
+        **changes: Any,
+    ) -> None:
+        for one in callbacks:
+            known = any(hasattr(one, event) for event in EVENTS)
+            require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
+        self.callbacks, self.ranks = callbacks, ranks
+        tree, where, beside = _tree_of(recipe, changes)
+        kind = type(recipe) if isinstance(recipe, AnyConfig) else _kind_of(tree)
+        of_data = next(
+            name
+            for name in ("demonstrations", "preferences", "prompts")
+            if name in kind.model_fields
+        )
+        given = _Inputs(tree)
+        given.function("reward", reward, "environment.verifier")
+        given.function("advantage", advantage, "algorithm.advantage")
+        given.function("loss", loss, "algorithm.loss")
+        given.rows("data", data, f"{of_data}.source")
+        given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
+        self.config = configs.from_tree(kind, tree, where=where, beside=beside)
+        given.write()
+
+    def train(self) -> Result:
+        """Run to the end, and block until then. Returns the `Result`. Raises `ValueError` with the
+        command's message for a mistake in the recipe or the data, `RuntimeError` for any other
+        failure. An interrupt ends the run with a checkpoint.
+        """
+        for _ in self.steps():
+            pass
+        return self._result
+
+    def steps(self) -> Generator[dict[str, Any], None, None]:
+        """Start the run, and yield the metrics of each step as soon as the run has written them: a
+        dict {name: number or None} with `step`, which counts from 1. Of a resumed run these are the
+        steps after its checkpoint. The run does not wait for the caller between two steps. Leaving
+        the loop early, by `break`, an exception or an interrupt, ends the run once the step under
+        way is done and its checkpoint saved; no process is left. Raises as `train` does.
+        """
+        from megarl.observe.observer import EVALUATIONS, METRICS
+
+        self._tell("on_start", self.config)
+        folder, done = Path(self.config.folder), 0
+        if self.config.resume:
+            from megarl.checkpoints.progress import newest_first, step_of
+
+            done = max((step_of(one)[0] for one in newest_first(folder / "checkpoints")), default=0)
+        metrics = _Growing(folder / METRICS, done)
+        evaluations = _Growing(folder / EVALUATIONS, done or -1)
+        with _Command(configs.COMMANDS[type(self.config)], self.config, self.ranks) as run:
+            is_over = False
+            while not is_over:
+                is_over = run.is_over(LOOK_S)
+                found = [*evaluations.read(), *metrics.read()]
+                for row in sorted(found, key=lambda row: (row["step"], "transcripts" in row)):
+                    if "transcripts" in row:
+                        self._tell("on_evaluation", row)
+                        continue
+                    self._tell_rollouts(folder, row["step"])
+                    self._tell("on_step", row)
+                    yield row
+        self._result = run.result()
+        self._tell("on_end", self._result)
+
+    def _tell(self, event: str, *values: Any) -> None:
+        for one in self.callbacks:
+            if method := getattr(one, event, None):
+                method(*values)
+
+    def _tell_rollouts(self, folder: Path, step: int) -> None:
+        """Call `on_rollouts` with what the run has written of the rollouts of a step."""
+        from megarl.observe.observer import TRANSCRIPTS
+        from megarl.observe.rotated import parts_of
+        from megarl.observe.sinks import read_records
+
+        if not any(hasattr(one, "on_rollouts") for one in self.callbacks):
+            return
+        newest = folder / TRANSCRIPTS
+        full = [part.path for part in parts_of(newest) if part.first <= step <= part.last]
+        found = [one for path in [*full, newest] for one in read_records(path)]
+        self._tell("on_rollouts", step, [one for one in found if one["step"] == step])
+
+
+class _Inputs:
+    """What the caller gives as Python objects: named in the settings `tree`, and written to files
+    of the run folder that are named by their content. So a file never changes, and a resumed run
+    knows by the name whether it has the same one.
+    """
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self._tree, self._files = tree, dict[Path, bytes]()
+        folder = str(tree.get("folder", ""))
+        with contextlib.suppress(ValueError):  # which reading the recipe tells with its key
+            folder = recipe_paths.expanded(folder)
+        self._folder = Path(folder).absolute() / INPUTS
+
+    def function(self, name: str, given: Callable[..., Any] | None, key: str) -> None:
+        """Set the setting `key` to a function, the argument `name` of `Trainer`; None: leave it."""
+        if given is None:
+            return
+        require(
+            callable(given),
+            f"{name} is {shortened(repr(given))}, which is no function; set {key} for a name",
+        )
+        found = _importable(given)
+        if not found:
+            content = BY_VALUE.format(name=name, paths=_folders(), pickled=_pickled(given, name))
+            found = f"{self._add(f'{name}-{{}}.py', content.encode())}:{name}"
+        put(self._tree, key.split("."), found)
+
+    def rows(self, name: str, given: Rows | None, key: str) -> None:
+        """Set the setting `key` to a file of rows, the argument `name` of `Trainer`; None: leave
+        it.
+        """
+        if given is not None:
+            lines = [_json_line(row, f"{name}[{n}]") for n, row in enumerate(given)]
+            put(self._tree, key.split("."), self._add(f"{name}-{{}}.jsonl", b"".join(lines)))
+
+    def _add(self, name: str, content: bytes) -> str:
+        digest = hashlib.blake2b(content, digest_size=6).hexdigest()
+        path = self._folder / name.format(digest)
+        self._files[path] = content
+        return str(path)
+
+    def write(self) -> None:
+        """Write the files that are not there. Raises `ValueError` if that is not possible."""
+        try:
+            for path, content in self._files.items():
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with new_file(path) as file:
+                        file.write(content)
+        except OSError as error:
+            raise ValueError(
+                f"{self._folder} cannot be written ({error.strerror}); set folder to a folder of"
+                " your own"
+            ) from None
+
+
+def _importable(function: Any) -> str:
+    """`path/to/file.py:name`, under which other processes find a function that stands at the top of
+    a file of its own; "" for any other: of `__main__`, of a package, inside of another function.
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    file, name = getattr(module, "__file__", None) or "", getattr(function, "__qualname__", "")
+    # A file of a package may import its neighbours by a dot, which needs the package.
+    is_alone = module is not sys.modules["__main__"] and getattr(module, "__package__", None) == ""
+    is_there = name.isidentifier() and getattr(module, name, None) is function
+    path = os.path.abspath(file)
+    return f"{path}:{name}" if is_alone and is_there and file.endswith(".py") else ""
+
+
+def _pickled(function: Callable[..., Any], name: str) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        said = shortened(f"{type(error).__name__}: {error}", 300)
+        raise ValueError(
+            f"{name}: {getattr(function, '__qualname__', function)} cannot be sent to the processes"
+            f" of a run ({said}); make what it uses inside of it, or import it from a .py file"
+        ) from None
+
+
+def _folders() -> list[str]:
+    """The folders from which this process imports, as absolute paths."""
+    return [os.path.abspath(path) for path in sys.path]
+
+
+def _json_line(row: Any, name: str) -> bytes:
+    """A row of data as a line of JSON; `name` is what messages call it."""
+    fix = "give a list of dicts of texts, numbers and lists"
+    require(isinstance(row, Mapping), f"{name} is {type(row).__name__}, not a dict; {fix}")
+    try:
+        return f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False)}\n".encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON ({error}); {fix}") from None
+
+
+class _Growing:
+    """A JSON-lines file of a run folder that a run is about to write. `done`: steps that the run
+    has done already, whose lines are passed over.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        self._path, self._done, self._at = path, done, 0
+        # A run begins with a new file, in which it keeps what counts of an earlier one.
+        self._old = path.stat().st_ino if path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines that have been added since the last call, each as a dict with `step`."""
+        lines: list[bytes] = []
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._old:
+                file.seek(self._at)
+                lines = [line for line in file if line.endswith(b"\n")]
+        self._at += sum(map(len, lines))
+        return [row for row in map(json.loads, lines) if row["step"] > self._done]
+
+
+class _Command:
+    """A command of megarl in a process of its own, whose standard error is passed on: a context
+    manager. At the end of the block a process that still runs is told to save and end, and waited
+    for.
+    """
+
+    def __init__(self, command: str, config: AnyConfig, ranks: int) -> None:
+        self._command, self._folder, self._said = command, Path(config.folder), ""
+        self._place = tempfile.TemporaryDirectory(prefix="megarl-")
+        recipe, self._printed = (Path(self._place.name, one) for one in ("recipe.yaml", "printed"))
+        recipe.write_text(configs.dump(config), encoding="utf-8")
+        launcher = ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
+        words = [*(launcher if ranks > 1 else []), "megarl", command, str(recipe)]
+        # -P: a file beside the caller's must not hide a library.
+        before = ["-P", "-c", PROGRAM, str(ROOT), str(os.getpid()), sys.executable, "-m"]
+        with self._printed.open("wb") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, *before, *words],
+                stdout=printed,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                # A notebook or terminal interrupts its whole group; the caller passes that on once.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        for line in self._process.stderr or ():
+            sys.stderr.write(line)
+            self._said = line.strip() if line.startswith("megarl: error") else self._said
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(KeyboardInterrupt):  # once more: the run ends at once
+                self._process.wait()
+        self._reader.join()
+        self._summary = self._printed.read_bytes()
+        self._place.cleanup()
+
+    def is_over(self, within_s: float | None) -> bool:
+        """Whether the process has ended, waiting for that at most so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self._process.returncode is not None
+
+    def result(self) -> Result:
+        """What the command has produced, after the block. Raises `ValueError` for a mistake of the
+        user and `RuntimeError` for any other failure.
+        """
+        code = self._process.returncode
+        if code == 2:
+            raise ValueError(self._said.removeprefix("megarl: error: "))
+        if code != 0:
+            raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
+        return Result(self._folder, json.loads(self._summary))
+
+
 def _run(command: str, kind: type[AnyConfig], config: AnyConfig, ranks: int) -> Result:
     require(
         isinstance(config, kind),
         f"megarl {command} needs a {kind.__name__}, found {type(config).__name__}",
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="megarl-") as place,
-        tempfile.TemporaryFile() as printed,
-    ):
-        recipe = Path(place) / "recipe.yaml"
-        recipe.write_text(configs.dump(config), encoding="utf-8")
-        launcher = ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
-        words = [*(launcher if ranks > 1 else []), "megarl", command, str(recipe)]
-        pipes: Any = {"stdout": printed, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-        process = subprocess.Popen([sys.executable, "-m", *words], errors="replace", **pipes)
-        said = ""
-        try:
-            for line in process.stderr or ():
-                sys.stderr.write(line)
-                said = line.strip() if line.startswith("megarl: error") else said
-            code = process.wait()
-        except BaseException:  # Ctrl-C: the run saves a checkpoint and ends by itself
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            process.wait()
-            raise
-        if code == 2:
-            raise ValueError(said.removeprefix("megarl: error: "))
-        if code != 0:
-            raise RuntimeError(said or f"megarl {command} ended with exit code {code}")
-        printed.seek(0)
-        return Result(Path(config.folder), json.load(printed))
+    with _Command(command, config, ranks) as run:
+        run.is_over(None)
+    return run.result()

@@ -1,6 +1,6 @@
 """A newcomer's first hour, by README and docs alone: data of their own in every format, a reward of
-their own in every shape, two ranks, Ctrl-C and resume, evaluation, report, Python. What is wrong is
-answered in one line.
+their own in every shape, two ranks, Ctrl-C and resume, evaluation, report, Python, a notebook. What
+is wrong is answered in one line.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from support.commands import (
@@ -21,13 +22,16 @@ from support.commands import (
     Done,
     command,
     finish,
+    marked,
     megarl,
+    python,
     records,
     start,
     tiny_run,
     write_recipe,
     write_rows,
 )
+from support.fork_server import MARK
 from support.tiny import write_model
 
 from megarl import cli
@@ -39,11 +43,11 @@ ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 REWARDS = {
-    "plain": (
-        "def score(prompt, response):\n"
+    "plain": "def score(prompt, response):\n    return 1.0\n",
+    "async": (
+        "async def score(prompt, response):\n"
         "    return {'reward': len(response) % 3 - 1.0, 'characters': len(response)}\n"
     ),
-    "async": "async def score(prompt, response):\n    return (len(response) % 3) / 2\n",
     "wrong arity": "def score(prompt):\n    return 1.0\n",
     "no function": "def scores(prompt, response):\n    return 1.0\n",
     "no Python": "def score(prompt, response)\n",
@@ -80,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "template": "chat",
         "max_prompt_tokens": 8,
     }
-    tree["environment"] |= {"verifier": f"{folder}/async.py:score", "time_limit_s": 5.0}
+    tree["environment"] |= {"verifier": f"{folder}/plain.py:score", "time_limit_s": 5.0}
     tree["evaluation"]["prompts"] = {"source": str(folder / "own.jsonl"), "max_prompt_tokens": 8}
     write_recipe(folder / "recipe.yaml", tree)
     return folder
@@ -88,12 +92,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(place: Path) -> Done:
-    """A run on two ranks, from a CSV file with columns of its own and a plain reward, that Ctrl-C
-    ends after some steps. It asks for no checkpoints.
+    """A run on two ranks, from a CSV file with columns of its own and an asynchronous reward, that
+    Ctrl-C ends after some steps. It asks for no checkpoints.
     """
     tree = yaml.safe_load((place / "recipe.yaml").read_text())
     tree |= {"folder": str(place / "stopped"), "steps": STEPS, "resume": "auto"}
-    tree["environment"]["verifier"] = f"{place}/plain.py:score"
+    tree["environment"]["verifier"] = f"{place}/async.py:score"
     tree["prompts"] = {
         "source": str(place / "own.csv"),
         "prompt_column": "question",
@@ -149,26 +153,32 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
 
 @pytest.fixture(scope="module")
 def from_python(place: Path) -> subprocess.CompletedProcess[str]:
-    """The example of docs/api.md: chat data, an asynchronous reward, training and evaluation."""
-    text = (ROOT / "docs" / "api.md").read_text()
-    example = re.findall(r"```python example\n(.*?)```", text, re.DOTALL)
-    assert len(example) == 1
-    return subprocess.run(
-        [sys.executable, "-c", example[0]],
-        cwd=place,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    """The example of docs/api.md: chat data, a reward by value, training and evaluation."""
+    (example,) = blocks("api.md", "example")
+    return run_python(example, place)
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """The Python of a page of docs/ that is marked with a word."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"```python {kind}\n(.*?)```", text, re.DOTALL)
+
+
+def run_python(code: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """Run code as `__main__` of a new process; nothing that it has started may be left."""
+    mark = uuid.uuid4().hex
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", MARK: mark}
+    done = python("-c", code, cwd=place, env=os.environ | environment, timeout=400)
+    assert psutil.wait_procs(marked(mark), timeout=3)[1] == []
+    return done
 
 
 def test_the_python_example_runs(
     place: Path, from_python: subprocess.CompletedProcess[str]
 ) -> None:
     assert from_python.returncode == 0, from_python.stderr[-4000:]
-    steps, rewards, scores = from_python.stdout.splitlines()
-    assert steps.split()[0] == "3" and len(json.loads(rewards)) == 3
+    *steps, scores = from_python.stdout.splitlines()
+    assert [line.split()[0] for line in steps] == ["1", "2", "3"]
     greedy, passed = map(float, scores.split())
     assert 0 <= greedy <= 1 and 0 <= passed <= 1
     rows = records(place / "run" / "eval" / "000001" / "generations.jsonl")
@@ -182,6 +192,25 @@ def test_every_prompt_was_rendered_and_every_reward_counted(
     assert {group["prompt"] for group in groups} <= {prompt for prompt, _ in ROWS}
     judged = [one for group in groups for one in group["rollouts"]]
     assert all(one["reward"] == len(one["response"]) % 3 / 2 for one in judged)
+
+
+def test_the_cells_of_the_notebook_run(place: Path) -> None:
+    """docs/tutorials/notebook.md with fewer steps: the functions are those of `__main__`."""
+    code = "\n".join(blocks("tutorials/notebook.md", "cell"))
+    smaller = {'"steps": 40': '"steps": 4', "step[40]": "step[4]", '"] == 10': '"] == 1'}
+    for usual, less in (smaller | {'"data/model"': repr(str(place / "model"))}).items():
+        assert code.count(usual) == 1
+        code = code.replace(usual, less)
+    done = run_python(code, place)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the checkpoint of step" in done.stderr and "goes on from there" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].split()[0] == "1" and lines[2].split()[0] == "4"
+    assert [line.split()[0] for line in lines[3:13]] == [f"{digit}=" for digit in range(10)]
+    folder = place / "runs" / "notebook"
+    assert [row["step"] for row in records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    judged = [one for group in records(folder / "transcripts.jsonl") for one in group["rollouts"]]
+    assert not any(one["failure"] for one in judged)
 
 
 @pytest.mark.parametrize(("key", "value", "says"), [
