@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 from megarl import config as configs
 from megarl import presets, recipe_paths
+from megarl.command_line.settings import recipe_kind
 from megarl.config import (
     AnyConfig,
     DistillConfig,
@@ -157,15 +158,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _kind_of(tree: dict[str, Any]) -> type[AnyConfig]:
-    """The configuration class whose recipe the nested dicts `tree` are: the first one that lacks
-    the fewest of their keys, `RunConfig` before the others. A recipe with `preferences` that could
-    be both is one of `PreferenceConfig`.
-    """
-    kinds = [kind for kind in configs.COMMANDS if issubclass(kind, AnyConfig)]
-    return min(kinds, key=lambda kind: len(configs.unknown_keys(kind, tree)))
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:
@@ -307,7 +299,7 @@ class Trainer:
             require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
         self.callbacks, self.ranks = callbacks, ranks
         tree, where, beside = _tree_of(recipe, changes)
-        kind = type(recipe) if isinstance(recipe, AnyConfig) else _kind_of(tree)
+        kind = type(recipe) if isinstance(recipe, AnyConfig) else recipe_kind(tree)
         of_data = next(
             name
             for name in ("demonstrations", "preferences", "prompts")

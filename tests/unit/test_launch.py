@@ -21,10 +21,11 @@ from support.commands import ROOT, started, until
 
 from megarl.activity.process import start_of
 from megarl.apps.launch import launch_run
-from megarl.apps.launch.launch import main, recipe_kind
+from megarl.apps.launch.launch import main
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
+from megarl.command_line.settings import recipe_kind
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -35,6 +36,7 @@ from megarl.config import (
     dump,
     from_tree,
     read,
+    written_tree,
 )
 from megarl.errors import UserError
 from megarl.private_folder import marked_processes
@@ -229,7 +231,7 @@ def test_preferences_and_reward_models_have_ranks_alone(shown: Shown) -> None:
 def test_the_command_of_a_recipe_is_found_by_its_sections(recipe: Path) -> None:
     """That of `megarl serve-reward`, which trains nothing, is read as one of `train`, and refused."""
     kind = kind_of(recipe)
-    assert recipe_kind(str(recipe)) is (RunConfig if kind is ServeRewardConfig else kind)
+    assert recipe_kind(written_tree(recipe)) is (RunConfig if kind is ServeRewardConfig else kind)
 
 
 @pytest.mark.parametrize(("arguments", "environment", "says"), [

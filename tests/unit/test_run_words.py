@@ -116,7 +116,7 @@ def test_preferences_alone_may_be_for_two_commands(write: Write) -> None:
     path = write("preference", loss={"sft_coefficient": 0.1})
     assert words_to_start([path]) == ["preference", path]
     path = write("preference", loss={})
-    said = "r.yaml may be one of megarl preference or of megarl reward-model; set loss.method"
+    said = "the recipe may be one of megarl preference or of megarl reward-model; set loss.method"
     with pytest.raises(ValueError, match=said):
         words_to_start([path])
     assert words_to_start([path, "--loss.method", "dpo"])[0] == "preference"

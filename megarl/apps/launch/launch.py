@@ -16,10 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from megarl import config as configs
-from megarl import recipe_file
 from megarl.apps.launch.launch_plan import (
     Gpus,
     LaunchPlan,
@@ -42,21 +39,14 @@ from megarl.apps.launch.launch_processes import (
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
-from megarl.config import AnyConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
+from megarl.command_line.settings import recipe_kind
+from megarl.config import AnyConfig, RunConfig
 from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.devices import driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
-
-SECTIONS: dict[str, tuple[type[AnyConfig], ...]] = {
-    "teacher": (configs.DistillConfig,),
-    "demonstrations": (SftConfig,),
-    "preferences": (PreferenceConfig, RewardModelConfig),
-}
-"""{section of a recipe: the configuration classes that alone have it}; a recipe without any of
-these sections is a `RunConfig`, that of `megarl train`."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +58,7 @@ def main(arguments: list[str]) -> int:
     """
     try:
         options = parse_options(arguments)
-        kind = recipe_kind(options.recipe, options.overrides)
+        kind = recipe_kind(configs.written_tree(options.recipe), options.overrides)
         own = os.uname().nodename
         planned = options.nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
@@ -136,38 +126,6 @@ def main(arguments: list[str]) -> int:
     finally:
         if options.requeue and interrupted:
             announce(requeue(job))
-
-
-def recipe_kind(recipe: str, overrides: Sequence[str] = ()) -> type[AnyConfig]:
-    """The configuration class of the recipe at path `recipe`, by the sections that it has:
-    `RunConfig` for a recipe of `megarl train`, and so on. `overrides`: words of a command line that
-    replace settings. Raises `ValueError` for a file that is no recipe, and for preferences that
-    either `megarl preference` or `megarl reward-model` could learn from.
-    """
-    written = configs.written_tree(recipe)
-    kinds = next((some for name, some in SECTIONS.items() if name in written), (RunConfig,))
-    if len(kinds) == 1:
-        return kinds[0]
-    # The two differ in what they may set: the one that accepts more of the recipe is meant.
-    found = [_count_mistakes(kind, recipe, overrides) for kind in kinds]
-    names = [configs.COMMANDS[kind] for kind in kinds]
-    require(
-        found.count(min(found)) == 1,
-        f"recipe {recipe} may be one of megarl {' or of megarl '.join(names)}; set loss.method for"
-        " the first, loss.centering for the second, or start it by that command",
-    )
-    return kinds[found.index(min(found))]
-
-
-def _count_mistakes(kind: type[AnyConfig], recipe: str, overrides: Sequence[str]) -> int:
-    """How many settings of a recipe a configuration class refuses."""
-    tree = configs.written_tree(recipe)
-    recipe_file.override(tree, kind, overrides)
-    try:
-        kind.model_validate(tree)
-    except ValidationError as error:
-        return error.error_count()
-    return 0
 
 
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 
 from megarl import config as configs
-from megarl.apps.launch.launch import recipe_kind
 from megarl.apps.launch.launch_plan import (
     NUMBERS,
     SWITCHES,
@@ -22,6 +21,7 @@ from megarl.apps.launch.launch_plan import (
     fewest_ranks,
     whole_number,
 )
+from megarl.command_line.settings import recipe_kind
 from megarl.console import Arguments, say
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
@@ -69,7 +69,7 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
         "--ranks and --gpus-train both say how many trainer ranks there are; leave one out",
     )
     of_launch = _options_of_launch(found)
-    kind = recipe_kind(recipe, overrides)
+    kind = recipe_kind(configs.written_tree(recipe), overrides)
     plain = [configs.COMMANDS[kind], recipe, *overrides]
     asked = [option for option in ("--check", "--print-config") if _value(found, option)]
     require(
