@@ -26,7 +26,6 @@ from typing import Any, Self, TypeVar
 
 from megarl import config as configs
 from megarl import presets, recipe_paths
-from megarl.command_line.settings import recipe_kind
 from megarl.config import (
     AnyConfig,
     DistillConfig,
@@ -37,6 +36,7 @@ from megarl.config import (
 )
 from megarl.files import new_file
 from megarl.recipe_file import put
+from megarl.recipe_kind import recipe_kind
 from megarl.schema import Config, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)

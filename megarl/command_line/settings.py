@@ -1,27 +1,20 @@
-"""The settings of a recipe as a list, for the pages of `--help` and for completion; and which
-command a recipe is for.
-"""
+"""The settings of a recipe as a list, for the pages of `--help` and for completion."""
 
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from megarl import config as configs
-from megarl.config import AnyConfig, PreferenceConfig
-from megarl.recipe_file import is_section, override
+from megarl.recipe_file import is_section
 from megarl.recipe_paths import IsPath
-from megarl.schema import FILE, Config, Range, require
+from megarl.schema import FILE, Config, Range
 
 
 @dataclass(frozen=True)
@@ -144,39 +137,3 @@ def _choices(kind: Any) -> list[Any]:
     elif type(None) in typing.get_args(kind):
         found = [_choices(one) for one in typing.get_args(kind)]
     return [value for values in found for value in values]
-
-
-def recipe_kind(tree: dict[str, Any], overrides: Sequence[str] = ()) -> type[AnyConfig]:
-    """The configuration class of a recipe, given as nested dicts: the class that lacks the fewest of
-    its keys, `RunConfig` before the others. `overrides`: words of a command line that replace
-    settings. Raises `ValueError` for preferences that either `megarl preference` or `megarl
-    reward-model` could learn from.
-    """
-    lacked = {
-        kind: len(configs.unknown_keys(kind, tree))
-        for kind in configs.COMMANDS
-        if issubclass(kind, AnyConfig)
-    }
-    kinds = [kind for kind, count in lacked.items() if count == min(lacked.values())]
-    if kinds[0] is not PreferenceConfig:
-        return kinds[0]
-    # The two differ in what they may set: the one that accepts more of the recipe is meant.
-    mistakes = {kind: _count_mistakes(kind, tree, overrides) for kind in kinds}
-    found = [kind for kind in kinds if mistakes[kind] == min(mistakes.values())]
-    require(
-        len(found) == 1,
-        "the recipe may be one of megarl preference or of megarl reward-model; set loss.method for"
-        " the first, loss.centering for the second, or start it by that command",
-    )
-    return found[0]
-
-
-def _count_mistakes(kind: type[AnyConfig], tree: dict[str, Any], words: Sequence[str]) -> int:
-    """How many settings of a recipe a configuration class refuses."""
-    changed = copy.deepcopy(tree)
-    override(changed, kind, words)
-    try:
-        kind.model_validate(changed)
-    except ValidationError as error:
-        return error.error_count()
-    return 0

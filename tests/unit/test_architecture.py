@@ -34,7 +34,7 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {"config", "config_checks", "presets", "serve_config"}
+ANYWHERE = {"config", "config_checks", "presets", "recipe_kind", "serve_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("serve", "tune")}

@@ -25,7 +25,6 @@ from megarl.apps.launch.launch import main
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
-from megarl.command_line.settings import recipe_kind
 from megarl.config import (
     DistillConfig,
     PreferenceConfig,
@@ -40,6 +39,7 @@ from megarl.config import (
 )
 from megarl.errors import UserError
 from megarl.private_folder import marked_processes
+from megarl.recipe_kind import recipe_kind
 
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))

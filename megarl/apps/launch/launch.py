@@ -39,12 +39,12 @@ from megarl.apps.launch.launch_processes import (
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
-from megarl.command_line.settings import recipe_kind
 from megarl.config import AnyConfig, RunConfig
 from megarl.console import result
 from megarl.errors import UserError
 from megarl.parallel.devices import driver_gpus
 from megarl.parallel.launcher import free_port
+from megarl.recipe_kind import recipe_kind
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 

@@ -21,10 +21,10 @@ from megarl.apps.launch.launch_plan import (
     fewest_ranks,
     whole_number,
 )
-from megarl.command_line.settings import recipe_kind
 from megarl.console import Arguments, say
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
+from megarl.recipe_kind import recipe_kind
 from megarl.schema import require
 
 

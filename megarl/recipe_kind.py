@@ -1,0 +1,47 @@
+"""Which command a recipe is for, by its keys."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from megarl.config import COMMANDS, AnyConfig, PreferenceConfig, unknown_keys
+from megarl.recipe_file import override
+from megarl.schema import require
+
+
+def recipe_kind(tree: dict[str, Any], overrides: Sequence[str] = ()) -> type[AnyConfig]:
+    """The configuration class of a recipe, given as nested dicts: the class that lacks the fewest
+    of its keys, `RunConfig` before the others. `overrides`: words of a command line that replace
+    settings. Raises `ValueError` for preferences that either `megarl preference` or `megarl
+    reward-model` could learn from.
+    """
+    lacked = {
+        kind: len(unknown_keys(kind, tree)) for kind in COMMANDS if issubclass(kind, AnyConfig)
+    }
+    kinds = [kind for kind, count in lacked.items() if count == min(lacked.values())]
+    if kinds[0] is not PreferenceConfig:
+        return kinds[0]
+    # The two differ in what they may set: the one that accepts more of the recipe is meant.
+    mistakes = {kind: _count_mistakes(kind, tree, overrides) for kind in kinds}
+    found = [kind for kind in kinds if mistakes[kind] == min(mistakes.values())]
+    require(
+        len(found) == 1,
+        "the recipe may be one of megarl preference or of megarl reward-model; set loss.method for"
+        " the first, loss.centering for the second, or start it by that command",
+    )
+    return found[0]
+
+
+def _count_mistakes(kind: type[AnyConfig], tree: dict[str, Any], words: Sequence[str]) -> int:
+    """How many settings of a recipe a configuration class refuses."""
+    changed = copy.deepcopy(tree)
+    override(changed, kind, words)
+    try:
+        kind.model_validate(changed)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
