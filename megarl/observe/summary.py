@@ -142,7 +142,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations
     )
-    ends = _evaluated_ends if evaluated else _rollout_ends
+    ends = evaluated_ends if evaluated else rollout_ends
     accuracy, length = ends(run, "accuracy"), ends(run, "length/mean")
     _, step_s = run.series("time/step_s")
     return {
@@ -173,7 +173,7 @@ def _overlap(run: Run) -> float | None:
     return round(sum(parts["step"][step] for step in steps) / longer, 3) if longer else None
 
 
-def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
+def evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
     """(before, after): the metric `eval/NAME` of the first and of the last evaluation of a run. A
     run with one evaluation has one of the two, before if the evaluation is of step 0, else after;
     the other one is None, and both are None without evaluation.
@@ -184,9 +184,10 @@ def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
     return _number(values[0]), _number(values[-1])
 
 
-def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """A metric's means over the first and the last steps; these do not overlap. Of a single step
-    there is the first one only.
+def rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
+    """(before, after): means of the metric `name` over the first and over the last steps of a run,
+    at most five each, which do not overlap; None where there are no values. Of a single step there
+    is the first one only.
     """
     _, values = run.series(name)
     values = values[np.isfinite(values)]

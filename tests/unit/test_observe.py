@@ -16,8 +16,8 @@ from support.documented import undocumented
 from support.report_page import Page
 
 from megarl.apps.runs import report
-from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
+from megarl.apps.runs.report_compare import main as report_command
 from megarl.errors import UserError
 from megarl.observe.config import (
     DISTILLATION_METRICS,

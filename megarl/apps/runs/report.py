@@ -21,9 +21,6 @@ import jinja2
 import numpy as np
 
 from megarl.apps.runs.lanes import last_steps
-from megarl.apps.runs.target import run_and_target, writing
-from megarl.console import result
-from megarl.errors import UserError
 from megarl.files import UNFINISHED
 from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
 
@@ -56,11 +53,11 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     """
     folder = Path(folder)
     run, recipe = read_run(folder), folder / "recipe.yaml"
-    steps = [record["step"] for record in run.metrics] + [one.step for one in run.evaluations]
     shown = functools.partial(
         template().render,
         title=title,
-        steps=[min(steps, default=0), max(steps, default=0)],
+        steps=steps_of([run]),
+        tables=[],
         numbers=summarise_run(run),
         failures=run.failures,
         learning=learning(run),
@@ -74,28 +71,24 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
         # Transcripts of another program.
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
-    target = target or folder / FILE
+    return write_page(target or folder / FILE, text)
+
+
+def steps_of(runs: Sequence[Run]) -> tuple[int, int]:
+    """(first, last) step of which any of `runs` has metrics or an evaluation; (0, 0) without."""
+    steps = [record["step"] for run in runs for record in run.metrics]
+    steps += [one.step for run in runs for one in run.evaluations]
+    return min(steps, default=0), max(steps, default=0)
+
+
+def write_page(target: Path, text: str) -> Path:
+    """Write the page `text` to the file `target`, in one atomic rename; returns `target`."""
     # Not synced: a run writes it again and again, and waits for no disk.
     being_written = target.with_name(f".report.{os.getpid()}{UNFINISHED}")
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
     being_written.write_text(text, encoding="utf-8", errors="replace")
     being_written.replace(target)
     return target
-
-
-def main(arguments: list[str]) -> int:
-    """The command `megarl report RUN [--out FILE]`: make RUN/report.html, or FILE, anew from the
-    metrics and other files of the run folder RUN, and print its path. `arguments`: the words after
-    `report`. Returns the exit code 0. Raises `UserError` for other words, if RUN is no run folder,
-    and if the file cannot be written.
-    """
-    folder, target = run_and_target("report", arguments, FILE)
-    try:
-        with writing(target):
-            result(str(write_report(folder, title=folder.resolve().name, target=target)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return 0
 
 
 @functools.cache
