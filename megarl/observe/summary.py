@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
+from megarl.observe.observer import EVALUATIONS, METRICS, PROVENANCE, TRANSCRIPTS
 from megarl.observe.rotated import ends
 from megarl.observe.sinks import read_records
 
@@ -92,6 +92,16 @@ def read_run(folder: Path) -> Run:
         evaluations=_read_evaluations(folder / EVALUATIONS),
         groups=ends(folder / TRANSCRIPTS),
     )
+
+
+def read_starts(folder: Path) -> list[dict[str, str]]:
+    """{fact: text} for each start of the run in the run folder `folder`, in order: `step` (steps
+    done before), `started`, `command`, `host`, `commit`, versions and so on. Empty for a run of an
+    earlier version of megarl, which has no `provenance.jsonl`. Raises `ValueError` for a damaged
+    file.
+    """
+    records = read_records(Path(folder) / PROVENANCE)
+    return [{name: str(value) for name, value in record.items()} for record in records]
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from support.documented import undocumented
 from support.report_page import Page
 
+import megarl
 from megarl.apps.runs import report
 from megarl.apps.runs.report import write_report
 from megarl.apps.runs.report_compare import main as report_command
@@ -27,8 +29,9 @@ from megarl.observe.config import (
 )
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics
+from megarl.observe.provenance import checkout, made_by, without_secrets
 from megarl.observe.sinks import read_records
-from megarl.observe.summary import read_run, summary
+from megarl.observe.summary import read_run, read_starts, summary
 from megarl.types import StepReport
 
 QUIET = ObserveConfig(tensorboard=False, progress=False)
@@ -105,12 +108,41 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
     assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert steps("evaluations.jsonl") == [0, 1, 2, 3, 4, 5, 6]
     assert steps("transcripts.jsonl") == sorted([1, 2, 3, 4, 5, 6] * 2)
+    assert steps("provenance.jsonl") == [0, 3]
     with Observer(QUIET, tmp_path, total_steps=6, first_step=4) as observer:
         assert observer.evaluated(4, "eval") == {"eval/accuracy": 0.3}
         assert observer.evaluated(4, "eval_sampled") is None
         assert observer.evaluated(5, "eval") is None, "of a step that is trained again"
     go(0, 1)  # died before its first checkpoint: all anew
     assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([1], [0, 1])
+    assert steps("provenance.jsonl") == [0]
+
+
+def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/usr/bin/python", "-m", "megarl", "train", "r.yaml", "--hub_token", "hunter2"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    made_by.cache_clear()
+    write_run(tmp_path, 2)
+    made_by.cache_clear()
+    (start,) = read_starts(tmp_path)
+    assert start["command"] == "python -m megarl train r.yaml --hub_token '***'"
+    assert start["megarl"] == megarl.__version__ and start["torch"] and start["host"]
+    assert start.get("commit", "") == checkout()
+    assert datetime.fromisoformat(start["started"]).utcoffset() is not None
+    page = page_of(tmp_path)
+    assert "Made by" in page.text and start["command"] in page.text and "hunter2" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--a.api_key=x1 WANDB_API_KEY=x1 --password x1", "--a.api_key=*** WANDB_API_KEY=*** --password ***"),
+        ("--url http://me:x1@host/v1 hf_x1x1x1x1x1x1x1", "--url http://***@host/v1 ***"),
+        ("--rollout.max_new_tokens 48 --key --steps 3", "--rollout.max_new_tokens 48 --key --steps 3"),
+    ],
+)  # fmt: skip
+def test_secrets_are_left_out_of_the_command_line(words: str, told: str) -> None:
+    assert without_secrets(words.split()) == told.split()
 
 
 def test_a_page_says_what_each_metric_means() -> None:

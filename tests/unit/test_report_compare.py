@@ -8,7 +8,7 @@ import pytest
 from support.report_page import Page
 
 from megarl.apps.runs import report_compare
-from megarl.apps.runs.report_compare import grouped, settings_of
+from megarl.apps.runs.report_compare import grouped, settings_of, write_comparison
 from megarl.errors import UserError
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
@@ -64,6 +64,15 @@ def test_runs_that_differ_in_the_seed_are_one_band(
         assert text in page.text, text
     loading = {"src", "href", "srcset"}
     assert not [attrs for _, attrs in page.seen if loading & set(attrs)]
+
+
+def test_other_code_is_told(runs: list[Path], tmp_path: Path) -> None:
+    alike = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert "Made by" not in alike.text
+    (runs[2] / "provenance.jsonl").write_text('{"step": 0, "torch": "0.1", "command": "x"}\n')
+    page = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
+    made = page.text.partition("Made by")[2]
+    assert "torch" in made and "0.1" in made and "command" not in made
 
 
 def test_groups_are_told_by_the_settings_that_differ(runs: list[Path]) -> None:

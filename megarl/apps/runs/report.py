@@ -22,7 +22,7 @@ import numpy as np
 
 from megarl.apps.runs.lanes import last_steps
 from megarl.files import UNFINISHED
-from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
+from megarl.observe.summary import Evaluation, Run, read_run, read_starts, summarise_run
 
 FILE = "report.html"
 """Name of the page in the run folder."""
@@ -58,6 +58,7 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         title=title,
         steps=steps_of([run]),
         tables=[],
+        made_by=provenance(read_starts(folder)),
         numbers=summarise_run(run),
         failures=run.failures,
         learning=learning(run),
@@ -72,6 +73,18 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         # Transcripts of another program.
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
     return write_page(target or folder / FILE, text)
+
+
+def provenance(
+    starts: Sequence[dict[str, str]],
+) -> tuple[str, str, list[str], dict[str, list[str]]]:
+    """A table of the page that says who made a run: (title, note, heads, rows), with a column for
+    each of `starts`, {fact: text}, as `read_starts` returns them.
+    """
+    heads = [f"from step {int(one['step']) + 1:,}" for one in starts]
+    names = dict.fromkeys(name for one in starts for name in one if name != "step")
+    rows = {name: [one.get(name, "") for one in starts] for name in names}
+    return "Made by", "A + after the commit: files differed from it.", heads, rows
 
 
 def steps_of(runs: Sequence[Run]) -> tuple[int, int]:

@@ -21,7 +21,14 @@ from megarl.apps.runs.target import runs_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError, shortened
 from megarl.files import refuse_unfit
-from megarl.observe.summary import Run, evaluated_ends, read_run, rollout_ends, summarise_run
+from megarl.observe.summary import (
+    Run,
+    evaluated_ends,
+    read_run,
+    read_starts,
+    rollout_ends,
+    summarise_run,
+)
 from megarl.recipe_file import read_tree
 from megarl.schema import leaves
 
@@ -73,10 +80,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def write_comparison(folders: Sequence[Path], target: Path) -> None:
+def write_comparison(folders: Sequence[Path], target: Path) -> Path:
     """Write a page that compares the runs in the run folders `folders` to the file `target`, in
     one atomic rename: curves of all runs in one chart for each metric, and tables of numbers and of
-    settings that differ. Raises `ValueError` for a folder without metrics.jsonl or recipe.yaml, or
+    settings that differ. Returns `target`. Raises `ValueError` for a folder without metrics.jsonl or recipe.yaml, or
     with a damaged one.
     """
     for folder in folders:
@@ -91,7 +98,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> None:
     def charts(*wanted: tuple[str, str, str, dict[str, Any]]) -> list[Chart | None]:
         return [compared(drawn, *one) for one in wanted]
 
-    rows_of_numbers = numbers(drawn)
+    rows_of_numbers = end_numbers(drawn)
     rows_of_numbers["runs"] = ["\n".join(map(str, one)) for one in groups.values()]
     spread = "The mean of a group's runs; with several runs (lowest to highest)."
     differ = "Settings in which the recipes differ. FOLDER is the run's own folder."
@@ -112,8 +119,9 @@ def write_comparison(folders: Sequence[Path], target: Path) -> None:
         processes=None,
         optimisation=charts(*optimiser),
         recipe=None,
+        made_by=("Made by", "What differs in code and machine.", heads, makers(groups)),
     )
-    report.write_page(target, page)
+    return report.write_page(target, page)
 
 
 def settings_of(folder: Path) -> dict[str, str]:
@@ -146,7 +154,7 @@ def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[st
     for folder, one in settings.items():
         key = frozenset((name, text) for name, text in one.items() if name not in OF_ONE_RUN)
         found.setdefault(key, []).append(folder)
-    rows = differing([dict(key) for key in found])
+    rows = differing_rows([dict(key) for key in found])
     groups = {}
     for number, (key, folders) in enumerate(found.items()):
         label = ", ".join(f"{one.rpartition('.')[2]} {rows[one][number]}" for one in rows)
@@ -156,7 +164,7 @@ def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[st
     return groups, rows
 
 
-def differing(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def differing_rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """{key: its text in each of `columns`, shortened, a dash where a column lacks the key} of the
     keys whose texts differ, in order of their names.
     """
@@ -169,7 +177,20 @@ def differing(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     }
 
 
-def numbers(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
+def makers(groups: Groups) -> dict[str, list[str]]:
+    """{fact, such as "commit" or "host": its texts in each group} of the facts about code and
+    machine in which the groups differ, read from the run folders.
+    """
+    columns = []
+    for folders in groups.values():
+        starts = [start for folder in folders for start in read_starts(folder)]
+        names = {name for start in starts for name in start} - {"step", "started", "command"}
+        found = {name: sorted({start[name] for start in starts if name in start}) for name in names}
+        columns.append({name: ", ".join(texts) for name, texts in found.items()})
+    return differing_rows(columns)
+
+
+def end_numbers(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
     """{name of a number, in words: its text for each of `groups`}, such as "99.3% (98.6% to
     100.0%)", the mean of the group's runs (lowest to highest). Numbers that no run has are left
     out.
