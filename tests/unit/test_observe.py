@@ -387,6 +387,38 @@ def test_the_report_command_writes_it_again(
         report_command([str(tmp_path / "none")])
 
 
+QUICKSTART = {
+    "groups/drawn": 36.45, "groups/rejected": 20.8, "accuracy": 0.96, "clip_share": 0.0016,
+    "length/truncated_share": 0.0125, "mismatch/mean_abs": 0.0152, "skipped_steps": 0.0,
+    "mismatch/outside_share": 0.0107, "correction/clipped_share": 0.001, "verifier/errors": 0,
+}  # fmt: skip
+"""Means of the quick start's last 20 steps (groups and accuracy), and its largest values."""
+UNUSUAL = {
+    "groups/rejected": (20.0, "20 steps 400 of 729 groups were rejected: "),
+    "length/truncated_share": (0.5, "50% of the responses were cut off: raise rollout.max_new_to"),
+    "verifier/nans": (1.0, "20 rollouts could not be judged"),
+    "skipped_steps": (1.0, "20 optimizer steps were skipped"),
+    "clip_share": (0.21, "21% of the tokens were clipped"),
+    "mismatch/mean_abs": (0.06, "differ by 0.06 in the mean"),
+    "mismatch/outside_share": (0.06, "engines gave 6% of the tokens another probability"),
+    "correction/dropped_share": (0.06, "dropped or clipped 6% of the weights"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_unusual_in_the_last_steps_is_said_at_the_top(name: str, tmp_path: Path) -> None:
+    value, sentence = UNUSUAL[name]
+    unsolved = {"accuracy": 0.5, "groups/rejected": 18.0}
+    usual = QUICKSTART | (unsolved if name == "groups/rejected" else {})
+    changed = usual | {name: value}
+    observe(tmp_path, [*[changed] * 5, *[usual] * 20])
+    assert report.warnings(read_run(tmp_path)) == [], "long ago"
+    observe(tmp_path, [*[usual] * 20, *[changed] * 20])
+    (told,) = report.warnings(read_run(tmp_path))
+    assert sentence in told and told in page_of(tmp_path).text
+    assert len(UNUSUAL) == len(report.RULES)
+
+
 def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     assert "Verifier failures" not in page_of(tmp_path).text

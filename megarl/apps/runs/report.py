@@ -58,6 +58,7 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         title=title,
         steps=steps_of([run]),
         tables=[],
+        warnings=warnings(run),
         made_by=provenance(read_starts(folder)),
         numbers=summarise_run(run),
         failures=run.failures,
@@ -73,6 +74,49 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
         # Transcripts of another program.
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
     return write_page(target or folder / FILE, text)
+
+
+LATE = 20
+"""Number of last steps that the warnings of a report look at."""
+NEVER = 2.0
+"""An accuracy that no run reaches."""
+RULES: tuple[tuple[str, str, float, float, str], ...] = (
+    ("groups/rejected", "groups/drawn", 0.5, 0.9,
+     "{sum} of {of} groups were rejected: the problems are too easy or too hard"),
+    ("length/truncated_share", "", 0.1, NEVER,
+     "{mean:.0%} of the responses were cut off: raise rollout.max_new_tokens"),
+    ("verifier/errors verifier/timeouts verifier/nans", "", 0.0, NEVER,
+     "{sum} rollouts could not be judged and got the reward of a wrong answer: mend the verifier"),
+    ("skipped_steps", "", 0.0, NEVER,
+     "{sum} optimizer steps were skipped, since a value was not finite"),
+    ("clip_share", "", 0.2, NEVER,
+     "{mean:.0%} of the tokens were clipped: lower the learning rate or num_mini_batches"),
+    ("mismatch/mean_abs", "", 0.05, NEVER,
+     "log-probs of trainer and engines differ by {mean:.2g} in the mean: lower max_staleness"),
+    ("mismatch/outside_share", "", 0.05, NEVER,
+     "engines gave {mean:.0%} of the tokens another probability: raise rollout.engine.dtype"),
+    ("correction/dropped_share correction/clipped_share", "", 0.05, NEVER,
+     "algorithm.correction dropped or clipped {mean:.0%} of the weights: lower max_staleness"),
+)  # fmt: skip
+"""The rules of docs/metrics.md as (metrics, which are added up; metric that the sum is divided by,
+"" for the number of steps; bound above which the text is shown; accuracy from which on it is not;
+text). A run that solves its problems rejects most groups, which is no fault."""
+
+
+def warnings(run: Run) -> list[str]:
+    """Sentences for the top of a report about what is unusual in the last 20 steps of the run, by
+    `RULES`; empty if nothing is. Steps that lack a rule's metrics do not count for it.
+    """
+    told = []
+    for names, divisor, most, solved_at, text in RULES:
+        late = [one for one in run.metrics[-LATE:] if any(name in one for name in names.split())]
+        summed = sum(one.get(name) or 0 for one in late for name in names.split())
+        of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
+        accuracy = sum(one.get("accuracy") or 0 for one in late)
+        if of and summed > most * of and accuracy < solved_at * len(late):
+            shown = text.format(sum=f"{summed:,.0f}", of=f"{of:,.0f}", mean=summed / of)
+            told.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
+    return told
 
 
 def provenance(

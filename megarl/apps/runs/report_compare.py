@@ -112,6 +112,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         title=f"Comparison of {len(folders)} runs",
         steps=report.steps_of(list(runs.values())),
         tables=tables,
+        warnings=[],
         numbers=None,
         learning=charts(*LEARNT, *([] if is_rl else [("loss", "Loss", "", {})])),
         examples=("", None, []),
