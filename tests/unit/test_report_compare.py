@@ -66,6 +66,15 @@ def test_runs_that_differ_in_the_seed_are_one_band(
     assert not [attrs for _, attrs in page.seen if loading & set(attrs)]
 
 
+def test_a_short_run_beside_a_long_one(runs: list[Path], tmp_path: Path) -> None:
+    long = make_run(tmp_path / "long", [4.0] * 400, 0.5, "lr: 0.3\n")
+    page = Page(write_comparison([*runs, long], tmp_path / "x.html").read_text(encoding="utf-8"))
+    reward = page.charts["Reward"]
+    assert reward["note"].endswith("mean of 21 steps")
+    assert [len(one["values"]) for one in reward["series"]] == [3, 3, 200]
+    assert reward["series"][1]["values"] == [3.0] * 3
+
+
 def test_other_code_is_told(runs: list[Path], tmp_path: Path) -> None:
     alike = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
     assert "Made by" not in alike.text

@@ -263,7 +263,8 @@ def band(
     steps = np.unique(np.concatenate([at for at, _ in found]))
     rows = np.full((len(found), len(steps)), np.nan)
     for row, (at, values) in zip(rows, found, strict=True):
-        row[np.searchsorted(steps, at)] = smooth(values, window) if len(values) else values
+        around = min(window, len(values) - 1 | 1)  # odd, and no longer than a short run
+        row[np.searchsorted(steps, at)] = smooth(values, around) if len(values) else values
     known = np.ma.masked_invalid(rows)
     mean, low, high = (
         series(label, steps, np.ma.filled(pick(known, axis=0), np.nan), colour, kind, pick)
