@@ -20,6 +20,7 @@ import megarl
 from megarl.apps.runs import report
 from megarl.apps.runs.report import write_report
 from megarl.apps.runs.report_compare import main as report_command
+from megarl.checks.run_files import check_run_files
 from megarl.errors import UserError
 from megarl.observe.config import (
     DISTILLATION_METRICS,
@@ -131,6 +132,10 @@ def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert datetime.fromisoformat(start["started"]).utcoffset() is not None
     page = page_of(tmp_path)
     assert "Made by" in page.text and start["command"] in page.text and "hunter2" not in page.text
+    (tmp_path / "provenance.jsonl").write_text("no JSON\n")
+    for reader in (page_of, lambda folder: check_run_files(folder, None)):
+        with pytest.raises(ValueError, match=r"provenance\.jsonl, line 1 is not JSON.*; delete"):
+            reader(tmp_path)
 
 
 @pytest.mark.parametrize(
