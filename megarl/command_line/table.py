@@ -230,11 +230,13 @@ COMMANDS = {
         docs="docs/slurm.md",
     ),
     "report": Command(
-        summary="write a run folder's report.html again",
-        run="megarl.apps.runs.report:main",
+        summary="write a run folder's report.html again, or compare runs on one page",
+        run="megarl.apps.runs.report_compare:main",
         first="RUN",
-        options={"--out FILE": "where to write (default: RUN/report.html)"},
-        example="runs/mine",
+        options={"--out FILE": "where to write (default: RUN/report.html, or compare.html)"},
+        about="Several run folders are compared; those that differ in the seed alone are one band.",
+        example="runs/first runs/second",
+        docs="docs/howto/compare_runs.md",
     ),
     "ledger": Command(
         summary="what became of every group of a run, audited",

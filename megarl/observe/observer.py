@@ -1,8 +1,9 @@
 """Where a run reports: files in the run folder, viewers, and progress on the terminal.
 
 Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and transcripts of each
-evaluation), `transcripts.jsonl` (some groups of each step) and `tensorboard/`. Only one process of
-a run may have an `Observer`.
+evaluation), `transcripts.jsonl` (some groups of each step), `provenance.jsonl` (a line for each
+start: steps done, code, machine, command) and `tensorboard/`. Only one process of a run may have an
+`Observer`.
 
 Steps count from 1 in all of them: step n is the n-th step of training, and an evaluation at step n
 is of the weights after n steps; one at step 0 is before training.
@@ -20,11 +21,13 @@ from tqdm import tqdm
 
 from megarl import console
 from megarl.observe.config import ObserveConfig
+from megarl.observe.provenance import made_by
 from megarl.observe.rotated import RotatedFile
 from megarl.observe.sinks import MetricsFile, finite, open_sinks, read_records
 from megarl.types import StepReport
 
 METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"
+PROVENANCE = "provenance.jsonl"
 """Names of the files in the run folder."""
 
 LINE_INTERVAL_S = 5.0
@@ -69,6 +72,10 @@ class Observer(contextlib.AbstractContextManager):
         # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
         self._progress = ProgressBar(total_steps, first_step) if config.progress else None
+        # Of a resumed run the earlier starts stay, also one that went beyond its last checkpoint.
+        keep = None if first_step else -1
+        with contextlib.closing(MetricsFile(folder / PROVENANCE, keep_until_step=keep)) as starts:
+            starts.write(first_step, made_by())
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the

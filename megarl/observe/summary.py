@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
+from megarl.observe.observer import EVALUATIONS, METRICS, PROVENANCE, TRANSCRIPTS
 from megarl.observe.rotated import ends
 from megarl.observe.sinks import read_records
 
@@ -94,6 +94,16 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def read_starts(folder: Path) -> list[dict[str, str]]:
+    """{fact: text} for each start of the run in the run folder `folder`, in order: `step` (steps
+    done before), `started`, `command`, `host`, `commit`, versions and so on. Empty for a run of an
+    earlier version of megarl, which has no `provenance.jsonl`. Raises `ValueError` for a damaged
+    file.
+    """
+    records = read_records(Path(folder) / PROVENANCE)
+    return [{name: str(value) for name, value in record.items()} for record in records]
+
+
 def _read_evaluations(path: Path) -> list[Evaluation]:
     """Evaluations by step, with the greedy evaluation's transcripts if there are several kinds."""
     found: dict[int, Evaluation] = {}
@@ -142,7 +152,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
         for one in run.evaluations
     )
-    ends = _evaluated_ends if evaluated else _rollout_ends
+    ends = evaluated_ends if evaluated else rollout_ends
     accuracy, length = ends(run, "accuracy"), ends(run, "length/mean")
     _, step_s = run.series("time/step_s")
     return {
@@ -173,7 +183,7 @@ def _overlap(run: Run) -> float | None:
     return round(sum(parts["step"][step] for step in steps) / longer, 3) if longer else None
 
 
-def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
+def evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
     """(before, after): the metric `eval/NAME` of the first and of the last evaluation of a run. A
     run with one evaluation has one of the two, before if the evaluation is of step 0, else after;
     the other one is None, and both are None without evaluation.
@@ -184,9 +194,10 @@ def _evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
     return _number(values[0]), _number(values[-1])
 
 
-def _rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """A metric's means over the first and the last steps; these do not overlap. Of a single step
-    there is the first one only.
+def rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
+    """(before, after): means of the metric `name` over the first and over the last steps of a run,
+    at most five each, which do not overlap; None where there are no values. Of a single step there
+    is the first one only.
     """
     _, values = run.series(name)
     values = values[np.isfinite(values)]

@@ -17,6 +17,7 @@ import pytest
 from support.report_page import Page
 
 from megarl.apps.runs.report import write_report
+from megarl.apps.runs.report_compare import main as report_command
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
 from megarl.types import StepReport
@@ -165,10 +166,11 @@ def test_structure(run: Path) -> None:
         assert row["steps"] == sorted(row["steps"]) and all(0 <= at <= 60 for at in row["steps"])
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node here")
-def test_the_script_draws_what_it_is_given(run: Path) -> None:
-    page = Page((run / "report.html").read_text(encoding="utf-8"))
-    given = {"script": page.script, "steps": [0, 60], "charts": list(page.charts.values())}
+def drawn_by_node(page: Page) -> dict[str, Any]:
+    """{title: what the page's script adds to the chart, and is whole}"""
+    (main,) = (attributes for tag, attributes in page.seen if tag == "main")
+    steps = json.loads(main["data-steps"] or "")
+    given = {"script": page.script, "steps": steps, "charts": list(page.charts.values())}
     done = subprocess.run(
         [str(NODE), "-e", DRAW], input=json.dumps(given), capture_output=True, text=True, check=True
     )
@@ -180,6 +182,13 @@ def test_the_script_draws_what_it_is_given(run: Path) -> None:
             assert re.fullmatch(r"([MLHVhz][-\d. ]*)+", path), (title, name, path[:80])
             spots = [float(at) for at in re.findall(r"[ML][\d.]+ (-?[\d.]+)", path)]
             assert spots and all(-1e-6 <= at <= 1000 + 1e-6 for at in spots), (title, name)
+    return drawn
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here")
+def test_the_script_draws_what_it_is_given(run: Path) -> None:
+    page = Page((run / "report.html").read_text(encoding="utf-8"))
+    drawn = drawn_by_node(page)
     steps = [str(step) for step in range(0, 61, 10)]
     assert drawn["Accuracy"]["labels"] == ["0%", "20%", "40%", "60%", "80%", "100%", *steps]
     assert drawn["Throughput"]["labels"][-8] == "25k"
@@ -206,3 +215,46 @@ def test_in_a_browser(run: Path, tmp_path_factory: pytest.TempPathFactory, width
         assert not tip["hidden"] and tip["gone"], tip
         assert tip["height"] >= 180 and tip["width"] >= 250, tip
     assert "step 60" in told["tips"][0]["text"] and "99%" in told["tips"][0]["text"]
+
+
+@pytest.fixture
+def compared(run: Path, tmp_path: Path) -> Path:
+    """The folder of a page, also named report.html, that compares the run with two seeds of another
+    learning rate.
+    """
+    folders = [tmp_path / name for name in ("one", "two", "long_folder_name" * 4)]
+    for seed, folder in enumerate(folders):
+        shutil.copytree(run, folder, ignore=lambda *_: ["one", "two", "page"])
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines[: 60 - 10 * seed]]
+        changed = [one | {"accuracy": one["accuracy"] ** (1 + seed)} for one in metrics]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in changed))
+        (folder / "recipe.yaml").write_text(f"seed: {seed}\nlearning_rate: {1e-4 * (seed < 2)}\n")
+    (tmp_path / "page").mkdir()
+    assert report_command([*map(str, folders), f"--out={tmp_path}/page/report.html"]) == 0
+    return tmp_path / "page"
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here")
+def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
+    page = Page((compared / "report.html").read_text(encoding="utf-8"))
+    accuracy = drawn_by_node(page)["Accuracy in training"]
+    bands = [path for name, path in accuracy["lines"] if name == "band"]
+    assert accuracy["legend"] == ["learning_rate 0.0001 (2 runs)", "learning_rate 0.0"]
+    assert len(bands) == 1, "of the two seeds"
+    spots = re.findall(r"([\d.]+) ([\d.]+)", bands[0])
+    assert len(spots) == 2 * 60 and spots[0][0] == spots[-1][0]
+    assert all(float(spots[i][1]) <= float(spots[-1 - i][1]) for i in range(60))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_comparison_in_a_browser(
+    compared: Path, tmp_path_factory: pytest.TempPathFactory, width: int
+) -> None:
+    told = browse(compared, tmp_path_factory.mktemp("profile"), width)
+    assert told["errors"] == [] and int(told["charts"]) == len(told["tips"]) > 5
+    assert told["content"] <= width, "the page scrolls sideways"
+    assert told["overlaps"] == 0, "labels of an axis overlap"
+    for tip in told["tips"]:
+        assert tip["text"].startswith("step ") and tip["inside"], tip

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from support.documented import undocumented
 from support.report_page import Page
 
+import megarl
 from megarl.apps.runs import report
-from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
+from megarl.apps.runs.report_compare import main as report_command
+from megarl.checks.run_files import check_run_files
 from megarl.errors import UserError
 from megarl.observe.config import (
     DISTILLATION_METRICS,
@@ -27,8 +30,9 @@ from megarl.observe.config import (
 )
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics
+from megarl.observe.provenance import checkout, made_by, without_secrets
 from megarl.observe.sinks import read_records
-from megarl.observe.summary import read_run, summary
+from megarl.observe.summary import read_run, read_starts, summary
 from megarl.types import StepReport
 
 QUIET = ObserveConfig(tensorboard=False, progress=False)
@@ -105,12 +109,45 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
     assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert steps("evaluations.jsonl") == [0, 1, 2, 3, 4, 5, 6]
     assert steps("transcripts.jsonl") == sorted([1, 2, 3, 4, 5, 6] * 2)
+    assert steps("provenance.jsonl") == [0, 3]
     with Observer(QUIET, tmp_path, total_steps=6, first_step=4) as observer:
         assert observer.evaluated(4, "eval") == {"eval/accuracy": 0.3}
         assert observer.evaluated(4, "eval_sampled") is None
         assert observer.evaluated(5, "eval") is None, "of a step that is trained again"
     go(0, 1)  # died before its first checkpoint: all anew
     assert (steps("metrics.jsonl"), steps("evaluations.jsonl")) == ([1], [0, 1])
+    assert steps("provenance.jsonl") == [0]
+
+
+def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/usr/bin/python", "-m", "megarl", "train", "r.yaml", "--hub_token", "hunter2"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    made_by.cache_clear()
+    write_run(tmp_path, 2)
+    made_by.cache_clear()
+    (start,) = read_starts(tmp_path)
+    assert start["command"] == "python -m megarl train r.yaml --hub_token '***'"
+    assert start["megarl"] == megarl.__version__ and start["torch"] and start["host"]
+    assert start.get("commit", "") == checkout()
+    assert datetime.fromisoformat(start["started"]).utcoffset() is not None
+    page = page_of(tmp_path)
+    assert "Made by" in page.text and start["command"] in page.text and "hunter2" not in page.text
+    (tmp_path / "provenance.jsonl").write_text("no JSON\n")
+    for reader in (page_of, lambda folder: check_run_files(folder, None)):
+        with pytest.raises(ValueError, match=r"provenance\.jsonl, line 1 is not JSON.*; delete"):
+            reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--a.api_key=x1 WANDB_API_KEY=x1 --password x1", "--a.api_key=*** WANDB_API_KEY=*** --password ***"),
+        ("--url http://me:x1@host/v1 hf_x1x1x1x1x1x1x1", "--url http://***@host/v1 ***"),
+        ("--rollout.max_new_tokens 48 --key --steps 3", "--rollout.max_new_tokens 48 --key --steps 3"),
+    ],
+)  # fmt: skip
+def test_secrets_are_left_out_of_the_command_line(words: str, told: str) -> None:
+    assert without_secrets(words.split()) == told.split()
 
 
 def test_a_page_says_what_each_metric_means() -> None:
@@ -353,6 +390,38 @@ def test_the_report_command_writes_it_again(
     assert (tmp_path / "report.html").stat().st_size > 0
     with pytest.raises(UserError):
         report_command([str(tmp_path / "none")])
+
+
+QUICKSTART = {
+    "groups/drawn": 36.45, "groups/rejected": 20.8, "accuracy": 0.96, "clip_share": 0.0016,
+    "length/truncated_share": 0.0125, "mismatch/mean_abs": 0.0152, "skipped_steps": 0.0,
+    "mismatch/outside_share": 0.0107, "correction/clipped_share": 0.001, "verifier/errors": 0,
+}  # fmt: skip
+"""Means of the quick start's last 20 steps (groups and accuracy), and its largest values."""
+UNUSUAL = {
+    "groups/rejected": (20.0, "20 steps 400 of 729 groups were rejected: "),
+    "length/truncated_share": (0.5, "50% of the responses were cut off: raise rollout.max_new_to"),
+    "verifier/nans": (1.0, "20 rollouts could not be judged"),
+    "skipped_steps": (1.0, "20 optimizer steps were skipped"),
+    "clip_share": (0.21, "21% of the tokens were clipped"),
+    "mismatch/mean_abs": (0.06, "differ by 0.06 in the mean"),
+    "mismatch/outside_share": (0.06, "engines gave 6% of the tokens another probability"),
+    "correction/dropped_share": (0.06, "dropped or clipped 6% of the weights"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_unusual_in_the_last_steps_is_said_at_the_top(name: str, tmp_path: Path) -> None:
+    value, sentence = UNUSUAL[name]
+    unsolved = {"accuracy": 0.5, "groups/rejected": 18.0}
+    usual = QUICKSTART | (unsolved if name == "groups/rejected" else {})
+    changed = usual | {name: value}
+    observe(tmp_path, [*[changed] * 5, *[usual] * 20])
+    assert report.warnings(read_run(tmp_path)) == [], "long ago"
+    observe(tmp_path, [*[usual] * 20, *[changed] * 20])
+    (told,) = report.warnings(read_run(tmp_path))
+    assert sentence in told and told in page_of(tmp_path).text
+    assert len(UNUSUAL) == len(report.RULES)
 
 
 def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:

@@ -21,11 +21,8 @@ import jinja2
 import numpy as np
 
 from megarl.apps.runs.lanes import last_steps
-from megarl.apps.runs.target import run_and_target, writing
-from megarl.console import result
-from megarl.errors import UserError
 from megarl.files import UNFINISHED
-from megarl.observe.summary import Evaluation, Run, read_run, summarise_run
+from megarl.observe.summary import Evaluation, Run, read_run, read_starts, summarise_run
 
 FILE = "report.html"
 """Name of the page in the run folder."""
@@ -56,11 +53,13 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     """
     folder = Path(folder)
     run, recipe = read_run(folder), folder / "recipe.yaml"
-    steps = [record["step"] for record in run.metrics] + [one.step for one in run.evaluations]
     shown = functools.partial(
         template().render,
         title=title,
-        steps=[min(steps, default=0), max(steps, default=0)],
+        steps=steps_of([run]),
+        tables=[],
+        warnings=warnings(run),
+        made_by=provenance(read_starts(folder)),
         numbers=summarise_run(run),
         failures=run.failures,
         learning=learning(run),
@@ -74,28 +73,79 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
         # Transcripts of another program.
         text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
-    target = target or folder / FILE
+    return write_page(target or folder / FILE, text)
+
+
+LATE = 20
+"""Number of last steps that the warnings of a report look at."""
+NEVER = 2.0
+"""An accuracy that no run reaches."""
+RULES: tuple[tuple[str, str, float, float, str], ...] = (
+    ("groups/rejected", "groups/drawn", 0.5, 0.9,
+     "{sum} of {of} groups were rejected: the problems are too easy or too hard"),
+    ("length/truncated_share", "", 0.1, NEVER,
+     "{mean:.0%} of the responses were cut off: raise rollout.max_new_tokens"),
+    ("verifier/errors verifier/timeouts verifier/nans", "", 0.0, NEVER,
+     "{sum} rollouts could not be judged and got the reward of a wrong answer: mend the verifier"),
+    ("skipped_steps", "", 0.0, NEVER,
+     "{sum} optimizer steps were skipped, since a value was not finite"),
+    ("clip_share", "", 0.2, NEVER,
+     "{mean:.0%} of the tokens were clipped: lower the learning rate or num_mini_batches"),
+    ("mismatch/mean_abs", "", 0.05, NEVER,
+     "log-probs of trainer and engines differ by {mean:.2g} in the mean: lower max_staleness"),
+    ("mismatch/outside_share", "", 0.05, NEVER,
+     "engines gave {mean:.0%} of the tokens another probability: raise rollout.engine.dtype"),
+    ("correction/dropped_share correction/clipped_share", "", 0.05, NEVER,
+     "algorithm.correction dropped or clipped {mean:.0%} of the weights: lower max_staleness"),
+)  # fmt: skip
+"""The rules of docs/metrics.md as (metrics, which are added up; metric that the sum is divided by,
+"" for the number of steps; bound above which the text is shown; accuracy from which on it is not;
+text). A run that solves its problems rejects most groups, which is no fault."""
+
+
+def warnings(run: Run) -> list[str]:
+    """Sentences for the top of a report about what is unusual in the last 20 steps of the run, by
+    `RULES`; empty if nothing is. Steps that lack a rule's metrics do not count for it.
+    """
+    told = []
+    for names, divisor, most, solved_at, text in RULES:
+        late = [one for one in run.metrics[-LATE:] if any(name in one for name in names.split())]
+        summed = sum(one.get(name) or 0 for one in late for name in names.split())
+        of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
+        accuracy = sum(one.get("accuracy") or 0 for one in late)
+        if of and summed > most * of and accuracy < solved_at * len(late):
+            shown = text.format(sum=f"{summed:,.0f}", of=f"{of:,.0f}", mean=summed / of)
+            told.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
+    return told
+
+
+def provenance(
+    starts: Sequence[dict[str, str]],
+) -> tuple[str, str, list[str], dict[str, list[str]]]:
+    """A table of the page that says who made a run: (title, note, heads, rows), with a column for
+    each of `starts`, {fact: text}, as `read_starts` returns them.
+    """
+    heads = [f"from step {int(one['step']) + 1:,}" for one in starts]
+    names = dict.fromkeys(name for one in starts for name in one if name != "step")
+    rows = {name: [one.get(name, "") for one in starts] for name in names}
+    return "Made by", "A + after the commit: files differed from it.", heads, rows
+
+
+def steps_of(runs: Sequence[Run]) -> tuple[int, int]:
+    """(first, last) step of which any of `runs` has metrics or an evaluation; (0, 0) without."""
+    steps = [record["step"] for run in runs for record in run.metrics]
+    steps += [one.step for run in runs for one in run.evaluations]
+    return min(steps, default=0), max(steps, default=0)
+
+
+def write_page(target: Path, text: str) -> Path:
+    """Write the page `text` to the file `target`, in one atomic rename; returns `target`."""
     # Not synced: a run writes it again and again, and waits for no disk.
     being_written = target.with_name(f".report.{os.getpid()}{UNFINISHED}")
     # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
     being_written.write_text(text, encoding="utf-8", errors="replace")
     being_written.replace(target)
     return target
-
-
-def main(arguments: list[str]) -> int:
-    """The command `megarl report RUN [--out FILE]`: make RUN/report.html, or FILE, anew from the
-    metrics and other files of the run folder RUN, and print its path. `arguments`: the words after
-    `report`. Returns the exit code 0. Raises `UserError` for other words, if RUN is no run folder,
-    and if the file cannot be written.
-    """
-    folder, target = run_and_target("report", arguments, FILE)
-    try:
-        with writing(target):
-            result(str(write_report(folder, title=folder.resolve().name, target=target)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return 0
 
 
 @functools.cache

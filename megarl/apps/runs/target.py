@@ -1,4 +1,4 @@
-"""The command line `RUN [--out FILE]` of commands that make one file from a run folder, such as
+"""The command line `RUN [--out FILE]` of commands that make one file from run folders, such as
 `megarl report`.
 """
 
@@ -13,20 +13,30 @@ from megarl.errors import UserError
 from megarl.files import UNFINISHED
 
 
-def run_and_target(command: str, arguments: Sequence[str], name: str) -> tuple[Path, Path]:
-    """(path of the run folder, path of the file to write) from the words `arguments`, RUN [--out
+def runs_and_target(
+    command: str, arguments: Sequence[str], name: str, together: str = ""
+) -> tuple[list[Path], Path]:
+    """(paths of the run folders, path of the file to write) from the words `arguments`, RUN [--out
     FILE], of the command `megarl COMMAND`. Without `--out` the file is `name` in the run folder; if
     FILE is a folder, it is `name` in that. Raises `UserError` for other words.
+
+    `together`: for a command that takes several run folders, the name of the file for these, which
+    without `--out` is in the current folder; "" for a command that takes one.
     """
-    usage = f"it needs one run folder: megarl {command} RUN [--out FILE]"
+    several = ", or several" if together else ""
+    usage = f"it needs one run folder: megarl {command} RUN [--out FILE]{several}"
     parser = Arguments(f"megarl {command}", usage)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+" if together else 1)
     parser.add_argument("--out")
-    found = parser.parse_args(arguments)
+    found = parser.parse_intermixed_args(arguments)
     if found.out == "":
         parser.error("--out is empty")
-    file = Path(found.out or found.run / name)
-    return found.run, file / name if file.is_dir() else file
+    runs: list[Path] = found.runs
+    if len({run.resolve() for run in runs}) < len(runs):
+        parser.error("a run folder is named twice")
+    name = name if len(runs) == 1 else together
+    file = Path(found.out or (runs[0] / name if len(runs) == 1 else name))
+    return runs, file / name if file.is_dir() else file
 
 
 @contextlib.contextmanager

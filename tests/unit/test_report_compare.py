@@ -1,0 +1,108 @@
+"""Several runs on one page: which are one group, and what is said of each group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.report_page import Page
+
+from megarl.apps.runs import report_compare
+from megarl.apps.runs.report_compare import grouped, settings_of, write_comparison
+from megarl.errors import UserError
+from megarl.observe.config import ObserveConfig
+from megarl.observe.observer import Observer
+from megarl.types import StepReport
+
+QUIET = ObserveConfig(tensorboard=False, progress=False)
+
+
+def make_run(folder: Path, rewards: list[float], accuracy: float, recipe: str) -> Path:
+    """A run whose steps have these rewards and take 2 s, evaluated before and after."""
+    with Observer(QUIET, folder, total_steps=len(rewards)) as observer:
+        observer.evaluation(0, {"eval/accuracy": 0.25}, [])
+        for step, reward in enumerate(rewards):
+            observer.step(StepReport(step, {"reward/mean": reward, "time/step_s": 2.0}))
+        observer.evaluation(len(rewards), {"eval/accuracy": accuracy}, [])
+    (folder / "recipe.yaml").write_text(f"folder: {folder}\n{recipe}")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two seeds of one recipe, the second of which ended early, and a run of another recipe."""
+    recipe = "seed: {}\nmodel:\n  path: {}/sft/model\nlr: {}\n"
+    given = (("a", [0.0, 1.0, 2.0], 0.5, "0.1"), ("b", [1.0, 2.0], 0.75, "0.1"))
+    return [
+        make_run(tmp_path / name, rewards, accuracy, recipe.format(seed, tmp_path / name, rate))
+        for seed, (name, rewards, accuracy, rate) in enumerate(
+            (*given, ("c", [3.0, 3.0, 3.0], 1.0, "0.2"))
+        )
+    ]
+
+
+def test_runs_that_differ_in_the_seed_are_one_band(
+    runs: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert report_compare.main([str(run) for run in runs]) == 0
+    assert capsys.readouterr().out == "compare.html\n"
+    page = Page(Path("compare.html").read_text(encoding="utf-8"))
+    seeds, other = page.charts["Reward"]["series"]
+    assert (seeds["label"], other["label"]) == ("lr 0.1 (2 runs)", "lr 0.2")
+    assert (seeds["steps"], seeds["values"]) == ([1, 2, 3], [0.5, 1.5, 2.0])
+    assert (seeds["low"], seeds["high"]) == ([0.0, 1.0, 2.0], [1.0, 2.0, 2.0])
+    assert other["values"] == [3.0] * 3 and "low" not in other
+    assert page.charts["Held-out accuracy"]["series"][0]["values"] == [0.25, 0.75, 0.5]
+    assert page.charts["Held-out accuracy"]["series"][0]["kind"] == "points"
+    assert {"Reward", "Held-out accuracy", "Time of a step"} == set(page.charts)
+    shown = ("2.5 (2 to 3)", "62.5% (50.0% to 75.0%)", "100.0%", "0.500 (0.000 to 1.000)", "2.000")
+    for text in shown:
+        assert text in page.text, text
+    loading = {"src", "href", "srcset"}
+    assert not [attrs for _, attrs in page.seen if loading & set(attrs)]
+
+
+def test_a_short_run_beside_a_long_one(runs: list[Path], tmp_path: Path) -> None:
+    long = make_run(tmp_path / "long", [4.0] * 400, 0.5, "lr: 0.3\n")
+    page = Page(write_comparison([*runs, long], tmp_path / "x.html").read_text(encoding="utf-8"))
+    reward = page.charts["Reward"]
+    assert reward["note"].endswith("mean of 21 steps")
+    assert [len(one["values"]) for one in reward["series"]] == [3, 3, 200]
+    assert reward["series"][1]["values"] == [3.0] * 3
+
+
+def test_other_code_is_told(runs: list[Path], tmp_path: Path) -> None:
+    alike = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert "Made by" not in alike.text
+    (runs[2] / "provenance.jsonl").write_text('{"step": 0, "torch": "0.1", "command": "x"}\n')
+    page = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
+    made = page.text.partition("Made by")[2]
+    assert "torch" in made and "0.1" in made and "command" not in made
+
+
+def test_groups_are_told_by_the_settings_that_differ(runs: list[Path]) -> None:
+    settings = {run: settings_of(run) for run in runs}
+    assert settings[runs[0]]["model.path"] == "FOLDER/sft/model"
+    groups, rows = grouped(settings)
+    assert list(groups.values()) == [runs[:2], runs[2:]]
+    assert rows == {"lr": ["0.1", "0.2"]}
+    groups, rows = grouped({run: one | {"x": f"{run}"} for run, one in settings.items()})
+    assert list(rows) == ["lr", "x"] and list(groups) == [str(run) for run in runs], "too long"
+    groups, rows = grouped({run: {"seed": "1"} for run in runs[:2]})
+    assert (groups, rows) == ({f"{runs[0]} (2 runs)": runs[:2]}, {})
+
+
+def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
+    def refused(match: str, *words: object) -> None:
+        with pytest.raises(UserError, match=match):
+            report_compare.main([*map(str, words), f"--out={tmp_path}"])
+
+    refused("a run folder is named twice", runs[0], f"{runs[0]}/../a")
+    refused("none has no metrics.jsonl", runs[0], tmp_path / "none")
+    (runs[1] / "recipe.yaml").unlink()
+    refused(f"b/recipe.yaml does not exist.* leave {runs[1]} out", *runs)
+    assert not (tmp_path / "compare.html").exists()
