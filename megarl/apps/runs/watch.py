@@ -167,7 +167,8 @@ class RunView:
         total = total if isinstance(total, int) and 0 < total < 2**63 else None
         self.has_finished = total is not None and done >= total and state in ("ended", "gone")
         name, state = self._run.resolve().name, "finished" if self.has_finished else state
-        rows = [Text("  ").join([_cell(name, "bold"), _cell(state, _colour(state))])]
+        head = Text("  ").join([_cell(name, "bold"), _cell(state, _colour(state))])
+        rows: list[RenderableType] = [head]
         rows += _progress(run, done, total)
         rows += _metrics(run, recipe) if steps else []
         rows += _evaluation(evaluations)
