@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,8 @@ class Trial:
             is_tensor and found.shape == like.shape and found.is_floating_point(),
             f"returned {what}; return {like.dtype} of shape {shape}, here {[*like.shape]}",
         )
+        is_there = found.device == like.device
+        self.require(is_there, f"returned a tensor on {found.device}; return it on {like.device}")
         advice = "guard its divisions: equal rewards have the standard deviation 0"
         self.require(bool(found.isfinite().all()), f"returned NaN or infinity; {advice}")
 
@@ -176,8 +178,9 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
     advantages_T = (torch.arange(len(old_T), device=device) % 3 - 1).float()
     found_T = trial(logp_T, old_T, advantages_T, mean, algorithm)
     if isinstance(found_T, tuple):
-        trial.require(len(found_T) == 2, "returned a tuple; return (loss_T, {name: [T]})")
-        for name, values_T in dict(found_T[1]).items():
+        is_pair = len(found_T) == 2 and isinstance(found_T[1], Mapping)
+        trial.require(is_pair, "returned a tuple; return (loss_T, {name: [T]})")
+        for name, values_T in found_T[1].items():
             trial.tensor(values_T, logp_T, f"[T] as metric '{name}'")
         found_T = found_T[0]
     found_T = found_T.per_token if isinstance(found_T, LossTerms) else found_T

@@ -179,6 +179,8 @@ def train_step(parts: TrainingParts, method: Method, batch: StepBatch) -> StepRe
     Raises `UserError` if the method returns no report, and after `training.max_empty_steps` steps
     in a row without samples; what the method raises is passed on.
     """
+    # A copy, to which models and functions add: the recorded batch is being written meanwhile.
+    batch = replace(batch, metrics=dict(batch.metrics))
     parts.learner.guard.begin(f"step {batch.step + 1}")
     parts.learner.empty_steps.count(batch.step, len(batch.rewards), batch.metrics)
     with activity(f"training of step {batch.step + 1}", kind="train"):

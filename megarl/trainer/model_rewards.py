@@ -51,8 +51,8 @@ class RewardModels:
         self, batch: StepBatch, scores: Mapping[str, Column], *, data: Axis, device: torch.device
     ) -> StepBatch:
         """A copy of `batch` with weight x score of every reward model added to its rewards, at the
-        last token that the policy generated, and with the metrics `reward_model/NAME/mean` and
-        `/std`. `scores`: what `RewardModels.scores` returned for `batch`. All ranks of the policy
+        last token that the policy generated. The metrics `reward_model/NAME/mean` and `/std` are
+        added to `batch.metrics`, which the copy shares. `scores`: what `RewardModels.scores` returned for `batch`. All ranks of the policy
         call it together; `data` is the policy's data-parallel axis and `device` this rank's.
 
         Raises `UserError` on all ranks if a score is not finite.
@@ -80,12 +80,9 @@ class RewardModels:
             metrics["reward/mean"], metrics["reward/std"] = mean_std(totals[trained])
         if not trained.all():
             metrics["reward/greedy_mean"] = mean_std(totals[~trained])[0]
-        return replace(
-            batch,
-            rewards=totals,
-            samples=[_with_rewards(part, added[part.ids]) for part in batch.samples],
-            metrics=batch.metrics | metrics,
-        )
+        batch.metrics.update(metrics)
+        samples = [_with_rewards(part, added[part.ids]) for part in batch.samples]
+        return replace(batch, rewards=totals, samples=samples)
 
 
 def mean_std(values: np.ndarray) -> tuple[float, float]:

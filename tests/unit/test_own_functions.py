@@ -175,6 +175,8 @@ WRONG: dict[str, tuple[str, str, list[str]]] = {
         "loss", LOSS + "-logp_T * advantages_T / logp_T.abs().max()", ["line 2", "RuntimeError"]),
     "loss reports a mean": (
         "loss", LOSS + "(-logp_T * advantages_T, {'m': logp_T.mean()})", ["metric 'm'", "[T]"]),
+    "loss returns two tensors": (
+        "loss", LOSS + "-logp_T * advantages_T, logp_T", ["tuple", "{name: [T]}"]),
     "loss is a class": ("loss", "class f:\n    pass", ["is a class"]),
     "loss is a generator": ("loss", "def f(*_):\n    yield 1", ["generator"]),
     "loss is no function": ("loss", "f = 3\ndef g():\n    pass", ["is int", "g"]),
