@@ -52,8 +52,9 @@ class RewardModels:
     ) -> StepBatch:
         """A copy of `batch` with weight x score of every reward model added to its rewards, at the
         last token that the policy generated. The metrics `reward_model/NAME/mean` and `/std` are
-        added to `batch.metrics`, which the copy shares. `scores`: what `RewardModels.scores` returned for `batch`. All ranks of the policy
-        call it together; `data` is the policy's data-parallel axis and `device` this rank's.
+        added to `batch.metrics`, which the copy shares. `scores`: what `RewardModels.scores`
+        returned for `batch`. All ranks of the policy call it together; `data` is the policy's
+        data-parallel axis and `device` this rank's.
 
         Raises `UserError` on all ranks if a score is not finite.
         """
