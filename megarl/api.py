@@ -26,6 +26,7 @@ from megarl.config import (
     SftConfig,
 )
 from megarl.recipe_file import put
+from megarl.recipe_paths import recipe_path
 from megarl.schema import Config, require
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
@@ -76,8 +77,9 @@ class Result:
 
 
 def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
-    """Read the YAML recipe at `path` as configuration class `kind`, a frozen pydantic model of all
-    settings of a command: `RunConfig` (for train, evaluate, sample), `DistillConfig`, `SftConfig`,
+    """Read the YAML recipe at `path`, or the one of that name which comes with megarl, such as
+    "quickstart", as configuration class `kind`, a frozen pydantic model of all settings of a
+    command: `RunConfig` (for train, evaluate, sample), `DistillConfig`, `SftConfig`,
     `PreferenceConfig` or `RewardModelConfig`. Returns an object of that class.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
@@ -88,7 +90,7 @@ def load_recipe(kind: type[C], path: str | Path, **changes: Any) -> C:
     tree = configs.written_tree(path)
     for key, value in changes.items():
         put(tree, key.split("__"), value.model_dump() if isinstance(value, Config) else value)
-    return configs.from_tree(kind, tree, where=str(path), beside=Path(path).parent)
+    return configs.from_tree(kind, tree, where=str(path), beside=recipe_path(path).parent)
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:
