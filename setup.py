@@ -48,9 +48,9 @@ setup(
         "xxhash",
     ],
     extras_require={
-        # The engine. It chooses the build of torch. For CPUs see docs/howto/install.md: vLLM's CPU
-        # build asks for packages that have no CPU build.
-        "cuda": ["vllm>=0.32"],
+        # The engine, as tested; it chooses the build of torch. For CPUs see docs/howto/install.md:
+        # vLLM's CPU build asks for packages that have no CPU build.
+        "cuda": ["vllm==0.32.0"],
         # All its releases are pre-releases, which pip takes only where one is named.
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
         # The documentation as a site: mkdocs build -f tools/mkdocs.yml.

@@ -4,8 +4,10 @@ recipes by their names, the quick start's data.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 from support.commands import ROOT
+from transformers import Qwen2Config
 
 import megarl
 from megarl import RunConfig, config, recipe_paths
+from megarl.checks import engine_checks
 from megarl.errors import UserError
 
 PLACES = {
@@ -76,6 +80,15 @@ def test_the_package_has_every_file(built: Path) -> None:
 def test_the_version_comes_from_one_place() -> None:
     done = run("setup.py", "-q", "--version", cwd=ROOT)
     assert done.stdout.split()[-1:] == [megarl.__version__], done.stderr
+
+
+def test_the_engine_that_an_extra_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the tested one, and where it is missing, a run is refused before anything starts."""
+    tested = re.findall("^# vllm: (.+)$", (ROOT / "launch/requirements-cuda.txt").read_text(), re.M)
+    assert f'"cuda": {json.dumps(tested)}' in (ROOT / "setup.py").read_text()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"vLLM is not installed; `pip install 'megarl\[cuda\]'`"):
+        engine_checks.check_engine_kind("vllm", Qwen2Config())
 
 
 def test_a_recipe_is_named_outside_of_the_checkout(built: Path, tmp_path: Path) -> None:
