@@ -19,8 +19,8 @@ from typing import Any, TypeGuard
 import yaml
 
 from megarl.errors import require, shortened
+from megarl.files import RECIPES
 from megarl.peer_names import NAMES
-from megarl.recipe_paths import RECIPES
 from megarl.schema import Config, dotted
 
 LARGEST_BYTES = 2**20

@@ -16,11 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationInfo
 from pydantic_core import core_schema
 
+from megarl.files import RECIPES
 from megarl.schema import FILE, is_own, refused, shortened
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-RECIPES = Path(__file__).parent / "recipes"
-"""Folder of the recipes that come with megarl."""
 LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Limits of Linux in bytes: of a path, and of one name in it."""
 

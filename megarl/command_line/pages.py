@@ -23,9 +23,9 @@ from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, Command
 from megarl.errors import UserError
+from megarl.files import RECIPES
 from megarl.lookup import load
 from megarl.presets import filled_in
-from megarl.recipe_paths import RECIPES
 
 ASKS = ("-h", "--help")
 

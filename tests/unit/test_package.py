@@ -18,9 +18,10 @@ from support.commands import ROOT
 from transformers import Qwen2Config
 
 import megarl
-from megarl import RunConfig, config, recipe_paths
+from megarl import RunConfig, config
 from megarl.checks import engine_checks
 from megarl.errors import UserError
+from megarl.files import RECIPES
 
 PLACES = {
     "megarl": "megarl",
@@ -131,9 +132,7 @@ def test_names_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ours = config.read(RunConfig, "grpo", say=said.append)
     assert len(said) == 1 and said[0].endswith("recipes/grpo.yaml is taken")
     assert megarl.load_recipe(RunConfig, "grpo") == ours
-    Path("grpo").write_text(
-        (recipe_paths.RECIPES / "grpo.yaml").read_text().replace("seed: 1\n", "seed: 77\n")
-    )
+    Path("grpo").write_text((RECIPES / "grpo.yaml").read_text().replace("seed: 1\n", "seed: 77\n"))
     assert config.read(RunConfig, "grpo", say=said.append).seed == 77 and len(said) == 1
     meant = r"recipe quikstart does not exist; did you mean quickstart or quickstart_sft\?; pass"
     with pytest.raises(ValueError, match=meant):
