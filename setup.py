@@ -1,12 +1,17 @@
-"""The links megarl/kernels and megarl/parallel make megarl/ one ordinary tree; nothing else is
-packaged.
+"""The links megarl/kernels, megarl/parallel and megarl/recipes make megarl/ one ordinary tree;
+nothing else is packaged.
 """
+
+import re
+from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+INIT = Path(__file__).parent / "megarl" / "__init__.py"
+
 setup(
     name="megarl",
-    version="0.1.0",
+    version=re.findall(r'^__version__ = "(.+)"', INIT.read_text(), re.M)[0],
     description=(
         "Reinforcement learning of language models on long chains of thought, under any parallel"
         " layout"
@@ -14,7 +19,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl.apps.runs": ["*.j2"]},
+    package_data={"megarl.apps.runs": ["*.j2"], "megarl.recipes": ["*.yaml"]},
     install_requires=[
         "torch>=2.13",
         "aiohttp",
@@ -44,6 +49,9 @@ setup(
         "xxhash",
     ],
     extras_require={
+        # The engine, as tested; it chooses the build of torch. For CPUs see docs/howto/install.md:
+        # vLLM's CPU build asks for packages that have no CPU build.
+        "cuda": ["vllm==0.32.0"],
         # All its releases are pre-releases, which pip takes only where one is named.
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
         # The documentation as a site: mkdocs build -f tools/mkdocs.yml.

@@ -37,6 +37,7 @@ from megarl.config import (
 from megarl.files import new_file
 from megarl.recipe_file import put
 from megarl.recipe_kind import recipe_kind
+from megarl.recipe_paths import recipe_path
 from megarl.schema import Config, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
@@ -120,10 +121,11 @@ class Result:
 
 
 def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
-    """Read a recipe, the path of a YAML file, nested dicts or another configuration, as
-    configuration class `kind`, a frozen pydantic model of all settings of a command: `RunConfig`
-    (for train, evaluate, sample), `DistillConfig`, `SftConfig`, `PreferenceConfig` or
-    `RewardModelConfig`. Returns an object of that class.
+    """Read a recipe, the path of a YAML file, the name of a recipe that comes with megarl, such as
+    "quickstart", nested dicts or another configuration, as configuration class `kind`, a frozen
+    pydantic model of all settings of a command: `RunConfig` (for train, evaluate, sample),
+    `DistillConfig`, `SftConfig`, `PreferenceConfig` or `RewardModelConfig`. Returns an object of
+    that class.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
     by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
@@ -141,7 +143,7 @@ def _tree_of(
     recipe is called in messages; and the folder beside which its paths are looked for.
     """
     if isinstance(recipe, str | Path):
-        found = configs.written_tree(recipe), str(recipe), Path(recipe).parent
+        found = configs.written_tree(recipe), str(recipe), recipe_path(recipe).parent
     else:
         found = presets.spelled_out(_plain(recipe)), "the recipe", None
     for key, value in changes.items():

@@ -499,14 +499,14 @@ def read(
 ) -> C:
     """Read the YAML recipe `file` as configuration class `kind`. The words `overrides` of a command
     line, `--section.key value`, replace settings of the recipe. `say` is called with a line of text
-    for each relative path that was found in the recipe's folder and not in the working folder; by
-    default nothing is said.
+    for each relative path that was found in the recipe's folder and not in the working folder, and
+    where `file` is the name of a recipe that comes with megarl; by default nothing is said.
 
     Raises `ValueError` with file, line, dotted key and problem for mistakes in recipe or
     `overrides`.
     """
-    path, lines = Path(recipe_paths.expanded(str(file))), {}
-    tree = written_tree(path, lines)
+    path, lines = recipe_paths.recipe_path(file, say), {}
+    tree = presets.spelled_out(recipe_file.read_tree(path, lines))
     where = f"recipe {path}"
     if overrides:
         changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
@@ -521,12 +521,12 @@ def read(
     return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
 
 
-def written_tree(file: str | Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """The settings that a recipe file spells out, as nested dicts, without defaults. If `lines` is
-    given, {dotted key: its line in the file, from 1} is added to it. Raises `ValueError` with file
-    and line for a file that is no recipe.
+def written_tree(file: str | Path) -> dict[str, Any]:
+    """The settings that a recipe spells out, as nested dicts, without defaults. `file`: its path,
+    or the name of a recipe that comes with megarl, such as "quickstart". Raises `ValueError` with
+    file and line for a file that is no recipe.
     """
-    return presets.spelled_out(recipe_file.read_tree(Path(recipe_paths.expanded(str(file))), lines))
+    return presets.spelled_out(recipe_file.read_tree(recipe_paths.recipe_path(file)))
 
 
 def from_tree(

@@ -19,6 +19,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+RECIPES = Path(__file__).parent / "recipes"
+"""Folder of the recipes that come with megarl."""
+
 T = TypeVar("T")
 
 LOOKED_AT = ("", "activity", "activity/stacks", "batches", "reference")

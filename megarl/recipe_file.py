@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from megarl.errors import require, shortened
+from megarl.files import RECIPES
 from megarl.peer_names import NAMES
 from megarl.schema import Config, dotted
 
@@ -188,14 +189,18 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
     try:
         more = f", {inside} --resume true" if inside.is_file() else ""
         require(not path.is_dir(), f" is a folder; pass a .yaml file{more}")
-        example = "pass the path of a .yaml file (see launch/recipes/)"
-        require(path.is_file(), f" does not exist; {example}")
+        example = f"pass the path of a .yaml file, or the name of a recipe in {RECIPES}"
+        if not path.is_file():
+            names = [one.stem for one in RECIPES.glob("*.yaml")]
+            close = difflib.get_close_matches(str(path).removesuffix(".yaml"), names)
+            meant = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f" does not exist{meant}; {example}")
         size = path.stat().st_size
         require(size <= LARGEST_BYTES, f" has {size:,} bytes, too many for a recipe; {example}")
         tree = parse_yaml(path.read_bytes().decode("utf-8-sig"), lines)
         require(
             tree is None or isinstance(tree, dict),
-            " is not a mapping of settings, as in `folder: runs/mine`; see launch/recipes/",
+            f" is not a mapping of settings, as in `folder: runs/mine`; see {RECIPES}",
         )
         return tree or {}
     except OSError as error:

@@ -1,5 +1,6 @@
 """Paths in a recipe: `~` and `$VARIABLE` are expanded, and a relative path that does not exist in
-the working folder is looked for in the recipe's folder.
+the working folder is looked for in the recipe's folder. A recipe that comes with megarl is found by
+its name.
 
     source: PathText = ""      reads "$DATA/a.jsonl" of a recipe as "/d/a.jsonl"
 """
@@ -7,6 +8,7 @@ the working folder is looked for in the recipe's folder.
 import glob
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationInfo
 from pydantic_core import core_schema
 
+from megarl.files import RECIPES
 from megarl.schema import FILE, is_own, refused, shortened
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -124,6 +127,20 @@ def expanded(path: str) -> str:
     if found.startswith("~"):
         raise refused(f"is '{path}', which begins with no user's name; write ./{found}")
     return found
+
+
+def recipe_path(file: str | Path, say: Callable[[str], object] = str) -> Path:
+    """The path of the recipe `file`, with `~` and variables replaced. A single word such as
+    "quickstart", where the working folder has nothing of that name, is the name of a recipe in
+    `RECIPES`: `say` is then called with a line of text that names the file. A path or word for
+    which there is no file is returned as a path. Raises `ValueError` as `expanded` does.
+    """
+    path = expanded(str(file))
+    ours = RECIPES / f"{path}.yaml"
+    if "/" in path or os.path.lexists(path) or not os.path.isfile(ours):
+        return Path(path)
+    say(f"recipe {file}: {ours} is taken")
+    return ours
 
 
 def typed(word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from inspect import iscoroutinefunction
@@ -93,10 +94,16 @@ def check_placement(
 
 def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
     """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used.
-    vLLM must support the model with the configuration `hf`. A class of the user's own, named as
-    FILE.py:CLASS, must have all async methods of `megarl.rollout.inference_engine.InferenceEngine`.
+    vLLM must be installed, and support the model with the configuration `hf`. A class of the user's
+    own, named as FILE.py:CLASS, must have all async methods of
+    `megarl.rollout.inference_engine.InferenceEngine`.
     """
     if not is_own(kind):
+        require(
+            importlib.util.find_spec("vllm") is not None,
+            "rollout.engine.kind is vllm, but vLLM is not installed; `pip install 'megarl[cuda]'`,"
+            " or for the CPU see docs/howto/install.md",
+        )
         check_engine_model(hf)
         return
     found = function_of(kind, {}, "rollout.engine.kind", is_class=True)

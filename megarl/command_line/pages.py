@@ -13,6 +13,7 @@ Imports nothing heavy, and needs no recipe.
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, Command
 from megarl.errors import UserError
+from megarl.files import RECIPES
 from megarl.lookup import load
 from megarl.presets import filled_in
 
@@ -53,9 +55,9 @@ def usage() -> str:
 
 def page(name: str, words: Sequence[str]) -> str:
     """The text of `megarl NAME WORDS...` where `--help` is among the words: about the command, or
-    about the settings that the words after `--help` name. A recipe (.yaml) among the words gives
-    the values. Raises `UserError` for a recipe that cannot be read, and for a topic that is no
-    setting.
+    about the settings that the words after `--help` name. A recipe (.yaml) among the words, or the
+    name of one of megarl as the first word, gives the values. Raises `UserError` for a recipe that
+    cannot be read, and for a topic that is no setting.
     """
     at = next(number for number, word in enumerate(words) if asks(word))
     inner = next((number for number in range(at) if words[number] in COMMANDS), None)
@@ -65,6 +67,7 @@ def page(name: str, words: Sequence[str]) -> str:
     topics = [word for word in words[at + 1 :] if not word.startswith("-")]
     topics = [*filter(None, [words[at].partition("=")[2]]), *topics]
     recipes = [word for word in (*words[:1], *topics) if word.endswith((".yaml", ".yml"))]
+    recipes += [word for word in words[: min(at, 1)] if os.path.isfile(RECIPES / f"{word}.yaml")]
     topics = [word for word in topics if word not in recipes]
     if command.becomes and topics:
         return page(started_by(name, recipes[0] if recipes else ""), words)

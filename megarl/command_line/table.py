@@ -121,8 +121,9 @@ COMMANDS = {
         becomes="megarl.apps.launch.run_words:words_to_start",
         options=RUN_OPTIONS | {k: v for k, v in LAUNCH_OPTIONS.items() if k != "-- OVERRIDES"},
         about=(
-            "Finds by the recipe's sections which of train, distill, sft, preference and"
-            " reward-model it is for. With GPUs, in a job of Slurm, and with an option that megarl"
+            "RECIPE.yaml may be the name of one of megarl's recipes, such as quickstart. Finds by"
+            " the recipe's sections which of train, distill, sft, preference and reward-model it is"
+            " for. With GPUs, in a job of Slurm, and with an option that megarl"
             " launch has too, the run is started by megarl launch; elsewhere in this process, or"
             " with several ranks by megarl torchrun."
         ),

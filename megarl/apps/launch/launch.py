@@ -45,6 +45,7 @@ from megarl.errors import UserError
 from megarl.parallel.devices import driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.recipe_kind import recipe_kind
+from megarl.recipe_paths import recipe_path
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
     by_us = not planned or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, command, at)
-    facts = {"recipe": str(Path(options.recipe).resolve()), "folder": plan.folder}
+    facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": plan.folder}
     facts |= {"host": " ".join(hosts), "python": sys.executable}
     facts |= {"overrides": " ".join(options.overrides)} if options.overrides else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
