@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -298,6 +299,7 @@ class Trainer:
             known = any(hasattr(one, event) for event in EVENTS)
             require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
         self.callbacks, self.ranks = callbacks, ranks
+        self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
         kind = type(recipe) if isinstance(recipe, AnyConfig) else recipe_kind(tree)
         of_data = next(
@@ -326,27 +328,30 @@ class Trainer:
     def steps(self) -> Generator[dict[str, Any], None, None]:
         """Start the run, and yield the metrics of each step as soon as the run has written them: a
         dict {name: number or None} with `step`, which counts from 1. Of a resumed run these are the
-        steps after its checkpoint. The run does not wait for the caller between two steps. Leaving
-        the loop early, by `break`, an exception or an interrupt, ends the run once the step under
-        way is done and its checkpoint saved; no process is left. Raises as `train` does.
+        steps after its checkpoint; before them come rows that an earlier loop of this trainer was
+        left without. The run does not wait for the caller between two steps. Leaving the loop
+        early, by `break`, an exception or an interrupt, ends the run once the step under way is
+        done and its checkpoint saved; no process is left. Raises as `train` does.
         """
         from megarl.observe.observer import EVALUATIONS, METRICS
 
         self._tell("on_start", self.config)
-        folder, done = Path(self.config.folder), 0
-        if self.config.resume:
-            from megarl.checkpoints.progress import newest_first, step_of
-
-            done = max((step_of(one)[0] for one in newest_first(folder / "checkpoints")), default=0)
-        metrics = _Growing(folder / METRICS, done)
-        evaluations = _Growing(folder / EVALUATIONS, done or -1)
+        folder = Path(self.config.folder)
+        files = [_Growing(folder / name, self._told) for name in (EVALUATIONS, METRICS)]
+        before = _last_start(folder)
         with _Command(configs.COMMANDS[type(self.config)], self.config, self.ranks) as run:
             is_over = False
             while not is_over:
                 is_over = run.is_over(LOOK_S)
-                found = [*evaluations.read(), *metrics.read()]
+                # From its start on the run's files have what counts of an earlier one, and grow.
+                if (start := _last_start(folder)) == before and not is_over:
+                    continue
+                done = json.loads(start)["step"] if start != before else math.inf
+                found = [row for file in files for row in file.read(done)]
                 for row in sorted(found, key=lambda row: (row["step"], "transcripts" in row)):
-                    if "transcripts" in row:
+                    name = EVALUATIONS if "transcripts" in row else METRICS
+                    self._told[name] += 1
+                    if name == EVALUATIONS:
                         self._tell("on_evaluation", row)
                         continue
                     self._tell_rollouts(folder, row["step"])
@@ -471,25 +476,45 @@ def _json_line(row: Any, name: str) -> bytes:
         raise ValueError(f"{name} cannot be written as JSON ({error}); {fix}") from None
 
 
+def _last_start(folder: Path) -> bytes:
+    """The last line that a run in a run folder has written as it started; empty before the first
+    one. It is JSON with `step`, the steps done by then.
+    """
+    from megarl.observe.observer import PROVENANCE
+
+    with contextlib.suppress(FileNotFoundError):
+        return b"".join((folder / PROVENANCE).read_bytes().split(b"\n")[-2:-1])
+    return b""
+
+
 class _Growing:
-    """A JSON-lines file of a run folder that a run is about to write. `done`: steps that the run
-    has done already, whose lines are passed over.
+    """A JSON-lines file of a run folder that a run is about to write. `told`: {name of the file:
+    number of its lines that the caller has been told}; a file that is not there gets the number of
+    the lines that the run keeps of an earlier one.
     """
 
-    def __init__(self, path: Path, done: int) -> None:
-        self._path, self._done, self._at = path, done, 0
-        # A run begins with a new file, in which it keeps what counts of an earlier one.
-        self._old = path.stat().st_ino if path.exists() else 0
+    def __init__(self, path: Path, told: dict[str, int]) -> None:
+        from megarl.observe.sinks import read_records
 
-    def read(self) -> list[dict[str, Any]]:
-        """The lines that have been added since the last call, each as a dict with `step`."""
+        self._path, self._told, self._at = path, told, 0
+        self._old = [row["step"] for row in read_records(path)]
+
+    def read(self, done: float) -> list[dict[str, Any]]:
+        """The lines that have been added since the last call, each as a dict with `step`. `done`:
+        the steps that the run had done as it started, whose lines it has kept; infinity for all.
+        """
         lines: list[bytes] = []
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_ino != self._old:
-                file.seek(self._at)
-                lines = [line for line in file if line.endswith(b"\n")]
-        self._at += sum(map(len, lines))
-        return [row for row in map(json.loads, lines) if row["step"] > self._done]
+            file.seek(self._at)
+            lines = [line for line in file if line.endswith(b"\n")]
+        is_first, self._at = self._at == 0, self._at + sum(map(len, lines))
+        if not is_first:
+            return [json.loads(line) for line in lines]
+        # A run that has done no step makes the evaluation before training again.
+        kept = sum(step <= (done or -1) for step in self._old)
+        known = min(kept, self._told.get(self._path.name, kept))
+        self._told[self._path.name] = known
+        return [json.loads(line) for line in lines[known:]]
 
 
 class _Command:

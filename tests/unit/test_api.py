@@ -34,16 +34,18 @@ for number in (signal.SIGINT, signal.SIGTERM):
 config = read(RunConfig, sys.argv[-1])
 folder = Path(config.folder)
 saved = sorted((folder / "checkpoints").glob("step_*")) if config.resume else []
+saved = [one for one in saved if not (one / "damaged").exists()]
 done = first = int(saved[-1].name[5:]) if saved else 0
 with Observer(config.observe, folder, total_steps=config.steps, first_step=first) as observer:
-    if not done:
-        observer.evaluation(0, {"eval/accuracy": 0.0}, [{"response": "before"}])
+    if observer.evaluated(done, "eval") is None:
+        observer.evaluation(done, {"eval/accuracy": 0.0}, [{"response": "before"}])
     while done < config.steps and not told:
         observer.transcripts(done, [{"prompt": f"{done + 1}"}, {"prompt": "b"}])
         observer.step(StepReport(done, {"reward/mean": 0.5}))
         time.sleep(0.05 if config.steps > 9 else 0)
         done += 1
-    observer.evaluation(done, {"eval/accuracy": 1.0}, [{"response": "after"}])
+    if not told:
+        observer.evaluation(done, {"eval/accuracy": 1.0}, [{"response": "after"}])
 (folder / "checkpoints" / f"step_{done:06d}").mkdir(parents=True, exist_ok=True)
 if told:
     print("a line of the run", file=sys.stderr)
@@ -123,7 +125,9 @@ def test_callbacks_hear_all_of_a_run_in_its_order(tmp_path: Path) -> None:
 def test_a_loop_that_is_left_ends_the_run_and_another_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the resumed run only the steps after its checkpoint come, and a new one begins at 1."""
+    """Of the resumed run only the steps after its checkpoint come, but the evaluation that was not
+    made any more comes too, and a new run begins at 1.
+    """
     trainer = Trainer(recipe(tmp_path, steps=10_000, resume="auto"))
     for row in trainer.steps():
         if row["step"] == 4:
@@ -141,13 +145,45 @@ def test_a_loop_that_is_left_ends_the_run_and_another_goes_on(
     more = Trainer(trainer.config, steps=done + 2, callbacks=[log])
     assert [row["step"] for row in more.steps()] == [done + 1, done + 2]
     assert [one for one in log.events if isinstance(one, str)][1:] == [
-        f"evaluation {done + 2} after"
+        f"evaluation {done} before",
+        f"evaluation {done + 2} after",
     ]
     assert records(metrics)[-2]["reward/mean"] == 0.5
 
     for row in Trainer(trainer.config, resume=False).steps():
         assert row["step"] == 1
         break
+
+
+@pytest.mark.usefixtures("stands_in")
+def test_a_trainer_tells_each_step_once_also_where_its_loop_was_left(tmp_path: Path) -> None:
+    """The step under way at `break` is told by the next loop, also if it was the last one."""
+    log = Log()
+    trainer = Trainer(recipe(tmp_path, steps=10, resume="auto"), callbacks=[log])
+    metrics, told = tmp_path / "run" / "metrics.jsonl", list[int]()
+    for left in (2, 9, 0):
+        for row in trainer.steps():
+            told.append(row["step"])
+            if row["step"] == left:
+                until(lambda: len(records(metrics)) > left)  # noqa: B023
+                break
+    assert told == [one for one in log.events if isinstance(one, int)] == list(range(1, 11))
+    evaluated = [one for one in log.events if str(one).startswith("evaluation")]
+    assert len(evaluated) == len(set(evaluated))
+
+
+@pytest.mark.usefixtures("stands_in")
+def test_steps_that_a_resumed_run_makes_again_are_told_again(tmp_path: Path) -> None:
+    """Its newest checkpoint is damaged."""
+    Trainer(recipe(tmp_path)).train()
+    saved = tmp_path / "run" / "checkpoints"
+    (saved / "step_000001").mkdir()
+    (saved / "step_000003" / "damaged").touch()
+    log = Log()
+    more = Trainer(recipe(tmp_path, steps=4, resume="auto"), callbacks=[log])
+    assert [row["step"] for row in more.steps()] == [2, 3, 4]
+    told = [one for one in log.events if str(one).startswith("evaluation")]
+    assert told == ["evaluation 1 before", "evaluation 4 after"]
 
 
 class Broken:
