@@ -58,12 +58,12 @@ PROGRAM = """import signal, sys
 sys.path.append(sys.argv[1])
 from megarl.signals import become
 become(int(sys.argv[2]), sys.argv[3:], signal.SIGTERM)"""
-BY_VALUE = """# Written by megarl.Trainer: the function that its argument `{name}` was, by value.
+BY_VALUE = """# Written by megarl.Trainer: its arguments {names}, functions by value.
 import pickle
 import sys
 
 sys.path += [path for path in {paths!r} if path not in sys.path]
-{name} = pickle.loads({pickled!r})
+({names},) = pickle.loads({pickled!r})
 """
 
 
@@ -308,9 +308,9 @@ class Trainer:
             if name in kind.model_fields
         )
         given = _Inputs(tree)
-        given.function("reward", reward, "environment.verifier")
-        given.function("advantage", advantage, "algorithm.advantage")
-        given.function("loss", loss, "algorithm.loss")
+        algorithm = {"advantage": advantage, "loss": loss}
+        given.functions({"reward": reward}, {"reward": "environment.verifier"})
+        given.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
         given.rows("data", data, f"{of_data}.source")
         given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
         self.config = configs.from_tree(kind, tree, where=where, beside=beside)
@@ -392,19 +392,27 @@ class _Inputs:
             folder = recipe_paths.expanded(folder)
         self._folder = Path(folder).absolute() / INPUTS
 
-    def function(self, name: str, given: Callable[..., Any] | None, key: str) -> None:
-        """Set the setting `key` to a function, the argument `name` of `Trainer`; None: leave it."""
-        if given is None:
-            return
-        require(
-            callable(given),
-            f"{name} is {shortened(repr(given))}, which is no function; set {key} for a name",
-        )
-        found = _importable(given)
-        if not found:
-            content = BY_VALUE.format(name=name, paths=_folders(), pickled=_pickled(given, name))
-            found = f"{self._add(f'{name}-{{}}.py', content.encode())}:{name}"
-        put(self._tree, key.split("."), found)
+    def functions(self, given: dict[str, Callable[..., Any] | None], keys: dict[str, str]) -> None:
+        """Set settings to functions that run in one process, where those that are copied share
+        their globals. `given`: {argument of `Trainer`: function, or None to leave the setting};
+        `keys`: {argument: key of the setting}.
+        """
+        copied: dict[str, Callable[..., Any]] = {}
+        for name, function in given.items():
+            if function is None:
+                continue
+            said = f"{name} is {shortened(repr(function))}, which is no function"
+            require(callable(function), f"{said}; set {keys[name]} for a name")
+            if found := _importable(function):
+                put(self._tree, keys[name].split("."), found)
+            else:
+                copied[name] = function
+        if copied:
+            names, pickled = ", ".join(copied), _pickled(copied)
+            content = BY_VALUE.format(names=names, paths=_folders(), pickled=pickled)
+            file = self._add("-".join([*copied, "{}.py"]), content.encode())
+            for name in copied:
+                put(self._tree, keys[name].split("."), f"{file}:{name}")
 
     def rows(self, name: str, given: Rows | None, key: str) -> None:
         """Set the setting `key` to a file of rows, the argument `name` of `Trainer`; None: leave
@@ -427,6 +435,7 @@ class _Inputs:
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with new_file(path) as file:
+                        os.fchmod(file.fileno(), 0o600)  # a function may use a password
                         file.write(content)
         except OSError as error:
             raise ValueError(
@@ -448,16 +457,18 @@ def _importable(function: Any) -> str:
     return f"{path}:{name}" if is_alone and is_there and file.endswith(".py") else ""
 
 
-def _pickled(function: Callable[..., Any], name: str) -> bytes:
+def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
+    """A list of functions, by value; their names here are for messages."""
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(function)
+        return cloudpickle.dumps([*functions.values()])
     except Exception as error:
         said = shortened(f"{type(error).__name__}: {error}", 300)
+        found = ", ".join(getattr(one, "__qualname__", str(one)) for one in functions.values())
         raise ValueError(
-            f"{name}: {getattr(function, '__qualname__', function)} cannot be sent to the processes"
-            f" of a run ({said}); make what it uses inside of it, or import it from a .py file"
+            f"{', '.join(functions)}: {found} cannot be sent to the processes of a run ({said});"
+            " make what it uses inside of it, or import it from a .py file"
         ) from None
 
 
@@ -503,17 +514,16 @@ class _Growing:
         """The lines that have been added since the last call, each as a dict with `step`. `done`:
         the steps that the run had done as it started, whose lines it has kept; infinity for all.
         """
-        lines: list[bytes] = []
+        lines, known = list[bytes](), 0
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._at)
             lines = [line for line in file if line.endswith(b"\n")]
-        is_first, self._at = self._at == 0, self._at + sum(map(len, lines))
-        if not is_first:
-            return [json.loads(line) for line in lines]
-        # A run that has done no step makes the evaluation before training again.
-        kept = sum(step <= (done or -1) for step in self._old)
-        known = min(kept, self._told.get(self._path.name, kept))
-        self._told[self._path.name] = known
+        if self._at == 0:
+            # A run that has done no step makes the evaluation before training again.
+            kept = sum(step <= (done or -1) for step in self._old)
+            known = min(kept, self._told.get(self._path.name, kept))
+            self._told[self._path.name] = known
+        self._at += sum(map(len, lines))
         return [json.loads(line) for line in lines[known:]]
 
 
@@ -574,7 +584,8 @@ class _Command:
         """
         code = self._process.returncode
         if code == 2:
-            raise ValueError(self._said.removeprefix("megarl: error: "))
+            said = self._said.removeprefix("megarl: error: ")
+            raise ValueError(said.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
         if code != 0:
             raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
         return Result(self._folder, json.loads(self._summary))

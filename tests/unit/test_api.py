@@ -18,6 +18,7 @@ from support.commands import ROOT, python, records, until
 import megarl
 from megarl import RunConfig, Trainer, api, config, load_recipe, open_run
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.user_code import function_of
 from megarl.environments.verifiers import load_functions
 from megarl.schema import Config
 
@@ -36,6 +37,9 @@ folder = Path(config.folder)
 saved = sorted((folder / "checkpoints").glob("step_*")) if config.resume else []
 saved = [one for one in saved if not (one / "damaged").exists()]
 done = first = int(saved[-1].name[5:]) if saved else 0
+if done >= config.steps:  # as the real one, which then writes nothing
+    print(json.dumps({"steps": done}))
+    sys.exit()
 with Observer(config.observe, folder, total_steps=config.steps, first_step=first) as observer:
     if observer.evaluated(done, "eval") is None:
         observer.evaluation(done, {"eval/accuracy": 0.0}, [{"response": "before"}])
@@ -232,6 +236,21 @@ def test_mistakes_are_one_line_and_failures_another_error(
     assert str(error.value).endswith("steps is odd")
 
 
+def test_too_few_ranks_are_told_as_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+from megarl.parallel.layout import resolve
+try:
+    resolve(data=1, sequence=1, tensor=2, num_ranks=1)
+except ValueError as error:
+    sys.exit(print(f"megarl: error: {error}", file=sys.stderr) or 2)
+"""
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, code))
+    with pytest.raises(ValueError, match=r"or start 2 ranks \(the argument ranks\)$"):
+        Trainer(recipe(tmp_path), training__layout__tensor=2).train()
+
+
 # ---------------------------------------------------------------------- functions and data
 
 
@@ -286,6 +305,21 @@ print(own_function(sys.argv[1], "environment.verifier")(None, "abcd"))
     assert python("-P", "-c", told, names[0].strip(), env=environment).stdout == "7.0\n"
 
 
+def test_advantage_and_loss_share_their_globals(tmp_path: Path) -> None:
+    """A notebook's advantage counts, and its loss reads the count."""
+    space: dict[str, Any] = {"__name__": "__main__", "count": 0}
+    exec(  # a notebook's cell
+        "def advantage():\n    global count\n    count += 1\n\n\ndef loss():\n    return count\n",
+        space,
+    )
+    trainer = Trainer(recipe(tmp_path), advantage=space["advantage"], loss=space["loss"])
+    assert isinstance(trainer.config, RunConfig)
+    names = trainer.config.algorithm.advantage, trainer.config.algorithm.loss
+    advantage, loss = (function_of(name, {}, "algorithm") for name in names)
+    advantage()
+    assert loss() == 1 and space["count"] == 0
+
+
 def test_every_function_and_every_table_of_rows_has_its_setting(tmp_path: Path) -> None:
     def own(*arguments: Any, **named: Any) -> float:
         return 1.0
@@ -302,11 +336,13 @@ def test_every_function_and_every_table_of_rows_has_its_setting(tmp_path: Path) 
     assert isinstance(found, RunConfig)
     assert loaded(trainer)(None, "abc") == 3
     algorithm, inputs = found.algorithm, f"{tmp_path}/run/inputs"
-    assert algorithm.advantage.startswith(f"{inputs}/advantage-")
-    assert algorithm.loss.startswith(f"{inputs}/loss-") and algorithm.loss.endswith(".py:loss")
+    file = algorithm.loss.removesuffix(":loss")
+    assert file.startswith(f"{inputs}/advantage-loss-") and file.endswith(".py")
+    assert algorithm.advantage == f"{file}:advantage"
     assert records(Path(found.prompts.source)) == ROWS
     assert records(Path(found.evaluation.prompts.source)) == ROWS[:1]
     files = sorted((tmp_path / "run" / "inputs").iterdir())
+    assert {one.stat().st_mode & 0o777 for one in files} == {0o600}
     again = Trainer(found, data=ROWS)
     assert again.config == found and sorted((tmp_path / "run" / "inputs").iterdir()) == files
     other = Trainer(found, data=ROWS[:1])
