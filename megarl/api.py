@@ -488,9 +488,7 @@ def _json_line(row: Any, name: str) -> bytes:
 
 
 def _last_start(folder: Path) -> bytes:
-    """The last line that a run in a run folder has written as it started; empty before the first
-    one. It is JSON with `step`, the steps done by then.
-    """
+    """The newest line of `provenance.jsonl`, JSON with `step`, the steps done at a start; or b""."""
     from megarl.observe.observer import PROVENANCE
 
     with contextlib.suppress(FileNotFoundError):

@@ -363,6 +363,7 @@ def test_rows_of_datasets_are_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("section", "kind"), [
     ({"demonstrations": {}}, "SftConfig"),
     ({"preferences": {}, "loss": {"method": "kto"}}, "PreferenceConfig"),
+    ({"preferences": {}, "loss": {"centering": 0.1}}, "RewardModelConfig"),
     ({"teacher": {"model": {"path": "nowhere"}}, "prompts": {}}, "DistillConfig"),
     ({"prompts": {}, "algorithm": "gspo"}, "RunConfig"),
 ])  # fmt: skip
