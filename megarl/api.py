@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -58,12 +59,12 @@ PROGRAM = """import signal, sys
 sys.path.append(sys.argv[1])
 from megarl.signals import become
 become(int(sys.argv[2]), sys.argv[3:], signal.SIGTERM)"""
-BY_VALUE = """# Written by megarl.Trainer: the function that its argument `{name}` was, by value.
+BY_VALUE = """# Written by megarl.Trainer: its arguments {names}, functions by value.
 import pickle
 import sys
 
 sys.path += [path for path in {paths!r} if path not in sys.path]
-{name} = pickle.loads({pickled!r})
+({names},) = pickle.loads({pickled!r})
 """
 
 
@@ -300,6 +301,7 @@ class Trainer:
             known = any(hasattr(one, event) for event in EVENTS)
             require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
         self.callbacks, self.ranks = callbacks, ranks
+        self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
         kind = type(recipe) if isinstance(recipe, AnyConfig) else recipe_kind(tree)
         of_data = next(
@@ -308,9 +310,9 @@ class Trainer:
             if name in kind.model_fields
         )
         given = _Inputs(tree)
-        given.function("reward", reward, "environment.verifier")
-        given.function("advantage", advantage, "algorithm.advantage")
-        given.function("loss", loss, "algorithm.loss")
+        algorithm = {"advantage": advantage, "loss": loss}
+        given.functions({"reward": reward}, {"reward": "environment.verifier"})
+        given.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
         given.rows("data", data, f"{of_data}.source")
         given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
         self.config = configs.from_tree(kind, tree, where=where, beside=beside)
@@ -328,27 +330,30 @@ class Trainer:
     def steps(self) -> Generator[dict[str, Any], None, None]:
         """Start the run, and yield the metrics of each step as soon as the run has written them: a
         dict {name: number or None} with `step`, which counts from 1. Of a resumed run these are the
-        steps after its checkpoint. The run does not wait for the caller between two steps. Leaving
-        the loop early, by `break`, an exception or an interrupt, ends the run once the step under
-        way is done and its checkpoint saved; no process is left. Raises as `train` does.
+        steps after its checkpoint; before them come rows that an earlier loop of this trainer was
+        left without. The run does not wait for the caller between two steps. Leaving the loop
+        early, by `break`, an exception or an interrupt, ends the run once the step under way is
+        done and its checkpoint saved; no process is left. Raises as `train` does.
         """
         from megarl.observe.observer import EVALUATIONS, METRICS
 
         self._tell("on_start", self.config)
-        folder, done = Path(self.config.folder), 0
-        if self.config.resume:
-            from megarl.checkpoints.progress import newest_first, step_of
-
-            done = max((step_of(one)[0] for one in newest_first(folder / "checkpoints")), default=0)
-        metrics = _Growing(folder / METRICS, done)
-        evaluations = _Growing(folder / EVALUATIONS, done or -1)
+        folder = Path(self.config.folder)
+        files = [_Growing(folder / name, self._told) for name in (EVALUATIONS, METRICS)]
+        before = _last_start(folder)
         with _Command(configs.COMMANDS[type(self.config)], self.config, self.ranks) as run:
             is_over = False
             while not is_over:
                 is_over = run.is_over(LOOK_S)
-                found = [*evaluations.read(), *metrics.read()]
+                # From its start on the run's files have what counts of an earlier one, and grow.
+                if (start := _last_start(folder)) == before and not is_over:
+                    continue
+                done = json.loads(start)["step"] if start != before else math.inf
+                found = [row for file in files for row in file.read(done)]
                 for row in sorted(found, key=lambda row: (row["step"], "transcripts" in row)):
-                    if "transcripts" in row:
+                    name = EVALUATIONS if "transcripts" in row else METRICS
+                    self._told[name] += 1
+                    if name == EVALUATIONS:
                         self._tell("on_evaluation", row)
                         continue
                     self._tell_rollouts(folder, row["step"])
@@ -389,19 +394,27 @@ class _Inputs:
             folder = recipe_paths.expanded(folder)
         self._folder = Path(folder).absolute() / INPUTS
 
-    def function(self, name: str, given: Callable[..., Any] | None, key: str) -> None:
-        """Set the setting `key` to a function, the argument `name` of `Trainer`; None: leave it."""
-        if given is None:
-            return
-        require(
-            callable(given),
-            f"{name} is {shortened(repr(given))}, which is no function; set {key} for a name",
-        )
-        found = _importable(given)
-        if not found:
-            content = BY_VALUE.format(name=name, paths=_folders(), pickled=_pickled(given, name))
-            found = f"{self._add(f'{name}-{{}}.py', content.encode())}:{name}"
-        put(self._tree, key.split("."), found)
+    def functions(self, given: dict[str, Callable[..., Any] | None], keys: dict[str, str]) -> None:
+        """Set settings to functions that run in one process, where those that are copied share
+        their globals. `given`: {argument of `Trainer`: function, or None to leave the setting};
+        `keys`: {argument: key of the setting}.
+        """
+        copied: dict[str, Callable[..., Any]] = {}
+        for name, function in given.items():
+            if function is None:
+                continue
+            said = f"{name} is {shortened(repr(function))}, which is no function"
+            require(callable(function), f"{said}; set {keys[name]} for a name")
+            if found := _importable(function):
+                put(self._tree, keys[name].split("."), found)
+            else:
+                copied[name] = function
+        if copied:
+            names, pickled = ", ".join(copied), _pickled(copied)
+            content = BY_VALUE.format(names=names, paths=_folders(), pickled=pickled)
+            file = self._add("-".join([*copied, "{}.py"]), content.encode())
+            for name in copied:
+                put(self._tree, keys[name].split("."), f"{file}:{name}")
 
     def rows(self, name: str, given: Rows | None, key: str) -> None:
         """Set the setting `key` to a file of rows, the argument `name` of `Trainer`; None: leave
@@ -424,6 +437,7 @@ class _Inputs:
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with new_file(path) as file:
+                        os.fchmod(file.fileno(), 0o600)  # a function may use a password
                         file.write(content)
         except OSError as error:
             raise ValueError(
@@ -445,16 +459,18 @@ def _importable(function: Any) -> str:
     return f"{path}:{name}" if is_alone and is_there and file.endswith(".py") else ""
 
 
-def _pickled(function: Callable[..., Any], name: str) -> bytes:
+def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
+    """A list of functions, by value; their names here are for messages."""
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(function)
+        return cloudpickle.dumps([*functions.values()])
     except Exception as error:
         said = shortened(f"{type(error).__name__}: {error}", 300)
+        found = ", ".join(getattr(one, "__qualname__", str(one)) for one in functions.values())
         raise ValueError(
-            f"{name}: {getattr(function, '__qualname__', function)} cannot be sent to the processes"
-            f" of a run ({said}); make what it uses inside of it, or import it from a .py file"
+            f"{', '.join(functions)}: {found} cannot be sent to the processes of a run ({said});"
+            " make what it uses inside of it, or import it from a .py file"
         ) from None
 
 
@@ -473,25 +489,42 @@ def _json_line(row: Any, name: str) -> bytes:
         raise ValueError(f"{name} cannot be written as JSON ({error}); {fix}") from None
 
 
+def _last_start(folder: Path) -> bytes:
+    """The newest line of `provenance.jsonl`, JSON with `step`, the steps done at a start; or b""."""
+    from megarl.observe.observer import PROVENANCE
+
+    with contextlib.suppress(FileNotFoundError):
+        return b"".join((folder / PROVENANCE).read_bytes().split(b"\n")[-2:-1])
+    return b""
+
+
 class _Growing:
-    """A JSON-lines file of a run folder that a run is about to write. `done`: steps that the run
-    has done already, whose lines are passed over.
+    """A JSON-lines file of a run folder that a run is about to write. `told`: {name of the file:
+    number of its lines that the caller has been told}; a file that is not there gets the number of
+    the lines that the run keeps of an earlier one.
     """
 
-    def __init__(self, path: Path, done: int) -> None:
-        self._path, self._done, self._at = path, done, 0
-        # A run begins with a new file, in which it keeps what counts of an earlier one.
-        self._old = path.stat().st_ino if path.exists() else 0
+    def __init__(self, path: Path, told: dict[str, int]) -> None:
+        from megarl.observe.sinks import read_records
 
-    def read(self) -> list[dict[str, Any]]:
-        """The lines that have been added since the last call, each as a dict with `step`."""
-        lines: list[bytes] = []
+        self._path, self._told, self._at = path, told, 0
+        self._old = [row["step"] for row in read_records(path)]
+
+    def read(self, done: float) -> list[dict[str, Any]]:
+        """The lines that have been added since the last call, each as a dict with `step`. `done`:
+        the steps that the run had done as it started, whose lines it has kept; infinity for all.
+        """
+        lines, known = list[bytes](), 0
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_ino != self._old:
-                file.seek(self._at)
-                lines = [line for line in file if line.endswith(b"\n")]
+            file.seek(self._at)
+            lines = [line for line in file if line.endswith(b"\n")]
+        if self._at == 0:
+            # A run that has done no step makes the evaluation before training again.
+            kept = sum(step <= (done or -1) for step in self._old)
+            known = min(kept, self._told.get(self._path.name, kept))
+            self._told[self._path.name] = known
         self._at += sum(map(len, lines))
-        return [row for row in map(json.loads, lines) if row["step"] > self._done]
+        return [json.loads(line) for line in lines[known:]]
 
 
 class _Command:
@@ -551,7 +584,8 @@ class _Command:
         """
         code = self._process.returncode
         if code == 2:
-            raise ValueError(self._said.removeprefix("megarl: error: "))
+            said = self._said.removeprefix("megarl: error: ")
+            raise ValueError(said.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
         if code != 0:
             raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
         return Result(self._folder, json.loads(self._summary))

@@ -18,6 +18,7 @@ from support.commands import ROOT, python, records, until
 import megarl
 from megarl import RunConfig, Trainer, api, config, load_recipe, open_run
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.user_code import function_of
 from megarl.environments.verifiers import load_functions
 from megarl.schema import Config
 
@@ -34,16 +35,21 @@ for number in (signal.SIGINT, signal.SIGTERM):
 config = read(RunConfig, sys.argv[-1])
 folder = Path(config.folder)
 saved = sorted((folder / "checkpoints").glob("step_*")) if config.resume else []
+saved = [one for one in saved if not (one / "damaged").exists()]
 done = first = int(saved[-1].name[5:]) if saved else 0
+if done >= config.steps:  # as the real one, which then writes nothing
+    print(json.dumps({"steps": done}))
+    sys.exit()
 with Observer(config.observe, folder, total_steps=config.steps, first_step=first) as observer:
-    if not done:
-        observer.evaluation(0, {"eval/accuracy": 0.0}, [{"response": "before"}])
+    if observer.evaluated(done, "eval") is None:
+        observer.evaluation(done, {"eval/accuracy": 0.0}, [{"response": "before"}])
     while done < config.steps and not told:
         observer.transcripts(done, [{"prompt": f"{done + 1}"}, {"prompt": "b"}])
         observer.step(StepReport(done, {"reward/mean": 0.5}))
         time.sleep(0.05 if config.steps > 9 else 0)
         done += 1
-    observer.evaluation(done, {"eval/accuracy": 1.0}, [{"response": "after"}])
+    if not told:
+        observer.evaluation(done, {"eval/accuracy": 1.0}, [{"response": "after"}])
 (folder / "checkpoints" / f"step_{done:06d}").mkdir(parents=True, exist_ok=True)
 if told:
     print("a line of the run", file=sys.stderr)
@@ -123,7 +129,9 @@ def test_callbacks_hear_all_of_a_run_in_its_order(tmp_path: Path) -> None:
 def test_a_loop_that_is_left_ends_the_run_and_another_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the resumed run only the steps after its checkpoint come, and a new one begins at 1."""
+    """Of the resumed run only the steps after its checkpoint come, but the evaluation that was not
+    made any more comes too, and a new run begins at 1.
+    """
     trainer = Trainer(recipe(tmp_path, steps=10_000, resume="auto"))
     for row in trainer.steps():
         if row["step"] == 4:
@@ -141,13 +149,45 @@ def test_a_loop_that_is_left_ends_the_run_and_another_goes_on(
     more = Trainer(trainer.config, steps=done + 2, callbacks=[log])
     assert [row["step"] for row in more.steps()] == [done + 1, done + 2]
     assert [one for one in log.events if isinstance(one, str)][1:] == [
-        f"evaluation {done + 2} after"
+        f"evaluation {done} before",
+        f"evaluation {done + 2} after",
     ]
     assert records(metrics)[-2]["reward/mean"] == 0.5
 
     for row in Trainer(trainer.config, resume=False).steps():
         assert row["step"] == 1
         break
+
+
+@pytest.mark.usefixtures("stands_in")
+def test_a_trainer_tells_each_step_once_also_where_its_loop_was_left(tmp_path: Path) -> None:
+    """The step under way at `break` is told by the next loop, also if it was the last one."""
+    log = Log()
+    trainer = Trainer(recipe(tmp_path, steps=10, resume="auto"), callbacks=[log])
+    metrics, told = tmp_path / "run" / "metrics.jsonl", list[int]()
+    for left in (2, 9, 0):
+        for row in trainer.steps():
+            told.append(row["step"])
+            if row["step"] == left:
+                until(lambda: len(records(metrics)) > left)  # noqa: B023
+                break
+    assert told == [one for one in log.events if isinstance(one, int)] == list(range(1, 11))
+    evaluated = [one for one in log.events if str(one).startswith("evaluation")]
+    assert len(evaluated) == len(set(evaluated))
+
+
+@pytest.mark.usefixtures("stands_in")
+def test_steps_that_a_resumed_run_makes_again_are_told_again(tmp_path: Path) -> None:
+    """Its newest checkpoint is damaged."""
+    Trainer(recipe(tmp_path)).train()
+    saved = tmp_path / "run" / "checkpoints"
+    (saved / "step_000001").mkdir()
+    (saved / "step_000003" / "damaged").touch()
+    log = Log()
+    more = Trainer(recipe(tmp_path, steps=4, resume="auto"), callbacks=[log])
+    assert [row["step"] for row in more.steps()] == [2, 3, 4]
+    told = [one for one in log.events if str(one).startswith("evaluation")]
+    assert told == ["evaluation 1 before", "evaluation 4 after"]
 
 
 class Broken:
@@ -194,6 +234,21 @@ def test_mistakes_are_one_line_and_failures_another_error(
     with pytest.raises(kind) as error:
         Trainer(recipe(tmp_path)).train()
     assert str(error.value).endswith("steps is odd")
+
+
+def test_too_few_ranks_are_told_as_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+from megarl.parallel.layout import resolve
+try:
+    resolve(data=1, sequence=1, tensor=2, num_ranks=1)
+except ValueError as error:
+    sys.exit(print(f"megarl: error: {error}", file=sys.stderr) or 2)
+"""
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, code))
+    with pytest.raises(ValueError, match=r"or start 2 ranks \(the argument ranks\)$"):
+        Trainer(recipe(tmp_path), training__layout__tensor=2).train()
 
 
 # ---------------------------------------------------------------------- functions and data
@@ -250,6 +305,21 @@ print(own_function(sys.argv[1], "environment.verifier")(None, "abcd"))
     assert python("-P", "-c", told, names[0].strip(), env=environment).stdout == "7.0\n"
 
 
+def test_advantage_and_loss_share_their_globals(tmp_path: Path) -> None:
+    """A notebook's advantage counts, and its loss reads the count."""
+    space: dict[str, Any] = {"__name__": "__main__", "count": 0}
+    exec(  # a notebook's cell
+        "def advantage():\n    global count\n    count += 1\n\n\ndef loss():\n    return count\n",
+        space,
+    )
+    trainer = Trainer(recipe(tmp_path), advantage=space["advantage"], loss=space["loss"])
+    assert isinstance(trainer.config, RunConfig)
+    names = trainer.config.algorithm.advantage, trainer.config.algorithm.loss
+    advantage, loss = (function_of(name, {}, "algorithm") for name in names)
+    advantage()
+    assert loss() == 1 and space["count"] == 0
+
+
 def test_every_function_and_every_table_of_rows_has_its_setting(tmp_path: Path) -> None:
     def own(*arguments: Any, **named: Any) -> float:
         return 1.0
@@ -266,11 +336,13 @@ def test_every_function_and_every_table_of_rows_has_its_setting(tmp_path: Path) 
     assert isinstance(found, RunConfig)
     assert loaded(trainer)(None, "abc") == 3
     algorithm, inputs = found.algorithm, f"{tmp_path}/run/inputs"
-    assert algorithm.advantage.startswith(f"{inputs}/advantage-")
-    assert algorithm.loss.startswith(f"{inputs}/loss-") and algorithm.loss.endswith(".py:loss")
+    file = algorithm.loss.removesuffix(":loss")
+    assert file.startswith(f"{inputs}/advantage-loss-") and file.endswith(".py")
+    assert algorithm.advantage == f"{file}:advantage"
     assert records(Path(found.prompts.source)) == ROWS
     assert records(Path(found.evaluation.prompts.source)) == ROWS[:1]
     files = sorted((tmp_path / "run" / "inputs").iterdir())
+    assert {one.stat().st_mode & 0o777 for one in files} == {0o600}
     again = Trainer(found, data=ROWS)
     assert again.config == found and sorted((tmp_path / "run" / "inputs").iterdir()) == files
     other = Trainer(found, data=ROWS[:1])
@@ -291,6 +363,7 @@ def test_rows_of_datasets_are_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("section", "kind"), [
     ({"demonstrations": {}}, "SftConfig"),
     ({"preferences": {}, "loss": {"method": "kto"}}, "PreferenceConfig"),
+    ({"preferences": {}, "loss": {"centering": 0.1}}, "RewardModelConfig"),
     ({"teacher": {"model": {"path": "nowhere"}}, "prompts": {}}, "DistillConfig"),
     ({"prompts": {}, "algorithm": "gspo"}, "RunConfig"),
 ])  # fmt: skip
