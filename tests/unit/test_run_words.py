@@ -15,6 +15,7 @@ from megarl.apps.launch import run_words
 from megarl.apps.launch.run_words import words_to_start
 from megarl.errors import UserError
 from megarl.parallel.devices import DriverGpu
+from megarl.signals import SHUTDOWN
 
 GPUS = [DriverGpu("NVIDIA H200", "580.65.06", is_cut=False)] * 2
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ Write = Callable[..., str]
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, outside of Slurm and torchrun."""
-    for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE"):
+    for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE", SHUTDOWN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run_words, "driver_gpus", list)
 
@@ -88,6 +89,15 @@ def test_a_line_says_how_many_ranks_a_layout_needs(
     assert capsys.readouterr().err == f"megarl run: {said}" * 2
 
 
+def test_torchrun_waits_for_a_checkpoint(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(training={"checkpoint": {"save_within_s": 59.5}})
+    begin, rest = ["torchrun", "--nproc-per-node", "2"], ["sft", path]
+    assert words_to_start([path, "--ranks", "2"]) == [*begin, "--shutdown-timeout", "65", *rest]
+    assert words_to_start([path]) == rest, "torchrun does not start this one"
+    monkeypatch.setenv(SHUTDOWN, "65")
+    assert words_to_start([path, "--ranks", "2"]) == [*begin, *rest]
+
+
 def test_gpus_and_slurm_are_for_launch(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fixed = write(), ["--training.layout.data", "2"]
     opened = ["launch", path, "--gpus-train", "1"]
@@ -99,7 +109,8 @@ def test_gpus_and_slurm_are_for_launch(write: Write, monkeypatch: pytest.MonkeyP
     assert words_to_start([path, *fixed]) == ["launch", path, "--", *fixed]
     assert words_to_start([path, "--ranks", "2"]) == ["launch", path, "--gpus-train", "2"]
     assert words_to_start([path, "--gpus-train=2"]) == ["launch", path, "--gpus-train", "2"]
-    assert words_to_start([path, "--check"]) == ["sft", path, "--check"]
+    assert words_to_start([path, "--check"]) == ["sft", path, "--check", "--ranks", "1"]
+    assert words_to_start([path, "--check", *fixed])[-2:] == ["--ranks", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert words_to_start([path]) == ["sft", path], "hidden GPUs are none"
     planned = ["--nodes", "2", "--gpus-per-node", "8", "--dry-run"]

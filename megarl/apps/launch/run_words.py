@@ -9,6 +9,7 @@ Nothing is started here: the command line runs the words that are returned.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -23,9 +24,11 @@ from megarl.apps.launch.launch_plan import (
 )
 from megarl.console import Arguments, say
 from megarl.errors import UserError
+from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.recipe_kind import recipe_kind
 from megarl.schema import require
+from megarl.signals import SHUTDOWN, SHUTDOWN_S
 
 
 class RunOptions(Options):
@@ -79,26 +82,36 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     )
     if found.print_config or "RANK" in os.environ:  # this process is a rank that torchrun started
         return [*plain, *asked]
-    launches = not asked and bool(of_launch or os.environ.get("SLURM_JOB_ID") or _has_gpus())
-    ranks = found.ranks
+    launches = bool(of_launch or os.environ.get("SLURM_JOB_ID") or _has_gpus())
+    config, ranks = configs.read(kind, recipe, overrides), found.ranks
     if ranks is None and found.gpus_train is None:
-        config = configs.read(kind, recipe, overrides)
         is_open = config.training.layout.data == 0
-        if is_open or not launches:  # else `megarl launch` counts and shows the ranks
+        if is_open or asked or not launches:  # else `megarl launch` counts and shows the ranks
             ranks = fewest_ranks(config)
         if ranks is not None and (ranks > 1 or launches):
             why = "the fewest that" if is_open else "as"
             more = "; for more set --ranks" if is_open else ""
             s = "s" if ranks > 1 else ""
             say(f"megarl run: {ranks} trainer rank{s}, {why} the recipe's layout asks for{more}")
+    several = ranks is not None and ranks > 1
+    if asked:  # without --ranks the check takes this process for a rank that has been started
+        return [*plain, *asked, *(["--ranks", str(ranks)] if several or launches else [])]
     if launches:
         counted = ["--gpus-train", str(ranks)] if ranks else []
         settings = ["--", *overrides] if overrides else []
         return ["launch", recipe, *of_launch, *counted, *settings]
-    several = ranks is not None and ranks > 1
-    if asked:
-        return [*plain, *asked, *(["--ranks", str(ranks)] if several else [])]
-    return ["torchrun", "--nproc-per-node", str(ranks), *plain] if several else plain
+    if several:
+        return ["torchrun", "--nproc-per-node", str(ranks), *_patience(config), *plain]
+    return plain
+
+
+def _patience(config: configs.AnyConfig) -> list[str]:
+    """torchrun's option to wait long enough after a signal for a checkpoint of the recipe's
+    `training.checkpoint.save_within_s`, as words; none where torchrun waits long enough without.
+    """
+    needs_s = math.ceil(config.training.checkpoint.save_within_s) + 5  # until the ranks have ended
+    waits_s = launcher.number(SHUTDOWN, SHUTDOWN_S)
+    return ["--shutdown-timeout", str(needs_s)] if needs_s > waits_s else []
 
 
 def _options_of_launch(found: Options) -> list[str]:
