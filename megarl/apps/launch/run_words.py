@@ -20,6 +20,7 @@ from megarl.apps.launch.launch_plan import (
     Options,
     add_options,
     fewest_ranks,
+    shared_ranks,
     whole_number,
 )
 from megarl.console import Arguments, say
@@ -50,9 +51,9 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     - by `megarl launch`, on a machine with GPUs, in a job of Slurm, and with an option of `launch`;
     - elsewhere in this process, or by `megarl torchrun` where the run has several ranks.
 
-    Without `--ranks` the run has as many ranks as the recipe's layout and roles need, which a line
-    on standard error says. Raises `UserError` or `ValueError` for a mistake in the words or in the
-    recipe.
+    Without `--ranks` the run has as many ranks as the recipe's layout, roles and colocated engines
+    need, which a line on standard error says. Raises `UserError` or `ValueError` for a mistake in
+    the words or in the recipe.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UserError(
@@ -67,20 +68,13 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     for option in ("--check", "--print-config"):
         parser.add_argument(option, action="store_true")
     found, overrides = parser.parse_known_args(words, RunOptions())
-    require(
-        not (found.ranks and found.gpus_train),
-        "--ranks and --gpus-train both say how many trainer ranks there are; leave one out",
-    )
     of_launch = _options_of_launch(found)
+    asked = [option for option in ("--check", "--print-config") if _value(found, option)]
+    is_rank = "RANK" in os.environ  # torchrun has started this process
+    _refuse_conflicts(found, of_launch, asked, is_rank=is_rank)
     kind = recipe_kind(configs.written_tree(recipe), overrides)
     plain = [configs.COMMANDS[kind], recipe, *overrides]
-    asked = [option for option in ("--check", "--print-config") if _value(found, option)]
-    require(
-        not (asked and of_launch),
-        f"{' and '.join(asked)} is not for a placement, which {' '.join(of_launch)} asks for; leave"
-        " one out, or take --dry-run, which checks the recipe too and prints the placement",
-    )
-    if found.print_config or "RANK" in os.environ:  # this process is a rank that torchrun started
+    if found.print_config or is_rank:
         return [*plain, *asked]
     launches = bool(of_launch or os.environ.get("SLURM_JOB_ID") or _has_gpus())
     config, ranks = configs.read(kind, recipe, overrides), found.ranks
@@ -89,10 +83,12 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
         if is_open or asked or not launches:  # else `megarl launch` counts and shows the ranks
             ranks = fewest_ranks(config)
         if ranks is not None and (ranks > 1 or launches):
-            why = "the fewest that" if is_open else "as"
-            more = "; for more set --ranks" if is_open else ""
-            s = "s" if ranks > 1 else ""
-            say(f"megarl run: {ranks} trainer rank{s}, {why} the recipe's layout asks for{more}")
+            why = "as the recipe's layout asks for"
+            if is_open and shared_ranks(config):
+                why = "as the recipe's colocated engines ask for"
+            elif is_open:
+                why = "the fewest that the recipe's layout asks for; for more set --ranks"
+            say(f"megarl run: {ranks} trainer rank{'s' if ranks > 1 else ''}, {why}")
     several = ranks is not None and ranks > 1
     if asked:  # without --ranks the check takes this process for a rank that has been started
         return [*plain, *asked, *(["--ranks", str(ranks)] if several or launches else [])]
@@ -103,6 +99,34 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     if several:
         return ["torchrun", "--nproc-per-node", str(ranks), *_patience(config), *plain]
     return plain
+
+
+def _refuse_conflicts(
+    found: RunOptions, of_launch: list[str], asked: list[str], *, is_rank: bool
+) -> None:
+    """Raise `ValueError` for options of which one would be ignored. `of_launch`: the words of those
+    of `megarl launch`; `asked`: those of --check and --print-config that were given; `is_rank`:
+    whether this process is a rank, which starts no others.
+    """
+    require(
+        not (found.ranks and found.gpus_train),
+        "--ranks and --gpus-train both say how many trainer ranks there are; leave one out",
+    )
+    require(
+        not (found.ranks and found.print_config),
+        "--print-config prints the same for any --ranks; leave one out",
+    )
+    require(
+        not (asked and of_launch),
+        f"{' and '.join(asked)} is not for a placement, which {' '.join(of_launch)} asks for; leave"
+        " one out, or take --dry-run, which checks the recipe too and prints the placement",
+    )
+    starts = [*of_launch, *(["--ranks", str(found.ranks)] if found.ranks else [])]
+    require(
+        not (is_rank and starts),
+        f"{' '.join(starts)} is for the process that starts the ranks, but the environment variable"
+        " RANK is set, as torchrun sets it in a rank; leave the option out, or unset RANK",
+    )
 
 
 def _patience(config: configs.AnyConfig) -> list[str]:
