@@ -10,14 +10,12 @@ from pydantic import ValidationError
 
 from megarl.config import COMMANDS, AnyConfig, PreferenceConfig, unknown_keys
 from megarl.recipe_file import override
-from megarl.schema import require
 
 
 def recipe_kind(tree: dict[str, Any], overrides: Sequence[str] = ()) -> type[AnyConfig]:
     """The configuration class of a recipe, given as nested dicts: the class that lacks the fewest
     of its keys, `RunConfig` before the others. `overrides`: words of a command line that replace
-    settings. Raises `ValueError` for preferences that either `megarl preference` or `megarl
-    reward-model` could learn from.
+    settings. Preferences that a reward model could learn from as well are for `PreferenceConfig`.
     """
     lacked = {
         kind: len(unknown_keys(kind, tree)) for kind in COMMANDS if issubclass(kind, AnyConfig)
@@ -26,14 +24,7 @@ def recipe_kind(tree: dict[str, Any], overrides: Sequence[str] = ()) -> type[Any
     if kinds[0] is not PreferenceConfig:
         return kinds[0]
     # The two differ in what they may set: the one that accepts more of the recipe is meant.
-    mistakes = {kind: _count_mistakes(kind, tree, overrides) for kind in kinds}
-    found = [kind for kind in kinds if mistakes[kind] == min(mistakes.values())]
-    require(
-        len(found) == 1,
-        "the recipe may be one of megarl preference or of megarl reward-model; set loss.method for"
-        " the first, loss.centering for the second, or start it by that command",
-    )
-    return found[0]
+    return min(kinds, key=lambda kind: _count_mistakes(kind, tree, overrides))
 
 
 def _count_mistakes(kind: type[AnyConfig], tree: dict[str, Any], words: Sequence[str]) -> int:

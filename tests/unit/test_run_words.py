@@ -15,6 +15,7 @@ from megarl.apps.launch import run_words
 from megarl.apps.launch.run_words import words_to_start
 from megarl.errors import UserError
 from megarl.parallel.devices import DriverGpu
+from megarl.signals import SHUTDOWN
 
 GPUS = [DriverGpu("NVIDIA H200", "580.65.06", is_cut=False)] * 2
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ Write = Callable[..., str]
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, outside of Slurm and torchrun."""
-    for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE"):
+    for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE", SHUTDOWN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run_words, "driver_gpus", list)
 
@@ -88,6 +89,30 @@ def test_a_line_says_how_many_ranks_a_layout_needs(
     assert capsys.readouterr().err == f"megarl run: {said}" * 2
 
 
+def test_an_open_layout_has_a_rank_for_each_gpu_of_colocated_engines(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("train", rollout={"num_engines": 4, "engine": {"tensor": 2}, "max_staleness": 0})
+    colocated = ["--rollout.placement", "colocated"]
+    assert words_to_start([path])[0] == "train"
+    assert words_to_start([path, *colocated])[2] == "8"
+    said = "megarl run: 8 trainer ranks, as the recipe's colocated engines ask for\n"
+    assert capsys.readouterr().err == said
+    apart = [*colocated, "--reference.ranks", "[8]", "--algorithm.kl.coefficient", "0.1"]
+    assert words_to_start([path, *apart])[2] == "9"
+    fixed = [*colocated, "--training.layout.data", "4", "--training.layout.tensor", "2"]
+    assert words_to_start([path, *fixed, "--rollout.num_engines", "2"])[2] == "8"
+
+
+def test_torchrun_waits_for_a_checkpoint(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(training={"checkpoint": {"save_within_s": 59.5}})
+    begin, rest = ["torchrun", "--nproc-per-node", "2"], ["sft", path]
+    assert words_to_start([path, "--ranks", "2"]) == [*begin, "--shutdown-timeout", "65", *rest]
+    assert words_to_start([path]) == rest, "torchrun does not start this one"
+    monkeypatch.setenv(SHUTDOWN, "65")
+    assert words_to_start([path, "--ranks", "2"]) == [*begin, *rest]
+
+
 def test_gpus_and_slurm_are_for_launch(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fixed = write(), ["--training.layout.data", "2"]
     opened = ["launch", path, "--gpus-train", "1"]
@@ -99,7 +124,8 @@ def test_gpus_and_slurm_are_for_launch(write: Write, monkeypatch: pytest.MonkeyP
     assert words_to_start([path, *fixed]) == ["launch", path, "--", *fixed]
     assert words_to_start([path, "--ranks", "2"]) == ["launch", path, "--gpus-train", "2"]
     assert words_to_start([path, "--gpus-train=2"]) == ["launch", path, "--gpus-train", "2"]
-    assert words_to_start([path, "--check"]) == ["sft", path, "--check"]
+    assert words_to_start([path, "--check"]) == ["sft", path, "--check", "--ranks", "1"]
+    assert words_to_start([path, "--check", *fixed])[-2:] == ["--ranks", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert words_to_start([path]) == ["sft", path], "hidden GPUs are none"
     planned = ["--nodes", "2", "--gpus-per-node", "8", "--dry-run"]
@@ -109,18 +135,23 @@ def test_gpus_and_slurm_are_for_launch(write: Write, monkeypatch: pytest.MonkeyP
 def test_a_rank_of_torchrun_starts_no_other(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     path = write(**layout(data=2))
-    assert words_to_start([path, "--ranks", "2"]) == ["sft", path]
+    assert words_to_start([path, "--steps", "3"]) == ["sft", path, "--steps", "3"]
+    assert words_to_start([path, "--check"]) == ["sft", path, "--check"]
+    assert words_to_start([path, "--print-config"]) == ["sft", path, "--print-config"]
+    for option in ("--dry-run", "--cpu", "--gpus-train 2", "--ranks 2"):
+        with pytest.raises(ValueError, match=f"^{option} is for the process that starts the ranks"):
+            words_to_start([path, *option.split()])
 
 
-def test_preferences_alone_may_be_for_two_commands(write: Write) -> None:
+def test_preferences_alone_are_for_a_preference_loss(write: Write) -> None:
     path = write("preference", loss={"sft_coefficient": 0.1})
     assert words_to_start([path]) == ["preference", path]
     path = write("preference", loss={})
-    said = "the recipe may be one of megarl preference or of megarl reward-model; set loss.method"
-    with pytest.raises(ValueError, match=said):
-        words_to_start([path])
+    assert words_to_start([path]) == ["preference", path]
     assert words_to_start([path, "--loss.method", "dpo"])[0] == "preference"
     assert words_to_start([path, "--loss.centering", "0.1"])[0] == "reward-model"
+    with pytest.raises(ValueError, match=r"loss\.centring: unknown key"):
+        words_to_start([path, "--loss.centring", "0.1"])
 
 
 MISTAKES = {
@@ -129,6 +160,7 @@ MISTAKES = {
     "R --ranks 0": "megarl run: --ranks is '0'; set it to a whole number of at least 1; see",
     "R --ranks": "megarl run: --ranks expected one argument",
     "R --ranks 2 --gpus-train 2": "--ranks and --gpus-train both say how many trainer ranks",
+    "R --ranks 2 --print-config": "--print-config prints the same for any --ranks; leave one out",
     "R --check --cpu": "--check is not for a placement, which --cpu asks for",
     "R S": "'S' is no setting",
     "R --stepz 3": "stepz: unknown key; did you mean 'steps'?",

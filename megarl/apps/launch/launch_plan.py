@@ -218,14 +218,25 @@ def ranks_apart(config: AnyConfig) -> dict[str, tuple[int, ...]]:
     return {name: role.ranks for name, role in roles.items() if role.ranks}
 
 
+def shared_ranks(config: AnyConfig) -> int:
+    """How many ranks of the policy the recipe's colocated engines share GPUs with, one for each GPU
+    of an engine; 0 where engines have GPUs of their own, and for a run without engines.
+    """
+    if not isinstance(config, RunConfig) or config.rollout.placement != "colocated":
+        return 0
+    return config.rollout.num_engines * config.rollout.engine.tensor
+
+
 def fewest_ranks(config: AnyConfig) -> int:
     """The fewest trainer ranks that a run can have: those of the policy (data x sequence x tensor
-    parallelism, with one data-parallel rank where the recipe leaves their number open) plus those
-    that other models have of their own.
+    parallelism) plus those that other models have of their own. Where the recipe leaves the number
+    of data-parallel ranks open, the policy has a rank for each GPU of colocated engines, or one
+    data-parallel rank.
     """
     layout, apart = config.training.layout, ranks_apart(config)
     num_apart = len({rank for ranks in apart.values() for rank in ranks})
-    return max(layout.data, 1) * layout.sequence * layout.tensor + num_apart
+    rest = layout.sequence * layout.tensor
+    return (layout.data * rest or max(rest, shared_ranks(config))) + num_apart
 
 
 def count_ranks(config: AnyConfig, options: Options) -> int:
