@@ -41,6 +41,7 @@ setup(
         "pyyaml",
         "pyzmq",
         "regex",
+        "rich",
         "safetensors",
         "starlette",
         "tensorboard",

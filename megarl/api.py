@@ -38,7 +38,6 @@ from megarl.config import (
 from megarl.files import new_file
 from megarl.recipe_file import put
 from megarl.recipe_kind import recipe_kind
-from megarl.recipe_paths import recipe_path
 from megarl.schema import Config, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
@@ -52,7 +51,7 @@ INPUTS = "inputs"
 """Folder in the run folder with what the caller of `Trainer` has given as Python objects."""
 LOOK_S = 0.1
 """Seconds between two looks at the files of a run."""
-ROOT = Path(__file__).resolve().parents[1]  # where the package megarl lies
+ROOT = Path(__file__).resolve().parents[1]
 # A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
 # SIGTERM, on which it saves a checkpoint and ends.
 PROGRAM = """import signal, sys
@@ -144,7 +143,7 @@ def _tree_of(
     recipe is called in messages; and the folder beside which its paths are looked for.
     """
     if isinstance(recipe, str | Path):
-        found = configs.written_tree(recipe), str(recipe), recipe_path(recipe).parent
+        found = configs.written_tree(recipe), str(recipe), recipe_paths.recipe_path(recipe).parent
     else:
         found = presets.spelled_out(_plain(recipe)), "the recipe", None
     for key, value in changes.items():
