@@ -405,7 +405,7 @@ QUICKSTART = {
 """Means of the quick start's last 20 steps (groups and accuracy), and its largest values."""
 UNUSUAL = {
     "groups/rejected": (20.0, "20 steps 400 of 729 groups were rejected: "),
-    "length/truncated_share": (0.5, "50% of the responses were cut off: raise rollout.max_new_to"),
+    "length/truncated_share": (0.5, "50% of the responses were cut off: raise the limit"),
     "verifier/nans": (1.0, "20 rollouts could not be judged"),
     "skipped_steps": (1.0, "20 optimizer steps were skipped"),
     "clip_share": (0.21, "21% of the tokens were clipped"),

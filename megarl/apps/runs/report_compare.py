@@ -199,7 +199,7 @@ def makers(groups: Groups) -> dict[str, list[str]]:
     machine in which the groups, or the starts and runs of one group, differ, read from the run
     folders.
     """
-    columns, several = [], set[str]()
+    columns, several = [], {"damaged"}
     for folders in groups.values():
         starts = [start for folder in folders for start in read_starts(folder)]
         names = {name for start in starts for name in start} - {"step", "started", "command"}
@@ -275,9 +275,9 @@ def band(
     """The series, as a dict for JSON, of the mean of several runs over their steps, with the lists
     `low` and `high` of the lowest and highest run where there are several. `found`: ([n] steps, [n]
     values) of each run; at a step that some runs lack, the others count, and the series ends at the
-    last step that all runs have (runs without any step left out). `window`: number, odd, of the values
-    of a run of which a moving mean is taken first. `label`, `colour`, `kind`: as `series` takes
-    them.
+    last step that all runs have (runs without any step left out). `window`: number, odd, of the
+    values of a run of which a moving mean is taken first. `label`, `colour`, `kind`: as `series`
+    takes them.
     """
     found = [one for one in found if len(one[0])] or found[:1]
     shared = functools.reduce(np.intersect1d, [at for at, _ in found])
