@@ -16,7 +16,7 @@ from megarl.checks.folder_checks import RECIPE
 from megarl.config import AnyConfig, with_steps
 from megarl.console import say
 from megarl.ledger.journal import FILE, Reader, difference
-from megarl.observe.observer import EVALUATIONS, METRICS, PROVENANCE, TRANSCRIPTS
+from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.rotated import read_again
 from megarl.observe.sinks import read_records
 from megarl.recipe_file import read_tree
@@ -36,7 +36,7 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
     """
     progress = read_progress(checkpoint) if checkpoint is not None else None
     step = progress.step if progress is not None else 0
-    files = (folder / name for name in (METRICS, EVALUATIONS, PROVENANCE))
+    files = (folder / name for name in (METRICS, EVALUATIONS))
     for path in (*files, read_again(folder / TRANSCRIPTS, step)):
         try:
             for _ in read_records(path, numbers=path.name in (METRICS, EVALUATIONS)):

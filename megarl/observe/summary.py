@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,17 @@ from megarl.observe.sinks import read_records
 ENDS = 5
 """Without evaluations, "before" and "after" are means over at most this many first and last
 steps."""
+
+USUAL: dict[str, float] = {
+    **dict.fromkeys(
+        ("verifier/errors", "verifier/timeouts", "verifier/nans", "skipped_steps"), 0.0
+    ),
+    **{"groups/rejected": 0.5, "length/truncated_share": 0.1, "clip_share": 0.2},
+    **dict.fromkeys(("mismatch/mean_abs", "mismatch/outside_share"), 0.05),
+    **dict.fromkeys(("correction/dropped_share", "correction/clipped_share"), 0.05),
+}
+"""{metric: largest value that docs/metrics.md calls usual; of groups/rejected as a share of
+groups/drawn}. See `usual_bounds`."""
 
 
 @dataclass(slots=True)
@@ -75,10 +88,11 @@ def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarr
     return steps, values
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, *, transcripts: bool = True) -> Run:
     """Read the run folder `folder`. Returns a `Run`: the metrics of each step as dicts, the
     evaluations, and transcripts of the first and last step. If several lines of a file have the
-    same step, the last one counts.
+    same step, the last one counts. `transcripts`: read `transcripts.jsonl` too; otherwise the run
+    has no `groups`.
 
     Raises `ValueError` where the folder has no `metrics.jsonl`, or a file is damaged before its
     last line.
@@ -90,18 +104,37 @@ def read_run(folder: Path) -> Run:
     return Run(
         metrics=[metrics[step] for step in sorted(metrics)],
         evaluations=_read_evaluations(folder / EVALUATIONS),
-        groups=ends(folder / TRANSCRIPTS),
+        groups=ends(folder / TRANSCRIPTS) if transcripts else [],
     )
+
+
+def usual_bounds(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """{metric: largest value that is usual in a run with this recipe, as data}: `USUAL`, and those
+    that depend on staleness and precision where the recipe has them.
+    """
+    bounds = dict(USUAL)
+    with suppress(LookupError, TypeError):  # a recipe of another command, or a damaged one
+        rollout = recipe["rollout"]
+        bounds["staleness/max"] = rollout["max_staleness"] + 0.0
+        kinds = {recipe["training"]["precision"], rollout["engine"]["dtype"]}
+        if kinds == {"float32"} and rollout["max_staleness"] == 0:
+            bounds["mismatch/mean_abs"] = 1e-3
+    return bounds
 
 
 def read_starts(folder: Path) -> list[dict[str, str]]:
     """{fact: text} for each start of the run in the run folder `folder`, in order: `step` (steps
     done before), `started`, `command`, `host`, `commit`, versions and so on. Empty for a run of an
-    earlier version of megarl, which has no `provenance.jsonl`. Raises `ValueError` for a damaged
-    file.
+    earlier version of megarl, which has no `provenance.jsonl`. A damaged line and those after it
+    are left out: the last one is then {"step": ..., "damaged": which line, how to delete it}.
     """
-    records = read_records(Path(folder) / PROVENANCE)
-    return [{name: str(value) for name, value in record.items()} for record in records]
+    found: list[dict[str, str]] = []
+    try:
+        for record in read_records(Path(folder) / PROVENANCE):
+            found.append({name: str(value) for name, value in record.items()})
+    except ValueError as error:
+        found.append({"step": found[-1]["step"] if found else "0", "damaged": str(error)})
+    return found
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:

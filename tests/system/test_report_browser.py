@@ -243,8 +243,17 @@ def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
     assert accuracy["legend"] == ["learning_rate 0.0001 (2 runs)", "learning_rate 0.0"]
     assert len(bands) == 1, "of the two seeds"
     spots = re.findall(r"([\d.]+) ([\d.]+)", bands[0])
-    assert len(spots) == 2 * 60 and spots[0][0] == spots[-1][0]
-    assert all(float(spots[i][1]) <= float(spots[-1 - i][1]) for i in range(60))
+    assert len(spots) == 2 * 50 and spots[0][0] == spots[-1][0]
+    assert all(float(spots[i][1]) <= float(spots[-1 - i][1]) for i in range(50))
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here")
+def test_the_script_draws_more_values_than_a_call_has_arguments(compared: Path) -> None:
+    page = Page((compared / "report.html").read_text(encoding="utf-8"))
+    one = page.charts["Accuracy in training"]
+    many = one | {"series": one["series"] * 2000}
+    page.charts = {"Accuracy in training": many}
+    assert len(drawn_by_node(page)["Accuracy in training"]["legend"]) == 4000
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no browser here")

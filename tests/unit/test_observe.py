@@ -30,7 +30,7 @@ from megarl.observe.config import (
 )
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics
-from megarl.observe.provenance import checkout, made_by, without_secrets
+from megarl.observe.provenance import checkout, made_by, without_values
 from megarl.observe.sinks import read_records
 from megarl.observe.summary import read_run, read_starts, summary
 from megarl.types import StepReport
@@ -119,35 +119,40 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
     assert steps("provenance.jsonl") == [0]
 
 
-def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_tells_who_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["/usr/bin/python", "-m", "megarl", "train", "r.yaml", "--hub_token", "hunter2"]
     monkeypatch.setattr(sys, "orig_argv", words)
     made_by.cache_clear()
     write_run(tmp_path, 2)
     made_by.cache_clear()
     (start,) = read_starts(tmp_path)
-    assert start["command"] == "python -m megarl train r.yaml --hub_token '***'"
+    assert start["command"] == "python -m megarl train r.yaml --hub_token ..."
     assert start["megarl"] == megarl.__version__ and start["torch"] and start["host"]
     assert start.get("commit", "") == checkout()
     assert datetime.fromisoformat(start["started"]).utcoffset() is not None
     page = page_of(tmp_path)
     assert "Made by" in page.text and start["command"] in page.text and "hunter2" not in page.text
     (tmp_path / "provenance.jsonl").write_text("no JSON\n")
-    for reader in (page_of, lambda folder: check_run_files(folder, None)):
-        with pytest.raises(ValueError, match=r"provenance\.jsonl, line 1 is not JSON.*; delete"):
-            reader(tmp_path)
+    check_run_files(tmp_path, None)
+    assert "provenance.jsonl, line 1 is not JSON" in page_of(tmp_path).text
+    write_run(tmp_path, 2)
+    said = capsys.readouterr().err
+    assert said.count("provenance.jsonl, line 1 is not JSON") == 1, "and the run goes on"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--a.api_key=x1 WANDB_API_KEY=x1 --password x1", "--a.api_key=*** WANDB_API_KEY=*** --password ***"),
-        ("--url http://me:x1@host/v1 hf_x1x1x1x1x1x1x1", "--url http://***@host/v1 ***"),
-        ("--rollout.max_new_tokens 48 --key --steps 3", "--rollout.max_new_tokens 48 --key --steps 3"),
-    ],
-)  # fmt: skip
-def test_secrets_are_left_out_of_the_command_line(words: str, told: str) -> None:
-    assert without_secrets(words.split()) == told.split()
+def test_no_value_of_the_command_line_is_written_down() -> None:
+    words = ["python", "-u", "-m", "megarl", "train", "my/r.yaml", "x1", "--a.key[0]={k: x1}"]
+    words += ["--b", "{k: x1}", "--c", "x1", "x1", "--d", "-x1", "--e=https://u:p@h", "B: x1"]
+    told = " ".join(without_values(words))
+    assert told.partition(" ... ") == (
+        "python -u -m megarl train my/r.yaml",
+        " ... ",
+        "--a.key[0]=... --b ... --c ... ... --d ... --e=... ...",
+    )
+    code = without_values(["python", "-c", "import x1", "--steps=3"])
+    assert code == ["python", "-c", "...", "--steps=..."]
 
 
 def test_a_page_says_what_each_metric_means() -> None:
@@ -400,12 +405,13 @@ QUICKSTART = {
 """Means of the quick start's last 20 steps (groups and accuracy), and its largest values."""
 UNUSUAL = {
     "groups/rejected": (20.0, "20 steps 400 of 729 groups were rejected: "),
-    "length/truncated_share": (0.5, "50% of the responses were cut off: raise rollout.max_new_to"),
+    "length/truncated_share": (0.5, "50% of the responses were cut off: raise the limit"),
     "verifier/nans": (1.0, "20 rollouts could not be judged"),
     "skipped_steps": (1.0, "20 optimizer steps were skipped"),
     "clip_share": (0.21, "21% of the tokens were clipped"),
     "mismatch/mean_abs": (0.06, "differ by 0.06 in the mean"),
     "mismatch/outside_share": (0.06, "engines gave 6% of the tokens another probability"),
+    "staleness/max": (2.0, "the oldest rollouts were 2 versions old"),
     "correction/dropped_share": (0.06, "dropped or clipped 6% of the weights"),
 }
 
@@ -417,9 +423,12 @@ def test_what_is_unusual_in_the_last_steps_is_said_at_the_top(name: str, tmp_pat
     usual = QUICKSTART | (unsolved if name == "groups/rejected" else {})
     changed = usual | {name: value}
     observe(tmp_path, [*[changed] * 5, *[usual] * 20])
-    assert report.warnings(read_run(tmp_path)) == [], "long ago"
+    recipe = {"rollout": {"max_staleness": 1, "engine": {"dtype": "bfloat16"}}}
+    recipe |= {"training": {"precision": "float32"}}
+    (tmp_path / "recipe.yaml").write_text(str(recipe))
+    assert report.warnings(read_run(tmp_path), recipe) == [], "long ago"
     observe(tmp_path, [*[usual] * 20, *[changed] * 20])
-    (told,) = report.warnings(read_run(tmp_path))
+    (told,) = report.warnings(read_run(tmp_path), recipe)
     assert sentence in told and told in page_of(tmp_path).text
     assert len(UNUSUAL) == len(report.RULES)
 

@@ -53,10 +53,10 @@ def test_runs_that_differ_in_the_seed_are_one_band(
     page = Page(Path("compare.html").read_text(encoding="utf-8"))
     seeds, other = page.charts["Reward"]["series"]
     assert (seeds["label"], other["label"]) == ("lr 0.1 (2 runs)", "lr 0.2")
-    assert (seeds["steps"], seeds["values"]) == ([1, 2, 3], [0.5, 1.5, 2.0])
-    assert (seeds["low"], seeds["high"]) == ([0.0, 1.0, 2.0], [1.0, 2.0, 2.0])
+    assert (seeds["steps"], seeds["values"]) == ([1, 2], [0.5, 1.5]), "up to the shortest run's end"
+    assert (seeds["low"], seeds["high"]) == ([0.0, 1.0], [1.0, 2.0])
     assert other["values"] == [3.0] * 3 and "low" not in other
-    assert page.charts["Held-out accuracy"]["series"][0]["values"] == [0.25, 0.75, 0.5]
+    assert page.charts["Held-out accuracy"]["series"][0]["values"] == [0.25]
     assert page.charts["Held-out accuracy"]["series"][0]["kind"] == "points"
     assert {"Reward", "Held-out accuracy", "Time of a step"} == set(page.charts)
     shown = ("2.5 (2 to 3)", "62.5% (50.0% to 75.0%)", "100.0%", "0.500 (0.000 to 1.000)", "2.000")
@@ -71,7 +71,7 @@ def test_a_short_run_beside_a_long_one(runs: list[Path], tmp_path: Path) -> None
     page = Page(write_comparison([*runs, long], tmp_path / "x.html").read_text(encoding="utf-8"))
     reward = page.charts["Reward"]
     assert reward["note"].endswith("mean of 21 steps")
-    assert [len(one["values"]) for one in reward["series"]] == [3, 3, 200]
+    assert [len(one["values"]) for one in reward["series"]] == [2, 3, 200]
     assert reward["series"][1]["values"] == [3.0] * 3
 
 
@@ -82,6 +82,11 @@ def test_other_code_is_told(runs: list[Path], tmp_path: Path) -> None:
     page = Page(write_comparison(runs, tmp_path / "x.html").read_text(encoding="utf-8"))
     made = page.text.partition("Made by")[2]
     assert "torch" in made and "0.1" in made and "command" not in made
+    lines = '{"step": 0, "host": "x"}\n{"step": 1, "host": "y"}\n{"step": 2, "ho\n{"step": 3}\n'
+    (runs[0] / "provenance.jsonl").write_text(lines)
+    page = Page(write_comparison(runs[:2], tmp_path / "x.html").read_text(encoding="utf-8"))
+    made = page.text.partition("Made by")[2]
+    assert "x, y" in made and "line 3 is not JSON" in made, "inside of one group"
 
 
 def test_groups_are_told_by_the_settings_that_differ(runs: list[Path]) -> None:
@@ -92,8 +97,47 @@ def test_groups_are_told_by_the_settings_that_differ(runs: list[Path]) -> None:
     assert rows == {"lr": ["0.1", "0.2"]}
     groups, rows = grouped({run: one | {"x": f"{run}"} for run, one in settings.items()})
     assert list(rows) == ["lr", "x"] and list(groups) == [str(run) for run in runs], "too long"
+    spaces = {run: {"x": "a b" if run == runs[0] else "a  b"} for run in runs[:2]}
+    assert list(grouped(spaces)[0].values()) == [runs[:1], runs[1:2]], "of one label"
     groups, rows = grouped({run: {"seed": "1"} for run in runs[:2]})
     assert (groups, rows) == ({f"{runs[0]} (2 runs)": runs[:2]}, {})
+
+
+def test_paths_of_the_run_itself_make_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Trainer` writes absolute paths below a folder that may be as typed, and relative."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        folder = Path("runs") / name
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(
+            f"folder: {folder}\nlist: [{folder.absolute()}/inputs/x.jsonl, {folder}/y]\n"
+            f"far: /elsewhere/{folder}/inputs/z\nkeys: {{{folder.absolute()}/inputs/f: 1}}\n"
+            f"other: /data/{folder}/model\n"
+        )
+    first, second = (settings_of(Path("runs") / name) for name in ("a", "b"))
+    assert first["list"] == "['FOLDER/inputs/x.jsonl', 'FOLDER/y']" and first["far"] == (
+        "FOLDER/inputs/z"
+    )
+    assert {key for key in first if first[key] != second.get(key)} == {"folder", "other"}
+
+
+def test_a_loss_is_drawn_as_what_it_is(runs: list[Path], tmp_path: Path) -> None:
+    supervised = tmp_path / "sft"
+    supervised.mkdir()
+    for folder in (runs[2], supervised):
+        reward = ', "reward/mean": 1' if folder == runs[2] else ""
+        lines = "".join(f'{{"step": {at}, "loss": 0.5{reward}}}\n' for at in (1, 2))
+        (folder / "metrics.jsonl").write_text(lines)
+    (supervised / "recipe.yaml").write_text("lr: 0.5\n")
+    (supervised / "transcripts.jsonl").write_text("no JSON\n")  # which no comparison reads
+    text = write_comparison([runs[2], supervised], tmp_path / "x.html").read_text(encoding="utf-8")
+    charts = Page(text).charts
+    found = {
+        name: [one["label"].partition(",")[0] for one in charts[name]["series"]] for name in ("Training loss", "Loss")
+    }
+    assert found == {"Training loss": ["lr 0.5"], "Loss": ["lr 0.2"]}
 
 
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ The page's own script draws the charts from JSON in the page. To add a chart, ad
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,15 @@ import numpy as np
 
 from megarl.apps.runs.lanes import last_steps
 from megarl.files import UNFINISHED
-from megarl.observe.summary import Evaluation, Run, read_run, read_starts, summarise_run
+from megarl.observe.summary import (
+    Evaluation,
+    Run,
+    read_run,
+    read_starts,
+    summarise_run,
+    usual_bounds,
+)
+from megarl.recipe_file import read_tree
 
 FILE = "report.html"
 """Name of the page in the run folder."""
@@ -53,12 +62,15 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     """
     folder = Path(folder)
     run, recipe = read_run(folder), folder / "recipe.yaml"
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # missing or damaged
+        settings = read_tree(recipe)
     shown = functools.partial(
         template().render,
         title=title,
         steps=steps_of([run]),
         tables=[],
-        warnings=warnings(run),
+        warnings=warnings(run, settings),
         made_by=provenance(read_starts(folder)),
         numbers=summarise_run(run),
         failures=run.failures,
@@ -80,39 +92,45 @@ LATE = 20
 """Number of last steps that the warnings of a report look at."""
 NEVER = 2.0
 """An accuracy that no run reaches."""
-RULES: tuple[tuple[str, str, float, float, str], ...] = (
-    ("groups/rejected", "groups/drawn", 0.5, 0.9,
+AGREE = "see docs/metrics.md, Do trainer and engines agree?"
+RULES: tuple[tuple[str, str, float, str], ...] = (
+    ("groups/rejected", "groups/drawn", 0.9,
      "{sum} of {of} groups were rejected: the problems are too easy or too hard"),
-    ("length/truncated_share", "", 0.1, NEVER,
-     "{mean:.0%} of the responses were cut off: raise rollout.max_new_tokens"),
-    ("verifier/errors verifier/timeouts verifier/nans", "", 0.0, NEVER,
+    ("length/truncated_share", "", NEVER,
+     "{mean:.0%} of the responses were cut off: raise the limit that cut them off"),
+    ("verifier/errors verifier/timeouts verifier/nans", "", NEVER,
      "{sum} rollouts could not be judged and got the reward of a wrong answer: mend the verifier"),
-    ("skipped_steps", "", 0.0, NEVER,
+    ("skipped_steps", "", NEVER,
      "{sum} optimizer steps were skipped, since a value was not finite"),
-    ("clip_share", "", 0.2, NEVER,
-     "{mean:.0%} of the tokens were clipped: lower the learning rate or num_mini_batches"),
-    ("mismatch/mean_abs", "", 0.05, NEVER,
-     "log-probs of trainer and engines differ by {mean:.2g} in the mean: lower max_staleness"),
-    ("mismatch/outside_share", "", 0.05, NEVER,
-     "engines gave {mean:.0%} of the tokens another probability: raise rollout.engine.dtype"),
-    ("correction/dropped_share correction/clipped_share", "", 0.05, NEVER,
-     "algorithm.correction dropped or clipped {mean:.0%} of the weights: lower max_staleness"),
+    ("clip_share", "", NEVER,
+     "{mean:.0%} of the tokens were clipped: see docs/metrics.md, Is the optimizer well?"),
+    ("mismatch/mean_abs", "", NEVER,
+     f"log-probs of trainer and engines differ by {{mean:.2g}} in the mean: {AGREE}"),
+    ("mismatch/outside_share", "", NEVER,
+     f"engines gave {{mean:.0%}} of the tokens another probability: {AGREE}"),
+    ("staleness/max", "", NEVER,
+     f"the oldest rollouts were {{mean:.3g}} versions old in the mean: {AGREE}"),
+    ("correction/dropped_share correction/clipped_share", "", NEVER,
+     f"algorithm.correction dropped or clipped {{mean:.0%}} of the weights: {AGREE}"),
 )  # fmt: skip
 """The rules of docs/metrics.md as (metrics, which are added up; metric that the sum is divided by,
-"" for the number of steps; bound above which the text is shown; accuracy from which on it is not;
-text). A run that solves its problems rejects most groups, which is no fault."""
+"" for the number of steps; accuracy from which on the text is not shown; text). It is shown above
+the bound that `usual_bounds` has for the first metric, if there is one. A run that solves its
+problems rejects most groups, which is no fault."""
 
 
-def warnings(run: Run) -> list[str]:
-    """Sentences for the top of a report about what is unusual in the last 20 steps of the run, by
-    `RULES`; empty if nothing is. Steps that lack a rule's metrics do not count for it.
+def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
+    """Sentences for the top of a report about what is unusual in the last 20 steps of the run with
+    this recipe, as data, by `RULES`; empty if nothing is. Steps that lack a rule's metrics do not
+    count for it.
     """
-    told = []
-    for names, divisor, most, solved_at, text in RULES:
+    told, bounds = [], usual_bounds(recipe)
+    for names, divisor, solved_at, text in RULES:
         late = [one for one in run.metrics[-LATE:] if any(name in one for name in names.split())]
         summed = sum(one.get(name) or 0 for one in late for name in names.split())
         of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
         accuracy = sum(one.get("accuracy") or 0 for one in late)
+        most = bounds.get(names.split()[0], float("inf"))
         if of and summed > most * of and accuracy < solved_at * len(late):
             shown = text.format(sum=f"{summed:,.0f}", of=f"{of:,.0f}", mean=summed / of)
             told.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")

@@ -9,7 +9,9 @@ add a line to `LEARNT` or `SYSTEMS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ OF_ONE_RUN = {"seed", "folder", "resume"}
 COLOURS = (1, 2, 3, 4, 6, 8, 9, 7, 10, 5)
 """Colours of the page's palette in the order of the groups; later groups are dashed."""
 UNKNOWN = "\N{EN DASH}"
+NOTHING = Run([], [], [])
+"""Stands in a chart for a run that is left out."""
 
 LEARNT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("eval/accuracy", "Held-out accuracy", "share of problems answered right", {"percent": True}),
@@ -83,20 +87,26 @@ def main(arguments: list[str]) -> int:
 def write_comparison(folders: Sequence[Path], target: Path) -> Path:
     """Write a page that compares the runs in the run folders `folders` to the file `target`, in
     one atomic rename: curves of all runs in one chart for each metric, and tables of numbers and of
-    settings that differ. Returns `target`. Raises `ValueError` for a folder without metrics.jsonl or recipe.yaml, or
-    with a damaged one.
+    settings that differ. Returns `target`. Raises `ValueError` for a folder without metrics.jsonl
+    or recipe.yaml, or with a damaged one.
     """
     for folder in folders:
         refuse_unfit(folder)
-    runs = {folder: read_run(folder) for folder in folders}
+    runs = {folder: read_run(folder, transcripts=False) for folder in folders}
     settings = {folder: settings_of(folder) for folder in folders}
     groups, rows = grouped(settings)
-    is_rl = any(report.is_rl(run) for run in runs.values())
-    optimiser = [one for one in report.OPTIMISATION if is_rl or one[0] != "loss"]
     drawn = {label: [runs[folder] for folder in folders] for label, folders in groups.items()}
+    # The loss of a policy gradient and of supervised training are not the same number.
+    losses = {
+        is_rl: {
+            label: [run if report.is_rl(run) == is_rl else NOTHING for run in several]
+            for label, several in drawn.items()
+        }
+        for is_rl in (True, False)
+    }
 
     def charts(*wanted: tuple[str, str, str, dict[str, Any]]) -> list[Chart | None]:
-        return [compared(drawn, *one) for one in wanted]
+        return [compared(losses[True] if one[0] == "loss" else drawn, *one) for one in wanted]
 
     rows_of_numbers = end_numbers(drawn)
     rows_of_numbers["runs"] = ["\n".join(map(str, one)) for one in groups.values()]
@@ -114,11 +124,11 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         tables=tables,
         warnings=[],
         numbers=None,
-        learning=charts(*LEARNT, *([] if is_rl else [("loss", "Loss", "", {})])),
+        learning=[*charts(*LEARNT), compared(losses[False], "loss", "Training loss", "", {})],
         examples=("", None, []),
         systems=charts(*SYSTEMS),
         processes=None,
-        optimisation=charts(*optimiser),
+        optimisation=charts(*report.OPTIMISATION),
         recipe=None,
         made_by=("Made by", "What differs in code and machine.", heads, makers(groups)),
     )
@@ -126,8 +136,9 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
 
 
 def settings_of(folder: Path) -> dict[str, str]:
-    """{dotted key: value as text} of the recipe in the run folder `folder`; a path below the folder
-    that the recipe names begins with "FOLDER". Raises `ValueError` for a recipe that is missing or
+    """{dotted key: value as text} of the recipe in the run folder `folder`, with "FOLDER" in
+    place of the folder in paths below it, as the recipe names the folder and as an absolute path,
+    also inside lists and keys. Raises `ValueError` for a recipe that is missing or
     cannot be read.
     """
     path = folder / "recipe.yaml"
@@ -137,12 +148,12 @@ def settings_of(folder: Path) -> dict[str, str]:
             f" leave {folder} out"
         )
     tree = read_tree(path)
-    own = f"{tree.get('folder')}/"
-    texts = ((key, str(value)) for key, value in leaves(tree))
-    return {
-        key: f"FOLDER/{text.removeprefix(own)}" if text.startswith(own) else text
-        for key, text in texts
-    }
+    typed = str(tree.get("folder") or folder)
+    forms = {typed, str(Path(typed).absolute()), str(folder.absolute()), str(folder.resolve())}
+    whole = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
+    # `Trainer` names its folder inputs/ by an absolute path, which may be of another machine.
+    own = re.compile(rf"(?<![\w/~-])({whole}|/[^'\",]*/{re.escape(typed)}(?=/inputs/))/")
+    return {own.sub("FOLDER/", key): own.sub("FOLDER/", str(one)) for key, one in leaves(tree)}
 
 
 def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[str, list[str]]]:
@@ -161,34 +172,41 @@ def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[st
         label = ", ".join(f"{one.rpartition('.')[2]} {rows[one][number]}" for one in rows)
         if not 0 < len(rows) <= 3 or len(label) > 60:
             label = str(folders[0])
-        groups[f"{label} ({len(folders)} runs)" if len(folders) > 1 else label] = folders
+        count = f" ({len(folders)} runs)" if len(folders) > 1 else ""
+        if label + count in groups:  # the values differ in white space, which the label has not
+            label = str(folders[0])
+        groups[label + count] = folders
     return groups, rows
 
 
-def differing_rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def differing_rows(
+    columns: Sequence[Mapping[str, str]], always: Collection[str] = ()
+) -> dict[str, list[str]]:
     """{key: its text in each of `columns`, shortened, a dash where a column lacks the key} of the
-    keys whose texts differ, in order of their names.
+    keys whose texts differ and of the keys `always`, in order of their names.
     """
     keys = sorted({key for column in columns for key in column})
     rows = {key: [column.get(key, UNKNOWN) for column in columns] for key in keys}
     return {
         key: [shortened(text, 200) for text in row]
         for key, row in rows.items()
-        if len(set(row)) > 1
+        if len(set(row)) > 1 or key in always
     }
 
 
 def makers(groups: Groups) -> dict[str, list[str]]:
     """{fact, such as "commit" or "host": its texts in each group} of the facts about code and
-    machine in which the groups differ, read from the run folders.
+    machine in which the groups, or the starts and runs of one group, differ, read from the run
+    folders.
     """
-    columns = []
+    columns, several = [], {"damaged"}
     for folders in groups.values():
         starts = [start for folder in folders for start in read_starts(folder)]
         names = {name for start in starts for name in start} - {"step", "started", "command"}
         found = {name: sorted({start[name] for start in starts if name in start}) for name in names}
         columns.append({name: ", ".join(texts) for name, texts in found.items()})
-    return differing_rows(columns)
+        several |= {name for name, texts in found.items() if len(texts) > 1}
+    return differing_rows(columns, several)
 
 
 def end_numbers(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
@@ -256,19 +274,24 @@ def band(
 ) -> Series:
     """The series, as a dict for JSON, of the mean of several runs over their steps, with the lists
     `low` and `high` of the lowest and highest run where there are several. `found`: ([n] steps, [n]
-    values) of each run; at a step that some runs lack, the others count. `window`: number, odd, of
-    the values of a run of which a moving mean is taken first. `label`, `colour`, `kind`: as
-    `series` takes them.
+    values) of each run; at a step that some runs lack, the others count, and the series ends at the
+    last step that all runs have (runs without any step left out). `window`: number, odd, of the
+    values of a run of which a moving mean is taken first. `label`, `colour`, `kind`: as `series`
+    takes them.
     """
+    found = [one for one in found if len(one[0])] or found[:1]
+    shared = functools.reduce(np.intersect1d, [at for at, _ in found])
     steps = np.unique(np.concatenate([at for at, _ in found]))
     rows = np.full((len(found), len(steps)), np.nan)
     for row, (at, values) in zip(rows, found, strict=True):
         around = min(window, len(values) - 1 | 1)  # odd, and no longer than a short run
         row[np.searchsorted(steps, at)] = smooth(values, around) if len(values) else values
+    if len(shared):
+        steps, rows = steps[steps <= shared[-1]], rows[:, steps <= shared[-1]]
     known = np.ma.masked_invalid(rows)
     mean, low, high = (
         series(label, steps, np.ma.filled(pick(known, axis=0), np.nan), colour, kind, pick)
         for pick in (np.ma.mean, np.ma.min, np.ma.max)
     )
     edges = {"low": low["values"], "high": high["values"]}
-    return mean | (edges if sum(len(at) > 0 for at, _ in found) > 1 else {})
+    return mean | (edges if len(found) > 1 else {})

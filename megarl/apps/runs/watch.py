@@ -2,8 +2,9 @@
 
     metrics.jsonl, evaluations.jsonl, transcripts.jsonl, activity/ --RunView.view--> rows of text
 
-Nothing is written. Of the files only lines that are new since the last look are read. In text from
-files control characters are shown as escapes, and what looks like rich's markup is plain text.
+Nothing is written. Of the JSON-lines files only lines that are new since the last look are read;
+the files in activity/, at most 8 MiB a process, are read anew at each look. In text from files
+control characters are shown as escapes, and what looks like rich's markup is plain text.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megarl.errors import UserError, shortened
 from megarl.files import parse_json
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.rotated import PART_BYTES
-from megarl.observe.summary import Run
+from megarl.observe.summary import Run, usual_bounds
 from megarl.recipe_file import read_tree
 from megarl.signals import ending
 
@@ -54,18 +55,11 @@ ROWS = {
     "mismatch/mean_abs": ("mismatch, mean", ".2g"),
 }
 """{metric: (its name in the view, format)}"""
-USUAL: dict[str, float] = {
-    **dict.fromkeys(("verifier/errors", "verifier/timeouts", "verifier/nans", "skipped_steps"), 0),
-    **{"length/truncated_share": 0.1, "clip_share": 0.2},
-    **dict.fromkeys(("mismatch/mean_abs", "mismatch/outside_share"), 0.05),
-    **dict.fromkeys(("correction/dropped_share", "correction/clipped_share"), 0.05),
-}
-"""{metric: largest value that docs/metrics.md calls usual}"""
 
 
 def main(arguments: list[str]) -> int:
     """Run `megarl watch`: show the run in the terminal, again each second, until the run has
-    finished or Ctrl-C; with `--once`, or where standard output is no terminal, print the view once.
+    ended or Ctrl-C; with `--once`, or where standard output is no terminal, print the view once.
     `arguments`: the words after `megarl watch`. Returns the exit code 0. Raises `UserError` for a
     folder that is not one of a run, or that cannot be read.
     """
@@ -96,14 +90,14 @@ def main(arguments: list[str]) -> int:
 
 def follow(run_view: RunView, screen: Console, wait: Callable[[float], object]) -> None:
     """Show the view of `run_view` on the terminal `screen`, in place of what was there, until the
-    run has finished; then what was there comes back. `wait`: function that blocks for a number of
+    run has ended; then what was there comes back. `wait`: function that blocks for a number of
     seconds, as `time.sleep` does. Raises `OSError` if a file cannot be read.
     """
     with Live(console=screen, screen=True, auto_refresh=False) as live:
         while True:
             began = time.monotonic()
             live.update(run_view.view(screen.size), refresh=True)
-            if run_view.has_finished:
+            if run_view.has_ended:
                 return
             wait(max(1.0, 10 * (time.monotonic() - began)))  # at most a tenth of a core
 
@@ -143,11 +137,12 @@ class Tail:
 
 class RunView:
     """A run folder that is looked at again and again. `view` reads what is new and returns the rows
-    to show; `has_finished` then says whether the run has trained its last step and ended.
+    to show; `has_ended` then says whether the run has ended; a killed run
+    counts as ended only after its last step.
     """
 
     def __init__(self, run: Path) -> None:
-        self._run, self.has_finished = run, False
+        self._run, self.has_ended = run, False
         self._tails = [Tail(run / name) for name in (METRICS, EVALUATIONS, TRANSCRIPTS)]
 
     def view(self, size: ConsoleDimensions) -> Group:
@@ -165,16 +160,18 @@ class RunView:
         owner, total = newest(self._run)[1], recipe.get("steps")
         state = owner_state(owner) if owner else "ended"
         total = total if isinstance(total, int) and 0 < total < 2**63 else None
-        self.has_finished = total is not None and done >= total and state in ("ended", "gone")
-        name, state = self._run.resolve().name, "finished" if self.has_finished else state
+        is_over = state in ("ended", "gone")
+        finished = is_over and total is not None and done >= total
+        self.has_ended = finished or (owner is not None and state == "ended")
+        name, state = self._run.resolve().name, "finished" if finished else state
         head = Text("  ").join([_cell(name, "bold"), _cell(state, _colour(state))])
         rows: list[RenderableType] = [head]
-        rows += _progress(run, done, total)
+        rows += _progress(run, done, total, is_over=is_over)
         rows += _metrics(run, recipe) if steps else []
         rows += _evaluation(evaluations)
         last = [answer for one in groups[-1:] for answer in _answers(one, size.width)]
         lives = of_run(read_lives(self._run / FOLDER, only_last=True))
-        room = 0 if self.has_finished else max(4, size.height - len(rows) - len(ROWS) - 5)
+        room = 0 if finished else max(4, size.height - len(rows) - len(ROWS) - 5)
         return Group(*rows, *_processes(lives, room, self._run), *last)
 
 
@@ -223,18 +220,23 @@ def _mean(run: Run, name: str) -> float:
     return fmean(found or [0.0])
 
 
-def _progress(run: Run, done: int, total: int | None) -> Iterator[RenderableType]:
-    """The rows with steps, a bar, the time left (without evaluations), and seconds a step."""
+def _progress(run: Run, done: int, total: int | None, *, is_over: bool) -> Iterator[RenderableType]:
+    """The rows with steps, a bar, the time left (without evaluations) unless the run is over, and
+    seconds a step where they are known.
+    """
     step_s = _mean(run, "time/step_s")
     cells: list[RenderableType] = [_cell(f"step {done}" + (f" of {total}" if total else ""))]
     if total:
         cells += [Bar(total, done, 24), _cell(f"{done / total:.0%}")]
-        cells += [_cell(f"{seconds(step_s * (total - done))} left")] if total > done > 0 else []
+        left_s = 0.0 if is_over else step_s * (total - done)
+        cells += [_cell(f"{seconds(left_s)} left")] if left_s > 0 else []
     yield _grid([cells])
     parts = {name: _mean(run, f"time/{name}_s") for name in ("rollout", "train")}
     longer = max(parts, key=lambda name: parts[name])
     said = f"; longer part: {longer} {seconds(parts[longer])}" if min(parts.values()) else ""
-    yield _cell(f"{seconds(step_s)} a step{said}" if done else f"no line in {METRICS} yet: waiting")
+    if step_s or not done:
+        waits = f"no line in {METRICS} yet: waiting"
+        yield _cell(f"{seconds(step_s)} a step{said}" if done else waits)
 
 
 def _metrics(run: Run, recipe: dict[str, Any]) -> Iterator[RenderableType]:
@@ -258,13 +260,8 @@ def _metrics(run: Run, recipe: dict[str, Any]) -> Iterator[RenderableType]:
 
 def _worries(last: dict[str, Any], recipe: dict[str, Any]) -> dict[str, float]:
     """{metric of the last step that is above what docs/metrics.md calls usual: that bound}."""
-    bounds = USUAL | {"groups/rejected": (last.get("groups/drawn") or 0) / 2}
-    with suppress(LookupError, TypeError):
-        rollout = recipe["rollout"]
-        bounds["staleness/max"] = rollout["max_staleness"] + 0.0
-        kinds = {recipe["training"]["precision"], rollout["engine"]["dtype"]}
-        if kinds == {"float32"} and rollout["max_staleness"] == 0:
-            bounds["mismatch/mean_abs"] = 1e-3
+    bounds = usual_bounds(recipe)
+    bounds["groups/rejected"] *= last.get("groups/drawn") or 0
     return {name: most for name, most in bounds.items() if (last.get(name) or 0) > most}
 
 
