@@ -217,11 +217,13 @@ class RolloutClient:
         """
         refs = list({one.ref: None for one in arrays})
         deadline = time.monotonic() + self._silence_s
-        with self._wait(f"token arrays of {what}"):
+        with self._wait(f"token arrays of {what}") as span:
+            watch = self._progress_watch(span)
             while refs and time.monotonic() < deadline:
                 self._tell_stop()
                 if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
                     break
+                watch()  # a raylet that hangs sends nothing, and Ray takes the service for dead
             return fetch(arrays, max(STOP_POLL_S, deadline - time.monotonic()), what)
 
     def _tell_stop(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster import rollout_client
+from megarl.cluster.asking import ActorDied
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.config import RunConfig
 from megarl.data.config import PromptsConfig
@@ -42,11 +43,17 @@ class Store:
 
 
 def client(store: Store, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> RolloutClient:
-    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: SimpleNamespace())
+    service = SimpleNamespace(silent_s=SimpleNamespace(remote=None))
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: service)
     monkeypatch.setattr(rollout_client.ray, "wait", store.wait)
     monkeypatch.setattr(rollout_client, "fetch", store.fetch)
     made = RolloutClient(0, silence_s=silence_s)
-    monkeypatch.setattr(made, "_ask", lambda call, doing: store.told.append(doing))
+
+    def ask(call: Any, doing: str) -> float:
+        store.told.append(doing)
+        return 0.0
+
+    monkeypatch.setattr(made, "_ask", ask)
     return made
 
 
@@ -69,7 +76,20 @@ def test_arrays_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="did not arrive"):
         made._fetch("arrays", ARRAYS)
-    assert time.monotonic() - began < 60 and not store.told
+    assert time.monotonic() - began < 60 and {*store.told} <= {"waiting for token arrays of arrays"}
+
+
+def test_a_service_that_died_ends_the_wait_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's raylet may hang, which sends no arrays any more and says nothing."""
+    made = client(Store(waits=10**9), monkeypatch, silence_s=300)
+    monkeypatch.setattr(made, "_poll_s", 0.1)
+
+    def dies(call: Any, doing: str) -> float:
+        raise ActorDied(f"the rollout service died ({doing})")
+
+    monkeypatch.setattr(made, "_ask", dies)
+    with pytest.raises(ActorDied, match="waiting for token arrays of segments"):
+        made._fetch("segments", ARRAYS)
 
 
 BASE = RunConfig(
