@@ -489,7 +489,7 @@ def _json_line(row: Any, name: str) -> bytes:
 
 
 def _last_start(folder: Path) -> bytes:
-    """The newest line of `provenance.jsonl`, JSON with `step`, the steps done at a start; or b""."""
+    """The newest line of provenance.jsonl, JSON with `step`, the steps done at a start; or b""."""
     from megarl.observe.observer import PROVENANCE
 
     with contextlib.suppress(FileNotFoundError):
