@@ -135,7 +135,8 @@ def test_a_loss_is_drawn_as_what_it_is(runs: list[Path], tmp_path: Path) -> None
     text = write_comparison([runs[2], supervised], tmp_path / "x.html").read_text(encoding="utf-8")
     charts = Page(text).charts
     found = {
-        name: [one["label"].partition(",")[0] for one in charts[name]["series"]] for name in ("Training loss", "Loss")
+        name: [one["label"].partition(",")[0] for one in charts[name]["series"]]
+        for name in ("Training loss", "Loss")
     }
     assert found == {"Training loss": ["lr 0.5"], "Loss": ["lr 0.2"]}
 
