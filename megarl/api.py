@@ -122,10 +122,9 @@ class Result:
 
 def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
     """Read a recipe, the path of a YAML file, the name of a recipe that comes with megarl, such as
-    "quickstart", nested dicts or another configuration, as configuration class `kind`, a frozen
-    pydantic model of all settings of a command: `RunConfig` (for train, evaluate, sample),
-    `DistillConfig`, `SftConfig`, `PreferenceConfig` or `RewardModelConfig`. Returns an object of
-    that class.
+    "quickstart", nested dicts or another configuration. Returns it as configuration class `kind`, a
+    frozen pydantic model of all settings of a command: `RunConfig` (for train, evaluate, sample),
+    `DistillConfig`, `SftConfig`, `PreferenceConfig` or `RewardModelConfig`.
 
     `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
     by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
