@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError
 
@@ -28,6 +30,7 @@ from megarl.console import say
 from megarl.files import in_thread
 from megarl.rollout.inference_engine import Pulse
 
+NODE_DEAD = "Ray's node of this machine is dead: its raylet was ended, or hangs"
 ANSWER_S = 20.0
 """Seconds that Ray's head has to list the cluster's nodes."""
 
@@ -46,8 +49,20 @@ def ray_problem() -> str:
         why = (str(error).splitlines() or [repr(error)])[0]
         return f"Ray's head (GCS) cannot be reached: {why}"
     if any(one["NodeID"] == node and not one["Alive"] for one in nodes):
-        return "Ray's node of this machine is dead: its raylet was ended, or hangs"
+        return NODE_DEAD
     return ""
+
+
+def end_raylet() -> None:
+    """Kill the raylet of this process's Ray node, which Ray must have declared dead. A raylet that
+    hangs answers nothing, and Ray's calls to it have no deadline: a rank in `ray.wait` would wait
+    for ever. Once the raylet is gone, such calls fail, and the node's actors end.
+    """
+    mark = f"--node_id={ray.get_runtime_context().get_node_id()}"
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark in process.cmdline():
+                process.kill()
 
 
 GOES_ON = "`--resume auto` goes on from the newest checkpoint"
@@ -135,6 +150,8 @@ class EngineSupervisor:
         while not self._close.wait(BEAT_S):
             if (problem := ray_problem()) and not self._close.is_set():
                 self._fail(f"{problem}; {GOES_ON}")
+                if problem == NODE_DEAD:
+                    end_raylet()
                 return
 
     def _run(self) -> None:

@@ -5,8 +5,12 @@ requests go, and when an engine is taken for hung. tests/system/test_lost_engine
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -609,6 +613,25 @@ def test_ray_that_hangs_ends_a_wait_for_an_engine(
     assert group.broken.startswith("Ray's head (GCS) hangs; `--resume auto` goes on")
     never.set()
     supervisor.close(5.0)
+
+
+def test_a_raylet_that_hangs_is_killed(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has declared the node dead: calls that wait for the stopped raylet would never end."""
+    node = SimpleNamespace(get_node_id=lambda: f"node{os.getpid()}")
+    monkeypatch.setattr(FakeRay, "get_runtime_context", lambda: node, raising=False)
+    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
+    monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "ray_problem", lambda: supervisor_module.NODE_DEAD)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        subprocess.Popen([*sleeper, f"--node_id=node{os.getpid()}"]) as raylet,
+        subprocess.Popen([*sleeper, "--node_id=another"]) as other,
+    ):
+        raylet.send_signal(signal.SIGSTOP)
+        supervisor = EngineSupervisor(group, stall_s=60.0, loads=False)
+        assert raylet.wait(60) == -signal.SIGKILL and other.poll() is None
+        supervisor.close(5.0)
+        other.kill()
 
 
 def test_a_service_that_is_away_for_a_moment_is_asked_again(
