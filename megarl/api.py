@@ -35,7 +35,7 @@ from megarl.config import (
     RunConfig,
     SftConfig,
 )
-from megarl.files import new_file
+from megarl.files import ROOT, new_file
 from megarl.recipe_file import put
 from megarl.recipe_kind import recipe_kind
 from megarl.schema import Config, require, shortened
@@ -51,7 +51,6 @@ INPUTS = "inputs"
 """Folder in the run folder with what the caller of `Trainer` has given as Python objects."""
 LOOK_S = 0.1
 """Seconds between two looks at the files of a run."""
-ROOT = Path(__file__).resolve().parents[1]
 # A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
 # SIGTERM, on which it saves a checkpoint and ends.
 PROGRAM = """import signal, sys
@@ -458,7 +457,7 @@ def _importable(function: Any) -> str:
 
 
 def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
-    """A list of functions, by value; their names here are for messages."""
+    """cloudpickle's bytes of the list of `functions`. Raises `ValueError` if that is impossible."""
     import cloudpickle
 
     try:

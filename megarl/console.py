@@ -54,8 +54,8 @@ class Arguments(argparse.ArgumentParser):
 
 
 def _about_option(found: re.Match[str]) -> str:
-    """The begin of argparse's message about an option, "argument --nodes: ", as part of a
-    sentence.
+    """The name of the option at the beginning of argparse's message, as the subject of a sentence:
+    "argument --nodes: is" becomes "--nodes is". `found`: the match of that beginning.
     """
     return f"{found[1]} has an invalid " if found[2] else f"{found[1]} "
 

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+ROOT = Path(__file__).resolve().parents[1]
+"""Folder in which the package megarl lies: the checkout, or site-packages."""
 RECIPES = Path(__file__).parent / "recipes"
 """Folder of the recipes that come with megarl."""
 

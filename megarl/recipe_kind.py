@@ -28,7 +28,9 @@ def recipe_kind(tree: dict[str, Any], overrides: Sequence[str] = ()) -> type[Any
 
 
 def _count_mistakes(kind: type[AnyConfig], tree: dict[str, Any], words: Sequence[str]) -> int:
-    """How many settings of a recipe a configuration class refuses."""
+    """Number of errors that configuration class `kind` finds in the recipe `tree`, after the words
+    `words` of a command line have replaced settings in a copy of it.
+    """
     changed = copy.deepcopy(tree)
     override(changed, kind, words)
     try:

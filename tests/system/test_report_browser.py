@@ -76,6 +76,8 @@ frame.onload = () => {
 </script>"""
 
 NODE = shutil.which("node")
+with_node = pytest.mark.skipif(NODE is None, reason="there is no node here")
+with_browser = pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
 # The page's script with the least of a document: told are what it adds to each chart.
 DRAW = """
 const {script, steps, charts} = JSON.parse(require("fs").readFileSync(0));
@@ -185,7 +187,7 @@ def drawn_by_node(page: Page) -> dict[str, Any]:
     return drawn
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node here")
+@with_node
 def test_the_script_draws_what_it_is_given(run: Path) -> None:
     page = Page((run / "report.html").read_text(encoding="utf-8"))
     drawn = drawn_by_node(page)
@@ -200,7 +202,7 @@ def test_the_script_draws_what_it_is_given(run: Path) -> None:
     assert float(last[1]) == pytest.approx(1000 * (1 - accuracy), abs=0.1)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
+@with_browser
 @pytest.mark.parametrize("width", [390, 820, 1280])
 def test_in_a_browser(run: Path, tmp_path_factory: pytest.TempPathFactory, width: int) -> None:
     told = browse(run, tmp_path_factory.mktemp("profile"), width)
@@ -235,7 +237,7 @@ def compared(run: Path, tmp_path: Path) -> Path:
     return tmp_path / "page"
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node here")
+@with_node
 def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
     page = Page((compared / "report.html").read_text(encoding="utf-8"))
     accuracy = drawn_by_node(page)["Accuracy in training"]
@@ -247,7 +249,7 @@ def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
     assert all(float(spots[i][1]) <= float(spots[-1 - i][1]) for i in range(50))
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node here")
+@with_node
 def test_the_script_draws_more_values_than_a_call_has_arguments(compared: Path) -> None:
     page = Page((compared / "report.html").read_text(encoding="utf-8"))
     one = page.charts["Accuracy in training"]
@@ -256,7 +258,7 @@ def test_the_script_draws_more_values_than_a_call_has_arguments(compared: Path) 
     assert len(drawn_by_node(page)["Accuracy in training"]["legend"]) == 4000
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
+@with_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_comparison_in_a_browser(
     compared: Path, tmp_path_factory: pytest.TempPathFactory, width: int

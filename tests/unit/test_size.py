@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 30_057, "apps": 8_669, "tests": 35_733, "tools": 7_901}
+LIMITS = {"core": 30_057, "apps": 8_670, "tests": 35_735, "tools": 7_901}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

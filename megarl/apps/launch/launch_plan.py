@@ -211,16 +211,17 @@ def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
 
 
 def ranks_apart(config: AnyConfig) -> dict[str, tuple[int, ...]]:
-    """{dotted section of the recipe, such as "critic": its ranks} of the models that have ranks of
-    their own, which the policy does not use.
+    """{section of the recipe, such as "critic" or "critics.NAME": its ranks} of the models that are
+    placed on trainer ranks which hold no part of the policy.
     """
     roles = config.other_roles if isinstance(config, RunConfig) else {}
     return {name: role.ranks for name, role in roles.items() if role.ranks}
 
 
 def shared_ranks(config: AnyConfig) -> int:
-    """How many ranks of the policy the recipe's colocated engines share GPUs with, one for each GPU
-    of an engine; 0 where engines have GPUs of their own, and for a run without engines.
+    """Number of policy ranks whose GPUs the inference engines use too, if the recipe has
+    `rollout.placement: colocated`: the number of engines times an engine's tensor-parallel size.
+    0 if the engines have GPUs of their own, or the run has no engines.
     """
     if not isinstance(config, RunConfig) or config.rollout.placement != "colocated":
         return 0
@@ -228,10 +229,10 @@ def shared_ranks(config: AnyConfig) -> int:
 
 
 def fewest_ranks(config: AnyConfig) -> int:
-    """The fewest trainer ranks that a run can have: those of the policy (data x sequence x tensor
-    parallelism) plus those that other models have of their own. Where the recipe leaves the number
-    of data-parallel ranks open, the policy has a rank for each GPU of colocated engines, or one
-    data-parallel rank.
+    """The smallest number of trainer ranks with which a run can be started: those of the policy
+    (data x sequence x tensor parallelism), and those that hold other models only. If the recipe has
+    `training.layout.data: 0`, which leaves the number of data-parallel ranks open, the policy has
+    as many ranks as colocated engines have GPUs, or else one data-parallel rank.
     """
     layout, apart = config.training.layout, ranks_apart(config)
     num_apart = len({rank for ranks in apart.values() for rank in ranks})

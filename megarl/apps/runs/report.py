@@ -90,33 +90,32 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
 
 LATE = 20
 """Number of last steps that the warnings of a report look at."""
-NEVER = 2.0
-"""An accuracy that no run reaches."""
+SOLVED = 0.9
+"""Accuracy from which on a run may reject most groups: it solves its problems, which is no fault."""
 AGREE = "see docs/metrics.md, Do trainer and engines agree?"
-RULES: tuple[tuple[str, str, float, str], ...] = (
-    ("groups/rejected", "groups/drawn", 0.9,
+RULES: tuple[tuple[str, str, str], ...] = (
+    ("groups/rejected", "groups/drawn",
      "{sum} of {of} groups were rejected: the problems are too easy or too hard"),
-    ("length/truncated_share", "", NEVER,
+    ("length/truncated_share", "",
      "{mean:.0%} of the responses were cut off: raise the limit that cut them off"),
-    ("verifier/errors verifier/timeouts verifier/nans", "", NEVER,
+    ("verifier/errors verifier/timeouts verifier/nans", "",
      "{sum} rollouts could not be judged and got the reward of a wrong answer: mend the verifier"),
-    ("skipped_steps", "", NEVER,
+    ("skipped_steps", "",
      "{sum} optimizer steps were skipped, since a value was not finite"),
-    ("clip_share", "", NEVER,
+    ("clip_share", "",
      "{mean:.0%} of the tokens were clipped: see docs/metrics.md, Is the optimizer well?"),
-    ("mismatch/mean_abs", "", NEVER,
+    ("mismatch/mean_abs", "",
      f"log-probs of trainer and engines differ by {{mean:.2g}} in the mean: {AGREE}"),
-    ("mismatch/outside_share", "", NEVER,
+    ("mismatch/outside_share", "",
      f"engines gave {{mean:.0%}} of the tokens another probability: {AGREE}"),
-    ("staleness/max", "", NEVER,
+    ("staleness/max", "",
      f"the oldest rollouts were {{mean:.3g}} versions old in the mean: {AGREE}"),
-    ("correction/dropped_share correction/clipped_share", "", NEVER,
+    ("correction/dropped_share correction/clipped_share", "",
      f"algorithm.correction dropped or clipped {{mean:.0%}} of the weights: {AGREE}"),
 )  # fmt: skip
 """The rules of docs/metrics.md as (metrics, which are added up; metric that the sum is divided by,
-"" for the number of steps; accuracy from which on the text is not shown; text). It is shown above
-the bound that `usual_bounds` has for the first metric, if there is one. A run that solves its
-problems rejects most groups, which is no fault."""
+"" for the number of steps; text). The text is shown above the bound that `usual_bounds` has for the
+first metric, if there is one."""
 
 
 def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
@@ -125,13 +124,14 @@ def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
     count for it.
     """
     told, bounds = [], usual_bounds(recipe)
-    for names, divisor, solved_at, text in RULES:
+    for names, divisor, text in RULES:
         late = [one for one in run.metrics[-LATE:] if any(name in one for name in names.split())]
         summed = sum(one.get(name) or 0 for one in late for name in names.split())
         of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
         accuracy = sum(one.get("accuracy") or 0 for one in late)
         most = bounds.get(names.split()[0], float("inf"))
-        if of and summed > most * of and accuracy < solved_at * len(late):
+        is_solved = names == "groups/rejected" and accuracy >= SOLVED * len(late)
+        if of and summed > most * of and not is_solved:
             shown = text.format(sum=f"{summed:,.0f}", of=f"{of:,.0f}", mean=summed / of)
             told.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
     return told

@@ -137,8 +137,8 @@ class Tail:
 
 class RunView:
     """A run folder that is looked at again and again. `view` reads what is new and returns the rows
-    to show; `has_ended` then says whether the run has ended; a killed run
-    counts as ended only after its last step.
+    to show; `has_ended` then says whether the run has ended. A run that was killed counts as ended
+    only if it had done its last step.
     """
 
     def __init__(self, run: Path) -> None:
@@ -189,7 +189,9 @@ def _middle_out(text: object, most: int) -> str:
 
 
 def _cell(text: object, style: str = "") -> Text:
-    """A text that stays on one line and is cut where there is no room."""
+    """A cell of a table with `text` on one line, cut with an ellipsis where the column is too narrow;
+    `style` is a style of rich.
+    """
     return Text(_visible(text), style, no_wrap=True, overflow="ellipsis")
 
 
@@ -204,18 +206,20 @@ def _grid(rows: Sequence[Sequence[RenderableType]], wide: int = -1) -> Table:
 
 
 def _colour(state: str) -> str:
-    """The style of the state of a run or process."""
+    """The colour, as rich's name of a style, for the state of a run or process, such as "alive"."""
     words = {"alive": "green", "finished": "green", "ended": "yellow", "gone": "red"}
     return "red" if state.startswith("stopped") else words.get(state, "dim")
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value is a number with which can be computed, or None, one that was not finite."""
+    """Whether the value of a metric is None (as NaN is written) or a number of size below 2^63, which
+    numpy can hold.
+    """
     return value is None or (isinstance(value, int | float) and abs(value) < 2**63)
 
 
 def _mean(run: Run, name: str) -> float:
-    """A metric's mean over the newest steps that have it; 0 without any."""
+    """Mean of the metric `name` over those of the last 20 steps that have a value; 0 if none has."""
     found = [one[name] for one in run.metrics[-RECENT:] if one.get(name) is not None]
     return fmean(found or [0.0])
 

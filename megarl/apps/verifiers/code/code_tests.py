@@ -201,18 +201,24 @@ def _source(prompt: str, name: str) -> tuple[str, str]:
 
 
 def _setup(row: Mapping[str, Any]) -> str:
-    """What the row says is to be run before its asserts."""
+    """The Python code of a row of a data set that is run before the row's assert statements: its
+    columns `SETUPS`, joined by newlines.
+    """
     parts = [row.get(name) or "" for name in SETUPS]
     return "\n".join("\n".join(one) if isinstance(one, list) else str(one) for one in parts)
 
 
 def _lines(value: Any) -> str:
-    """An input or output as text; some data sets hold it as a list of lines."""
+    """The input or the expected output of a test as one text. `value`: the text, or the list of its
+    lines, as some data sets have it.
+    """
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _decoded(value: Any) -> Any:
-    """Arguments that stand as JSON, one a line, in a text."""
+    """The arguments of a function call as a list of Python values. `value`: a text with an argument
+    in JSON on each line; anything else is returned unchanged.
+    """
     if not isinstance(value, str):
         return value
     try:
