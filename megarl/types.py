@@ -139,6 +139,10 @@ class Segment:
     receipts: list[str] = field(default_factory=list)
     """For each item of `versions`, a digest, in hexadecimal, of the weights that the engine
     computed with; "" where it has none."""
+    follows: int | None = None
+    """Number, in the rollout's list of segments, of the segment that this one continues; None: the
+    one before it. -1: none, a conversation of its own begins. A rollout whose segments are not one
+    chain is a tree: a token attends to its own segment and to those that it continues."""
 
 
 @dataclass(frozen=True, slots=True)
