@@ -131,6 +131,18 @@ def check_tool_variables(config: RunConfig) -> None:
     )
 
 
+def check_agent_prompts(config: RunConfig) -> None:
+    """Raise `ValueError` if an agent would get prompts that a chat template has written: it writes
+    its messages itself.
+    """
+    for place, part in sources(config) if config.environment.agent.is_used else ():
+        require(
+            part.template == "none" or not part.names_data,
+            f"{place}.template is '{part.template}', but the agent (environment.agent) sends its own"
+            f" messages, and the gateway renders them; set {place}.template to 'none'",
+        )
+
+
 def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
     """Iterate over (dotted section of the recipe, settings) of each source of prompts, training and
     held out: "prompts" or "prompts.sources[0]", "evaluation.prompts" and so on.

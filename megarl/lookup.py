@@ -16,6 +16,7 @@ from megarl.errors import UserError
 OF_APPS = {
     "write_report": "megarl.apps.runs.report:write_report",
     "ToolKit": "megarl.apps.tools.tool_kit:ToolKit",
+    "AgentKit": "megarl.apps.gateway.agent_kit:AgentKit",
     "say_protection": "megarl.apps.verifiers.code.code_verifier:say_protection",
     "check_rows": "megarl.apps.verifiers.code.code_verifier:check_rows",
     "final_expression": "megarl.apps.verifiers.mathematics:final_expression",

@@ -136,6 +136,9 @@ class Segment:
     a tool, `turns` at the limit of turns. Empty in environment segments."""
     reward: float = 0.0
     """In an environment segment, the reward for the model segment before it; finite."""
+    max_next: int = 0
+    """In an environment segment, the most tokens of the model's segment that follows; 0: no limit
+    but the rollout's."""
     receipts: list[str] = field(default_factory=list)
     """For each item of `versions`, a digest, in hexadecimal, of the weights that the engine
     computed with; "" where it has none."""

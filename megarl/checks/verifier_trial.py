@@ -52,7 +52,7 @@ def try_verifier(
     `environment.max_failure_share` of the calls fail. Scores do not matter, except that `math` must
     find every reference answer equal to itself.
     """
-    codec = Codec.of(tokenizer, whole=config.tools.are_used, variables=variables)
+    codec = Codec.of(tokenizer, whole=config.needs_template, variables=variables)
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
         part, where = config, "environment"
@@ -62,7 +62,8 @@ def try_verifier(
         failed = [(prompt, verdict) for prompt, verdict in calls if verdict is not None]
         setting = setting_of(part).removeprefix("environment.")
         several = part.tools.functions or part.tools.servers or part.rewards
-        named = part.session or ", ".join(several) or part.verifier
+        agent = part.agent.function or " ".join(part.agent.command)
+        named = part.session or agent or ", ".join(several) or part.verifier
         for prompt, verdict in failed[:1]:
             said = " ".join((verdict.detail or verdict.failure).split())
             require(

@@ -289,7 +289,7 @@ def start_service(
     )
     codec = Codec.of(
         inputs.tokenizer,
-        whole=config.environment.tools.are_used,
+        whole=config.environment.needs_template,
         variables=config.prompts.parts[0].template_variables,
     )
     engines.service = cluster.start_service(
@@ -297,7 +297,7 @@ def start_service(
             service_arguments,
             known,
             handles=list(engines.handles),
-            environment=config.environment,
+            environment=config.environment.within(config.rollout.max_new_tokens),
             codec=codec,
             token=client_token(config.environment),
             ledger=Path(config.folder).absolute() / FILE if records else None,

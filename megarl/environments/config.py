@@ -13,6 +13,7 @@ from megarl.environments.addresses import (
     check_variable,
     is_remote,
 )
+from megarl.environments.agent_config import AgentConfig
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.tools_config import ToolsConfig
 from megarl.environments.verifier_config import (
@@ -123,7 +124,13 @@ class RewardServerConfig(Config):
         check_variable(self.token_variable, "server.token_variable")
 
 
-NO_SESSIONS: dict[str, Any] = {"session": "", "tools": ToolsConfig(), "max_turns": 0, "threads": 1}
+NO_SESSIONS: dict[str, Any] = {
+    "session": "",
+    "tools": ToolsConfig(),
+    "agent": AgentConfig(),
+    "max_turns": 0,
+    "threads": 1,
+}
 """{setting of `EnvironmentConfig`: value} of an environment without sessions."""
 SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
 """Names of verifiers whose settings are a section of the same name."""
@@ -133,7 +140,7 @@ OWN_TOOLS = "but a session class brings its own tools"
 TURNS = Of(
     "has_sessions",
     why="but a verifier has one turn",
-    fix="set environment.session or environment.tools",
+    fix="set environment.session, environment.tools or environment.agent",
 )
 MAPPING = Excludes("rewards", "which adds up rewards as they are")
 
@@ -185,6 +192,14 @@ class EnvironmentConfig(Config):
     ] = section(ToolsConfig)
     """Tools that the model may call; its last response, without a call, is scored by `verifier` or
     `rewards`."""
+    agent: Annotated[
+        AgentConfig,
+        Excludes("session"),
+        Excludes("tools.are_used", "but an agent brings its own tools"),
+        Of("agent.is_used", why="but neither a command nor a function", fix="set one"),
+    ] = section(AgentConfig)
+    """A program or function that calls the model as an OpenAI-compatible server; its answer is
+    scored by `verifier` or `rewards`."""
     code: CodeConfig = section(CodeConfig)
     """How the verifier `code` runs programs."""
     answer_after: str = ""
@@ -413,18 +428,34 @@ class EnvironmentConfig(Config):
     @property
     def has_sessions(self) -> bool:
         """Whether each rollout has a session, an object that replies to the model's turns: a
-        session class or tools are set.
+        session class, tools or an agent are set.
         """
-        return bool(self.session) or self.tools.are_used
+        return bool(self.session) or self.tools.are_used or self.agent.is_used
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether worker processes write chats by the tokenizer's chat template: with tools and
+        agents.
+        """
+        return self.tools.are_used or self.agent.is_used
+
+    def within(self, longest: int) -> Self:
+        """A copy in which the longest conversation of an agent is set, to at most `longest` tokens,
+        the limit of a rollout; the configuration itself without an agent.
+        """
+        if not self.agent.is_used:
+            return self
+        tokens = min(self.agent.context_tokens or longest, longest)
+        return replace(self, agent=replace(self.agent, context_tokens=tokens))
 
     @property
     def needs_verifier(self) -> bool:
         """Whether a verifier must be loaded before the run. False only if the recipe has a session
-        class and sets no verifier: the sessions then return scores themselves. If such a session
-        returns an `Answer` instead of a score, `exact_match` scores the answer.
+        class or an agent and sets no verifier: these may return scores themselves. If they return
+        an `Answer` instead of a score, `exact_match` scores the answer.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
-        return not self.session or named
+        return not (self.session or self.agent.is_used) or named
 
     def without_sessions(self) -> Self:
         """A copy of the configuration without session class and tools, for verifiers that score the

@@ -27,6 +27,8 @@ MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
 to restrict something: the former. It then denies the latter too, unless a rule grants it."""
 MOVES_SINCE = 2
 """First version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
+CONNECT, PORT_RULE = 1 << 1, 2
+"""Right to connect by TCP, which a rule grants for one port (Linux 6.7)."""
 SCOPE_SIGNALS = 1 << 1
 """Signals go to processes of the domain only."""
 SCOPES_SINCE = 6
@@ -60,7 +62,7 @@ def landlock_version() -> int:
     return max(0, libc.syscall(CREATE_RULESET, None, 0, ASK_VERSION))
 
 
-def enter_own_domain(*, mounts: bool) -> bool:
+def enter_own_domain(*, mounts: bool, connects: int = 0) -> bool:
     """Put this thread, and all threads and processes that it starts from now on, into a Landlock
     domain of their own, for good. From inside, memory, environment variables and open files of
     processes outside cannot be read, nor, from Linux 6.12 on, signals be sent to these. Returns
@@ -70,13 +72,17 @@ def enter_own_domain(*, mounts: bool) -> bool:
     `mounts`: whether the process will make mounts in namespaces, as the sandbox of the verifier
     `code` does; before Linux 6.12 no domain allows that, and False is returned. In the domain,
     programs that change the user when they start (sudo, newuidmap) no longer do so. Without
-    `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON.
+    `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON. `connects`: the only TCP port to which
+    connections can be made from inside, from Linux 6.7 on; 0 for any.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
     if version < MOVES_SINCE or (mounts and not has_scopes):
         return False
-    fields = (0, 0, SCOPE_SIGNALS) if has_scopes else (MAKE_BLOCK_DEVICES | MOVE,)
+    network = CONNECT if connects else 0
+    fields = [0, network, SCOPE_SIGNALS] if has_scopes else [MAKE_BLOCK_DEVICES | MOVE]
+    if network and not has_scopes:
+        fields.append(network)
     rules = struct.pack(f"{len(fields)}Q", *fields)
     ruleset = call_libc("syscall", CREATE_RULESET, rules, len(rules), 0)
     if not has_scopes:
@@ -84,6 +90,9 @@ def enter_own_domain(*, mounts: bool) -> bool:
         beneath, rule = 1, struct.pack("=Qi", MOVE, root)  # LANDLOCK_RULE_PATH_BENEATH
         call_libc("syscall", ADD_RULE, ruleset, beneath, rule, 0)
         os.close(root)
+    if network:
+        rule = struct.pack("=QQ", CONNECT, connects)
+        call_libc("syscall", ADD_RULE, ruleset, PORT_RULE, rule, 0)
     call_libc("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call_libc("syscall", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)

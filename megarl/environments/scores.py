@@ -190,6 +190,10 @@ class Outcome:
     """Token ids that the model reads next; None if the rollout has ended."""
     reward: float = 0.0
     """Reward of a session for the turn that `observation` replies to."""
+    follows: int | None = None
+    """Number of the rollout's segment that `observation` continues; see `Observation.follows`."""
+    max_tokens: int = 0
+    """Most tokens of the model's next turn; 0: no limit but the rollout's."""
     answer: str | None = None
     """Final text of a session that has ended, which the recipe's verifier scores."""
     finish: Literal["", "tool_call"] = ""

@@ -114,7 +114,7 @@ class Environment:
         outcome = await self._sessions.begin(key, prompt)
         if outcome.observation is None:
             return self._verdict(outcome, 0)
-        return observed(outcome.observation, outcome.reward) if outcome.observation else None
+        return _segment(outcome) if outcome.observation else None
 
     async def step(
         self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
@@ -129,12 +129,12 @@ class Environment:
         token_ids = segment.arrays.token_ids
         if self._sessions is None:
             return await self.score(prompt, token_ids, num_tokens, truncated)
-        if truncated and self._config.require_stop:
+        if truncated and self._config.require_stop and not self._config.agent.is_used:
             outcome = await self._sessions.cut_off(key, token_ids)
             return replace(self._no_verdict(num_tokens), finish=outcome.finish)
         outcome = await self._sessions.step(key, token_ids)
         if outcome.observation is not None:
-            return observed(outcome.observation, outcome.reward)
+            return _segment(outcome)
         if outcome.answer is not None:
             if self._config.session:  # whose answer need not be what the model wrote
                 prompt = without_opening(prompt, self._config.thinking)
@@ -208,6 +208,12 @@ class Environment:
         if self._sessions is not None:
             await self._sessions.close()
         await self._judge.close()
+
+
+def _segment(outcome: Outcome) -> Segment:
+    """The segment of a session's observation."""
+    found = observed(outcome.observation or [], outcome.reward)
+    return replace(found, follows=outcome.follows, max_next=outcome.max_tokens)
 
 
 def observed(token_ids: Sequence[int], reward: float = 0.0) -> Segment:

@@ -30,6 +30,14 @@ class Observation:
     reward: float = 0.0
     """Reward for the turn that the observation replies to. The rewards of all turns add up with the
     score at the end."""
+    follows: int | None = None
+    """Which segment of the rollout the text continues, for an environment whose conversations
+    branch: a number from 0 in the order of time, where the observation of `start` is segment 0
+    unless it is empty, and the model's turns and the observations follow in turn. None: the model's
+    newest turn. -1: none, the text begins a conversation of its own, without the prompt. With a
+    number the text may be empty: the model answers once more after that segment."""
+    max_tokens: int = 0
+    """Most tokens of the model's next turn; 0: no limit but the rollout's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,8 @@ def setting_of(config: EnvironmentConfig) -> str:
         return "environment.session"
     if config.tools.are_used:
         return "environment.tools"
+    if config.agent.is_used:
+        return "environment.agent"
     if config.mixture:
         return "environment.mixture"
     return "environment.rewards" if config.rewards else "environment.verifier"
@@ -155,6 +157,9 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
         return list(
             dict.fromkeys(split_name(name, f"{setting}.functions")[0] for name in functions)
         )
+    if config.agent.is_used:
+        name = config.agent.function
+        return [split_name(name, f"{setting}.function")[0]] if name else []
     found = [split_name(name, where, OTHERS)[0] for where, name in _own_functions(config)]
     return list(dict.fromkeys(found))
 

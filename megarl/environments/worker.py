@@ -265,16 +265,19 @@ class Host:
         about: Reply = {"tools": []}
         try:
             # Before the user's files are on the path, where one may hide a library.
-            if config.tools.are_used:
-                of_app("ToolKit")
+            kind = (
+                "ToolKit" if config.tools.are_used else "AgentKit" if config.agent.is_used else ""
+            )
+            if kind:
+                of_app(kind)
             verifiers.import_built_in(config)
             own = verifiers.own_files(config)
             if config.isolate and (config.has_sessions or own):
                 enter_own_domain(mounts=bool(config.programs))
             with ending_forks():
                 user_code.prepare_imports(own, sources)
-                if config.tools.are_used:
-                    kit = of_app("ToolKit")(config, codec, sources)
+                if kind:
+                    kit = of_app(kind)(config, codec, sources)
                     self._loop.run_until_complete(kit.start())
                     about["tools"], self._make = kit.schemas, kit.session
                 elif config.has_sessions:
@@ -379,7 +382,7 @@ class Host:
             if not isinstance(found, Observation):
                 return self._score(found)
             reply = await self._observation(found)
-            if not reply["observation"]:
+            if not reply["observation"] and found.follows is None:
                 raise ValueError(
                     f"the session's step returned the observation {found.text!r:.80}, which has no"
                     " tokens in the model's tokenizer"
@@ -445,7 +448,8 @@ class Host:
             )
         reward = read_score(found.reward).reward
         ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
-        return {"observation": ids, "reward": reward}
+        place = {"follows": found.follows, "max_tokens": found.max_tokens}
+        return {"observation": ids, "reward": reward} | place
 
 
 def _said(error: BaseException) -> str:

@@ -139,9 +139,10 @@ class Attempts:
         ids, route = np.asarray(prompt.token_ids, dtype=np.int32), RequestRoute()
 
         async def generate(earlier: list[Segment], turn: int, max_tokens: int) -> Segment:
+            begins_anew = bool(earlier) and earlier[0].follows == -1
             return await self.engines.generate(
                 prompt,
-                ids,
+                ids[:0] if begins_anew else ids,
                 earlier,
                 seed=self.seed(*place, *([turn] if turn else [])),
                 max_tokens=max_tokens,
@@ -169,11 +170,13 @@ class Attempts:
                     return [await generate([], 0, 1)], replace(
                         verdict, failure="error", detail=detail, judged=True
                     )
-        turn, used = 0, sum(part.num_tokens for part in segments)
+        turn = 0
         while True:
-            part = await generate(segments, turn, self.max_new_tokens - used)
+            earlier = path(segments)
+            room = self.max_new_tokens - sum(one.num_tokens for one in earlier)
+            asked = segments[-1].max_next if segments else 0
+            part = await generate(earlier, turn, min(room, asked) if asked else room)
             segments.append(part)
-            used += part.num_tokens
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             with self.scoring.request():
                 answer = await self.environment.step(key, prompt, part, num_tokens=said)
@@ -181,18 +184,33 @@ class Attempts:
             if isinstance(answer, Verdict):
                 segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer
-            if reached := self._limit_reached(part, turn, used + answer.num_tokens):
+            if answer.follows == len(segments) - 1:
+                answer = replace(answer, follows=None)
+            used = sum(one.num_tokens for one in path([*segments, answer]))
+            if reached := self._limit_reached(turn, used):
                 segments[-1] = replace(part, finish=reached)
                 verdict = await self.environment.cut_off(key, said)
                 return segments, replace(verdict, reward=verdict.reward + answer.reward)
             segments.append(answer)
-            used += answer.num_tokens
             turn += 1
 
-    def _limit_reached(self, part: Segment, turn: int, used: int) -> Literal["", "length", "turns"]:
+    def _limit_reached(self, turn: int, used: int) -> Literal["", "length", "turns"]:
         """Which limit keeps the model from replying to an observation, if one does. `used`: tokens
-        of the rollout, observation included.
+        that the model would have read after the prompt, observation included.
         """
-        if part.finish == "length" or used >= self.max_new_tokens:
+        if used >= self.max_new_tokens:
             return "length"
         return "turns" if turn + 1 == self.max_turns else ""
+
+
+def path(segments: Sequence[Segment]) -> list[Segment]:
+    """Those of a rollout's `segments` that the last one continues, and the last one, in order: all
+    of them, unless the rollout is a tree (`Segment.follows`).
+    """
+    found: list[Segment] = []
+    number = len(segments) - 1
+    while number >= 0:
+        found.append(segments[number])
+        follows = segments[number].follows
+        number = number - 1 if follows is None else follows
+    return found[::-1]

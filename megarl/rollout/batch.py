@@ -269,10 +269,11 @@ def _plans(groups: list[Group]) -> list[SamplePlan]:
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
         for rollout in _members(group):
+            begins_anew = rollout.segments[0].follows == -1
             made.append(
                 SamplePlan(
                     len(made),
-                    prompt_ids,
+                    prompt_ids[:0] if begins_anew else prompt_ids,
                     rollout.segments,
                     rollout.verdict.reward,
                     is_trained=rollout is not group.greedy,

@@ -121,7 +121,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         sampling=config.rollout.sampling,
     )
     engine = RecordedEngine(load=True, **arguments)
-    codec = Codec.of(inputs.tokenizer, whole=config.environment.tools.are_used)
+    codec = Codec.of(inputs.tokenizer, whole=config.environment.needs_template)
     environment = Environment(config.environment, codec)
     await asyncio.gather(engine.start(), environment.start())
     try:

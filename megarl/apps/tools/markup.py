@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.apps.tools.tool import Schema
-from megarl.chat_template import SAID, ChatTemplate, Variables, end_of_turn
+from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_turn
 from megarl.schema import require
 
 SETTING = "environment.tools: the chat template"
@@ -34,9 +34,9 @@ class TurnMarkup:
     def __init__(
         self, tokenizer: Any, schemas: Sequence[Schema], variables: Variables | None = None
     ) -> None:
-        """`tokenizer`: of transformers. `schemas`: the tools, as dicts in OpenAI's format; at least
-        one. `variables`: of the chat template. Raises `ValueError` if the template does not show
-        tools or their results.
+        """`tokenizer`: of transformers. `schemas`: the tools, as dicts in OpenAI's format; empty
+        where each conversation brings its own (`following`). `variables`: of the chat template.
+        Raises `ValueError` if the template does not show the tools or their results.
         """
         self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
@@ -49,6 +49,8 @@ class TurnMarkup:
         self._least_held = len(before) + len(end) if found else max(1, len(self._closing))
         """Least number of characters of `_closing` that the model can have written: up to the token
         that ends a turn. Without this, a `<` at the end of a text would pass for a part of it."""
+        if not names:
+            return
         fix = "use a model whose template does, or put one beside the tokenizer"
         fix += " (chat_template.jinja)"
         missing = ", ".join(name for name in names if name not in self._asked)
@@ -71,12 +73,37 @@ class TurnMarkup:
         `said`: the model's turn, decoded with special tokens; what it already holds of the end of a
         turn is not written twice.
         """
-        whole = self._with_results(names, results)
+        return self._after_turn(said, self._with_results(names, results), self._asked)
+
+    def following(
+        self, said: str, turn: Turn, messages: Sequence[Turn], tools: Sequence[Schema]
+    ) -> str:
+        """The text to append to a turn of the model in any conversation: the end of the turn,
+        `messages` in the template's markup, and the beginning of the model's next turn.
+
+        `said`: the model's turn, decoded with special tokens. `turn`: the same as a message, of
+        which only the tool calls are used, as results may follow. `tools`: of the conversation.
+        Raises `ValueError` if the chat template cannot write such a conversation.
+        """
+        calls = turn.get("tool_calls")
+        shown = {"content": "", "tool_calls": calls} if calls else {"content": SAID}
+        asked = self._render([ASKED], tools=tools)
+        chat = [ASKED, {"role": "assistant"} | shown, *messages]
+        return self._after_turn(said, self._render(chat, asks=True, tools=tools), asked)
+
+    def whole(self, chat: Sequence[Turn], tools: Sequence[Schema]) -> str:
+        """A conversation as the model reads it before it answers. Raises `ValueError` if the chat
+        template refuses it.
+        """
+        return self._render(chat, asks=True, tools=tools)
+
+    def _after_turn(self, said: str, whole: str, asked: str) -> str:
+        """What follows the model's turn in `whole`, which begins with the question `asked`."""
         # The turn of the model is the first after the question, and its calls hold no such mark.
-        place = whole.find(self._closing, len(self._asked)) if self._closing else -1
+        place = whole.find(self._closing, len(asked)) if self._closing else -1
         require(
             place >= 0,
-            f"{SETTING} writes no end of a turn of the model before the results of its calls, so"
+            f"{SETTING} writes no end of a turn of the model before what follows it, so"
             " that no observation can be appended; use another chat template",
         )
         return self._closing[self._held(said) :] + whole[place + len(self._closing) :]
@@ -111,9 +138,16 @@ class TurnMarkup:
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
         return self._render([ASKED, turn, *told], asks=True)
 
-    def _render(self, chat: Sequence[dict[str, Any]], *, asks: bool = False) -> str:
+    def _render(
+        self,
+        chat: Sequence[Turn],
+        *,
+        asks: bool = False,
+        tools: Sequence[Schema] | None = None,
+    ) -> str:
+        shown = self._schemas if tools is None else tools
         try:
-            return self._template.text(chat, "", asks=asks, tools=self._schemas)
+            return self._template.text(chat, "", asks=asks, tools=shown)
         except ValueError as error:
             raise ValueError(
                 f"{SETTING} refuses a conversation with tool calls: {error.__cause__}; use a model"

@@ -66,11 +66,17 @@ class CallReader:
         """The calls in `text`, a response decoded with special tokens; empty if there is none.
         Raises `CallError` if there is a call that cannot be read.
         """
+        return self.parse(text)[1]
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        """(what stands beside the calls, the calls) in `text`, a response decoded with special
+        tokens. Raises `CallError` if there is a call that cannot be read.
+        """
         found = self._parser.extract_tool_calls(text, self._request)
         calls = [Call(one.function.name, one.function.arguments) for one in found.tool_calls or ()]
         if not calls and any(mark in text for mark in self._starts):
             raise CallError("the tool call could not be read; write it as one JSON object")
-        return calls
+        return found.content or "", calls
 
     def is_open(self, text: str) -> bool:
         """Whether `text`, a response decoded with special tokens, ends inside a tool call. Always

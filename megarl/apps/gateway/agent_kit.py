@@ -1,0 +1,283 @@
+"""Runs agents, programs or async functions that call the model by HTTP, as sessions of the
+environment: what the agent asks becomes an observation, what the model answers goes back to it.
+
+    await AgentKit(config, codec, sources).start(), then kit.session() for each rollout
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+
+from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_program
+from megarl.apps.gateway.calls import ApiError, Call, Choice, call_id
+from megarl.apps.gateway.conversations import Conversations, plain
+from megarl.apps.tools.markup import TurnMarkup
+from megarl.apps.tools.parsers import CallReader
+from megarl.apps.tools.tool import CallError, Schema
+from megarl.data.rows import canonical_json
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.session import Answer, Observation
+from megarl.environments.user_calls import LimitExceeded
+from megarl.environments.user_code import Sources, own_function
+from megarl.schema import require
+from megarl.types import Prompt
+
+FUNCTION = "environment.agent.function"
+
+
+class AgentKit:
+    """The agent of a recipe in one worker process of the environment: `start` loads it and opens
+    the HTTP server that its rollouts share, `session` makes the environment of one rollout.
+    """
+
+    schemas: list[Schema] = []
+    """Empty: an agent brings its tools with its calls."""
+
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> None:
+        """`codec`: holds the model's tokenizer; with None the agent is only loaded, for the check
+        before a run. `sources`: {absolute path of a Python file: its content}.
+        """
+        self.config, self.settings, self._sources = config, config.agent, sources
+        self._codec = codec
+        self.sessions: dict[str, AgentSession] = {}
+        """{key of a rollout's calls: its session}"""
+        self._readers: dict[str, CallReader] = {}
+        self.serving: asyncio.Task[None] | None = None
+        """The task of the server, which would end without a reference to it."""
+
+    async def start(self) -> None:
+        """Load the agent and, with a codec, open the server on a free port of this machine. Raises
+        `ValueError` for an agent that cannot be run, or a tokenizer without a chat template.
+        """
+        settings = self.settings
+        if settings.command:
+            isolate = self.config.isolate
+            self.command = check_command(
+                settings.command, network=settings.network, isolate=isolate
+            )
+        else:
+            self.function = own_function(settings.function, FUNCTION, sources=self._sources)
+            require(
+                inspect.iscoroutinefunction(self.function),
+                f"{FUNCTION} is '{settings.function}', which is no async function; write it as"
+                " `async def name(prompt, client)`",
+            )
+        if self._codec is None:
+            return
+        require(
+            self.codec.tokenizer.chat_template,
+            "environment.agent needs a model whose tokenizer has a chat template; put one beside"
+            " the tokenizer (chat_template.jinja)",
+        )
+        self.markup = TurnMarkup(self.codec.tokenizer, (), self.codec.variables)
+        from megarl.apps.gateway.server import serve  # imports vLLM's protocol, for seconds
+
+        self.port = await serve(self)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec with the model's tokenizer."""
+        assert self._codec is not None
+        return self._codec
+
+    @property
+    def url(self) -> str:
+        """Address of the server, without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def session(self) -> AgentSession:
+        """A new session: one rollout, which runs the agent once."""
+        return AgentSession(self)
+
+    def run(self, prompt: Prompt, key: str) -> Awaitable[Any]:
+        """Run the agent on `prompt`, with `key` for its calls: its answer or score. Ends it when
+        cancelled.
+        """
+        settings = self.settings
+        if not settings.command:
+            return self._call(prompt, key)
+        variables = {
+            settings.url_variable: f"{self.url}/v1",
+            settings.key_variable: key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+        }
+        port = str(self.port) if settings.network == "gateway" else "0"
+        port = port if self.config.isolate else "none"
+        return run_program(self.command, prompt, settings.columns, variables, port)
+
+    async def _call(self, prompt: Prompt, key: str) -> Any:
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key) as client:
+            answer = await self.function(prompt, client)
+        return Answer(answer) if isinstance(answer, str) else answer
+
+    def read(self, token_ids: np.ndarray, tools: list[Schema]) -> tuple[str, Choice]:
+        """(the model's turn with special tokens, the same as the agent reads it). `token_ids`: [T]
+        ids of the turn. `tools`: those that it may call.
+        """
+        said = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        text, calls = self.codec.decode(token_ids), []
+        if tools:
+            try:
+                beside, found = self._reader(tools).parse(self.markup.without_closing(said))
+            except CallError:
+                found = []  # what cannot be read is text, as other servers have it
+            if found:
+                text = beside
+                calls = [
+                    {
+                        "id": call_id(),
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in found
+                ]
+        ended = len(token_ids) and int(token_ids[-1]) in self.codec.ends
+        finish = "tool_calls" if calls else "stop" if ended else "length"
+        return said, Choice(text, calls, finish, len(token_ids))
+
+    def _reader(self, tools: list[Schema]) -> CallReader:
+        key = canonical_json(tools)
+        if key not in self._readers:
+            reader = CallReader(self.settings.parser, self.codec.tokenizer, tools)
+            self._readers = dict(list(self._readers.items())[-63:]) | {key: reader}
+        return self._readers[key]
+
+
+class AgentSession:
+    """One rollout: one run of the agent. Its calls wait in a queue, and the model answers one after
+    the other.
+    """
+
+    limits_its_calls = True
+    """True: the time of a turn is that of the agent, which has a limit of its own for the rollout.
+    """
+
+    def __init__(self, kit: AgentKit) -> None:
+        self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
+        self.calls: asyncio.Queue[Call] = asyncio.Queue()
+        """Calls that wait to be answered."""
+        self._conversations = Conversations(kit.markup)
+        self._agent: asyncio.Future[Any] | None = None
+        self._call: Call | None = None
+        """The call that the model answers at present."""
+        self._context, self._asked_at = 0, 0
+        """Tokens that the model has read for this call, and the segment with the last of them."""
+        self._segments, self._turns = 0, 0
+        self._left_s = kit.settings.time_limit_s
+        kit.sessions[self.key] = self
+
+    async def start(self, prompt: Prompt) -> Observation:
+        """Start the agent and wait for its first call. Returns what the model reads; if the agent
+        ends without a call, the prompt's text, so that the rollout has something to end with.
+        """
+        self._agent = asyncio.ensure_future(self.kit.run(prompt, self.key))
+        return await self._observation() or Observation(prompt.text or "?", max_tokens=1)
+
+    async def step(self, text: str, token_ids: np.ndarray) -> Any:
+        """Give the model's turn to the agent, and wait for its next call. Returns what the model
+        reads next or, if the agent has ended, its answer or score. `token_ids`: [T] int32.
+        """
+        if self._call is None:
+            self._result()
+            raise AgentFailed("the agent made no call; see that it asks the server at its URL")
+        self._record(token_ids)
+        found = await self._observation()
+        return self._result() if found is None else found
+
+    def _record(self, token_ids: np.ndarray) -> None:
+        """Note the model's turn, and answer the call with it if it is the last asked for."""
+        assert self._call is not None
+        said, choice = self.kit.read(token_ids, self._call.tools)
+        number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
+        chat, tokens = [*self._call.chat, plain(choice.message)], self._context + len(token_ids)
+        self._conversations.record(number, tokens, chat, self._call.tools, said)
+        self._call.add(choice)
+
+    async def _observation(self) -> Observation | None:
+        """What the model reads to answer the next call; None if the agent has ended."""
+        call = self._call
+        if call is not None and not call.answer.done():  # another answer to the same call
+            self._segments += 1
+            return Observation("", follows=self._asked_at, max_tokens=self._room(call))
+        while True:
+            call = self._call = await self._next()
+            if call is None:
+                return None
+            if call.answer.cancelled():
+                continue
+            try:
+                place = self._conversations.place(call.chat, call.tools)
+                self._context = place.tokens + len(self.kit.codec.encode(place.text))
+                call.prompt_tokens = self._context
+                room = self._room(call)
+            except (ApiError, ValueError) as error:
+                call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
+                continue
+            self._asked_at = self._segments if place.text else place.follows
+            self._conversations.record(self._asked_at, self._context, call.chat, call.tools, None)
+            self._segments += 1
+            return Observation(place.text, follows=place.follows, max_tokens=room)
+
+    def _room(self, call: Call) -> int:
+        """Most tokens of the model's answer to `call`; raises `ApiError` if there is no room."""
+        longest = self.kit.settings.context_tokens
+        if longest and self._context >= longest:
+            raise ApiError(
+                f"This model's maximum context length is {longest} tokens, and the messages have"
+                f" {self._context}; shorten them",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        limits = [one for one in (longest and longest - self._context, call.max_tokens) if one]
+        return min(limits, default=0)
+
+    async def _next(self) -> Call | None:
+        """The next call; None once the agent has ended. Raises `LimitExceeded` if the agent takes
+        too long.
+        """
+        assert self._agent is not None
+        began, asked = time.monotonic(), asyncio.ensure_future(self.calls.get())
+        try:
+            either = {asked, self._agent}
+            await asyncio.wait(either, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._agent.done():
+                return None
+            if not asked.done():
+                limit_s = self.kit.settings.time_limit_s
+                raise LimitExceeded(
+                    f"the agent took longer than environment.agent.time_limit_s = {limit_s:g} s"
+                )
+            return asked.result()
+        finally:
+            asked.cancel()
+            self._left_s -= time.monotonic() - began
+
+    def _result(self) -> Any:
+        """What the agent, which has ended, has answered; raises what it has raised."""
+        assert self._agent is not None
+        answer = self._agent.result()
+        if isinstance(answer, Answer):
+            own = {"calls": float(self._turns), "conversations": float(self._conversations.started)}
+            return Answer(answer.text, own | answer.metrics)
+        return answer
+
+    async def close(self) -> None:
+        """End the agent, and refuse its calls from now on."""
+        self.kit.sessions.pop(self.key, None)
+        waiting = [self.calls.get_nowait() for _ in range(self.calls.qsize())]
+        for call in filter(None, [self._call, *waiting]):
+            call.fail(ApiError("the rollout has ended, at a limit of the run", code="ended"))
+        if self._agent is not None:
+            self._agent.cancel()
+            await asyncio.wait([self._agent])

@@ -1,0 +1,163 @@
+"""The process of an agent: started for one rollout in an empty folder, kept from everything but its
+folder's content and the gateway, ended with all that it has started.
+
+    await run_program(...) -> its answer, or a score
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.environments.isolation import landlock_version
+from megarl.environments.session import Answer
+from megarl.schema import require
+from megarl.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
+MOST_OUTPUT = 2**20
+"""Bytes of an agent's output that are kept: of its standard output the last, which hold the
+answer."""
+ERROR_BYTES = 2000
+CLOSE_WITHIN_S = 1.0
+"""Seconds that the output of an agent which has ended is still read for, as a process that it has
+left behind may hold it open."""
+NETWORK_SINCE = 4
+"""First version of Landlock that can restrict TCP connections (Linux 6.7)."""
+STARTER = """import os, sys
+sys.path.insert(0, sys.argv[1])
+from megarl.environments.isolation import call_libc, enter_own_domain
+call_libc("prctl", 1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[2]):
+    os._exit(1)
+if sys.argv[3] != "none":
+    enter_own_domain(mounts=False, connects=int(sys.argv[3]))
+os.execvp(sys.argv[4], sys.argv[4:])"""
+"""Program that becomes the agent: arguments are where megarl lies, the id of its parent process,
+the port that the agent may connect to (0: any; "none": no domain), and the agent's command."""
+
+
+class AgentFailed(Exception):
+    """Raised if an agent ends without an answer."""
+
+
+def check_command(command: Sequence[str], *, network: str, isolate: bool) -> list[str]:
+    """The command of `environment.agent`, ready to be run in another folder: `python` is this
+    Python, and words that name files are absolute. Raises `ValueError` if there is no such program,
+    or the kernel cannot keep it from the network.
+    """
+    found = [str(Path(word).resolve()) if Path(word).exists() else word for word in command]
+    if command[0] in ("python", "python3"):
+        found[0] = sys.executable
+    require(
+        shutil.which(found[0]) is not None,
+        f"environment.agent.command begins with '{command[0]}', and there is no such program; set"
+        " one that is on the PATH, or its path",
+    )
+    scripts = [word for word in command[1:2] if word.endswith((".py", ".sh"))]
+    require(
+        all(Path(word).exists() for word in scripts),
+        f"environment.agent.command names {', '.join(scripts)}, but there is no such file; set the"
+        " path of one there is",
+    )
+    require(
+        network == "open" or not isolate or landlock_version() >= NETWORK_SINCE,
+        "environment.agent.network is 'gateway', but this kernel cannot keep a program from other"
+        " connections (Linux 6.7 or newer, with Landlock); set environment.agent.network to 'open'",
+    )
+    return found
+
+
+async def run_program(
+    command: Sequence[str],
+    prompt: Prompt,
+    columns: Sequence[str],
+    variables: Mapping[str, str],
+    port: str,
+) -> Any:
+    """Run an agent's program once and return what it answers: an `Answer` with its standard output
+    or, if it wrote JSON to the file that MEGARL_RESULT names, that value, a score. Ends the program
+    when cancelled. Raises `AgentFailed` if it ends with an error.
+
+    `command`: as `check_command` returns it. `columns`: of the data row that it may see.
+    `variables`: further environment variables. `port`: see `STARTER`.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl_agent_", ignore_cleanup_errors=True) as place:
+        folder, work = Path(place), Path(place) / "work"
+        work.mkdir()
+        told = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
+        (folder / "prompt.json").write_text(json.dumps(told, default=str))
+        own = {
+            "MEGARL_PROMPT": str(folder / "prompt.json"),
+            "MEGARL_RESULT": str(folder / "result.json"),
+            "HOME": str(work),
+        }
+        words = [word.replace("{prompt}", prompt.text) for word in command]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port, *words),
+            cwd=work,
+            env=dict(os.environ) | own | dict(variables),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        reading = [
+            asyncio.create_task(_last(process.stdout, MOST_OUTPUT)),
+            asyncio.create_task(_last(process.stderr, ERROR_BYTES)),
+        ]
+        try:
+            code = await process.wait()
+            await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
+            said, complained = (one.result() if one.done() else b"" for one in reading)
+            if code:
+                last = complained.decode(errors="replace").strip().splitlines()[-1:]
+                how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+                raise AgentFailed(
+                    f"the agent ended with {how}{''.join(f': {one}' for one in last)}"
+                )
+            return _answer(folder / "result.json", said)
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.to_thread(_end, process.pid)
+
+
+def _answer(result: Path, said: bytes) -> Any:
+    """What an agent that has ended without an error answers."""
+    try:
+        return json.loads(result.read_bytes())
+    except FileNotFoundError:
+        return Answer(said.decode(errors="replace").strip())
+    except (OSError, ValueError) as error:
+        raise AgentFailed(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
+
+
+async def _last(reader: asyncio.StreamReader, most: int) -> bytes:
+    """The last `most` bytes of a stream, which is read to its end."""
+    kept = b""
+    while chunk := await reader.read(2**16):
+        kept = (kept + chunk)[-most:]
+    return kept
+
+
+def _end(pid: int) -> None:
+    """Kill the process, and all processes that it has started, as far as they can be found."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

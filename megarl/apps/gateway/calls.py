@@ -1,0 +1,93 @@
+"""A call of an agent on its way through the gateway, whatever the form of its request was."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megarl.chat_template import Turn
+
+Kind = Literal["invalid_request_error", "authentication_error", "not_found_error", "api_error"]
+
+
+class ApiError(Exception):
+    """Raised for a call that cannot be answered. It becomes a response of the API's own form, with
+    HTTP status `status`, the message, and `code`, a word for programs.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def kind(self) -> Kind:
+        """The `type` of the error in the API."""
+        kinds: dict[int, Kind] = {401: "authentication_error", 404: "not_found_error"}
+        return kinds.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of the model to a call: `text` beside the tool calls, `calls` in OpenAI's format,
+    why it ended, and the number of sampled tokens.
+    """
+
+    text: str
+    calls: list[dict[str, Any]]
+    finish: Literal["stop", "length", "tool_calls"]
+    tokens: int
+
+    @property
+    def message(self) -> Turn:
+        """The answer as a message of a chat."""
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": "assistant", "content": self.text or (None if self.calls else ""), **calls}
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an agent: the conversation that it sends and how many answers it asks for. The HTTP
+    server waits for `answer`, which the session of the rollout sets.
+    """
+
+    chat: list[Turn]
+    """Messages, as `conversations.plain` returns them."""
+    tools: list[dict[str, Any]]
+    """In OpenAI's format; empty if the model is not to call any."""
+    max_tokens: int = 0
+    """Most tokens of each answer; 0: no limit but that of the conversation."""
+    count: int = 1
+    """Answers asked for."""
+    prompt_tokens: int = 0
+    """Tokens of the conversation before the answer; set once it was written for the model."""
+    choices: list[Choice] = field(default_factory=list)
+    """The answers so far."""
+    answer: asyncio.Future[list[Choice]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Resolves to the answers, or raises `ApiError`."""
+
+    def add(self, choice: Choice) -> None:
+        """Note one answer; after the last, the call is answered."""
+        self.choices.append(choice)
+        if len(self.choices) == self.count and not self.answer.done():
+            self.answer.set_result(self.choices)
+
+    def fail(self, error: ApiError) -> None:
+        """End the call with an error, if it is not answered."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+def call_id() -> str:
+    """A new id of a tool call: nine letters and digits, as the templates of Mistral's models
+    require.
+    """
+    return re.sub(r"\W|_", "a", secrets.token_urlsafe(9))[:9]

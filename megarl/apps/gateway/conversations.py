@@ -1,0 +1,145 @@
+"""The conversations of one rollout, as a tree: where a call of the agent continues what was sampled
+before, and what the model has to read beyond that.
+
+    Conversations.place(chat, tools) -> Place(follows, text)
+    Conversations.record(number, chat, tools, answer)
+
+An agent sends its whole conversation with each call. Where its beginning is a conversation that was
+recorded, the recorded tokens are kept, and only what is new is written by the chat template. Where
+the agent has changed, shortened or dropped earlier messages, or is another agent, a conversation of
+its own begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from megarl.apps.tools.markup import TurnMarkup
+from megarl.chat_template import Tools, Turn
+from megarl.data.rows import canonical_json
+
+RAW = "text"
+"""Role of a text that no chat template writes, the only message of its conversation."""
+NEW = -1
+"""Value of `Place.follows` for a conversation of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call stands in a rollout's tree of segments: `follows`, the number of the segment
+    that it continues, or -1, and `text`, what the model reads after that segment before it answers.
+    """
+
+    follows: int
+    text: str
+    tokens: int
+    """Tokens of the conversation up to the end of the segment `follows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A point of the tree at which another call may continue."""
+
+    number: int
+    """Of the segment whose end this is."""
+    tokens: int
+    """Tokens of the conversation up to here."""
+    said: str | None
+    """The model's turn with special tokens, if the segment is one; None for what it answered to."""
+
+
+def comparable(turn: Turn) -> str:
+    """A text that is equal for messages {role, content, tool_calls, ...} that mean the same: the
+    contents are equal but for white space around them, and the calls have the same names and
+    arguments. Ids of calls and empty fields do not count.
+    """
+    calls = []
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function") or {}
+        calls.append([function.get("name"), function.get("arguments")])
+    said = (turn.get("content") or "").strip()
+    return canonical_json([turn["role"], said, calls])
+
+
+def plain(message: dict[str, Any]) -> Turn:
+    """A message of a chat request, in OpenAI's format, as chat templates read it: content parts
+    joined to one text, the arguments of calls as an object, empty fields left out. Raises
+    `ValueError` for content that is no text.
+    """
+    turn = {key: value for key, value in message.items() if value not in (None, [], "")}
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {part.get("type") for part in content} - {"text", "refusal"}
+        if kinds:
+            raise ValueError(
+                f"messages may hold text only, and one has {', '.join(map(str, kinds))}"
+            )
+        content = "".join(part.get("text") or "" for part in content)
+    turn["content"] = content or ""
+    turn["role"] = "system" if turn.get("role") == "developer" else turn.get("role", "user")
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = [_as_object(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _as_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, a JSON text, are read, as far as they can be."""
+    function = dict(call.get("function") or {})
+    with contextlib.suppress(TypeError, ValueError):
+        function["arguments"] = json.loads(function.get("arguments") or "{}")
+    return dict(call) | {"function": function}
+
+
+class Conversations:
+    """What the model was asked and has answered in one rollout, by which a later call is found to
+    continue an earlier one. `place` for each call, `record` for each answer.
+    """
+
+    def __init__(self, markup: TurnMarkup) -> None:
+        """`markup`: of the model's chat template."""
+        self._markup = markup
+        self._known: dict[bytes, _Recorded] = {}
+        """{digest of messages and tools: the end of the segment at which they end}"""
+        self.started = 0
+        """Conversations of their own that have begun."""
+
+    def place(self, chat: Sequence[Turn], tools: Tools) -> Place:
+        """Where the call with the messages `chat` and `tools` (as `plain` returns them, and in
+        OpenAI's format) continues the rollout. Raises `ValueError` if the chat template refuses it.
+        """
+        keys = _keys(chat, tools)
+        asked = self._known.get(keys[-1])
+        if asked is not None:  # the same again: one more answer
+            return Place(asked.number, "", asked.tokens)
+        for length in range(len(chat) - 1, 0, -1):
+            before = self._known.get(keys[length - 1])
+            if before is None or before.said is None:
+                continue
+            text = self._markup.following(before.said, chat[length - 1], chat[length:], tools)
+            return Place(before.number, text, before.tokens)
+        self.started += 1
+        is_raw = chat[0]["role"] == RAW
+        return Place(NEW, chat[0]["content"] if is_raw else self._markup.whole(chat, tools), 0)
+
+    def record(
+        self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools, said: str | None
+    ) -> None:
+        """Remember that the conversation `chat` ends with segment `number` of the rollout, and has
+        `tokens` tokens. `said`: the model's last turn with special tokens; None where the last
+        message is not the model's, and the segment is what was written for it.
+        """
+        self._known[_keys(chat, tools)[-1]] = _Recorded(number, tokens, said)
+
+
+def _keys(chat: Sequence[Turn], tools: Tools) -> list[bytes]:
+    """For each beginning of a chat, of 1, 2, ... messages, a digest that no other has."""
+    found, digest = [], blake2b(canonical_json(list(tools)).encode(), digest_size=16)
+    for turn in chat:
+        digest.update(b"\n" + comparable(turn).encode())
+        found.append(digest.copy().digest())
+    return found

@@ -1,0 +1,246 @@
+"""The forms of the APIs that the gateway speaks: how a request becomes a `Call`, and how the
+answers become a response, or the events of a streamed one.
+
+To add one: write a class with the methods of `Form`, and put an object of it into `FORMS`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from megarl.apps.gateway.calls import ApiError, Call, Choice
+from megarl.apps.gateway.conversations import RAW, plain
+
+Event = tuple[str, dict[str, Any] | str]
+"""(name, or "" for none; data as JSON or text) of a server-sent event."""
+MOST_CHOICES = 128
+
+NOT_GIVEN = (None, False, 0, [], {}, "", "auto", {"type": "text"})
+"""Values of settings that ask for nothing."""
+REFUSED = {
+    "logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
+    "top_logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
+    "stop": "where the model stops is the run's: set rollout.stop in the recipe",
+    "response_format": "a constrained answer is not sampled from the model that is trained",
+    "structured_outputs": "a constrained answer is not sampled from the model that is trained",
+    "frequency_penalty": "it would change what is sampled from the model that is trained",
+    "presence_penalty": "it would change what is sampled from the model that is trained",
+    "logit_bias": "it would change what is sampled from the model that is trained",
+    "echo": "the prompt is not repeated",
+    "suffix": "the model writes from left to right",
+}
+"""{setting of a request that must not be set: why}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read: the call, the model's name, and how to answer."""
+
+    call: Call
+    model: str
+    is_stream: bool
+    has_usage: bool = True
+    """Whether a streamed answer ends with the numbers of tokens."""
+
+
+class Form(Protocol):
+    """One API: the address of its requests, and its texts."""
+
+    path: ClassVar[str]
+
+    def read(self, body: Any) -> Asked:
+        """The request of JSON data `body`. Raises `ApiError`, or `ValueError` for what is no
+        request of this API.
+        """
+        ...
+
+    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The response as JSON data."""
+        ...
+
+    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+        """The events of a streamed response."""
+        ...
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The response to a call that is refused."""
+        ...
+
+
+def refuse_settings(request: Any) -> None:
+    """Raise `ApiError` for a setting of the request that a run of training cannot have."""
+    for name, why in REFUSED.items():
+        found = getattr(request, name, None)
+        found = found.model_dump(exclude_none=True) if hasattr(found, "model_dump") else found
+        if found not in NOT_GIVEN:
+            raise ApiError(
+                f"`{name}` is not supported: {why}; leave it out", code="unsupported", param=name
+            )
+    count = getattr(request, "n", None)
+    if count is not None and not 1 <= count <= MOST_CHOICES:
+        raise ApiError(f"`n` is {count}; set it to 1 to {MOST_CHOICES}", param="n")
+
+
+def new_id(kind: str) -> str:
+    """A new id of a response."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def usage(call: Call, choices: Sequence[Choice]) -> dict[str, int]:
+    """The numbers of tokens of a call, as OpenAI's APIs tell them."""
+    sampled = sum(one.tokens for one in choices)
+    return {
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": call.prompt_tokens + sampled,
+    }
+
+
+class OpenAIForm:
+    """What OpenAI's APIs have in common."""
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The response to a call that is refused."""
+        told = {"message": str(error), "type": error.kind, "param": error.param}
+        return {"error": told | {"code": error.code or None}}
+
+
+class ChatCompletions(OpenAIForm):
+    """OpenAI's /v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Any) -> Asked:
+        request = ChatCompletionRequest.model_validate(body)
+        return chat_asked(request, body)
+
+    def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
+        return {
+            "id": new_id("chatcmpl"),
+            "object": kind,
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+
+    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+        found = [
+            {"index": number, "message": one.message, "finish_reason": one.finish}
+            for number, one in enumerate(choices)
+        ]
+        head = self._head(asked, "chat.completion")
+        return head | {"choices": found, "usage": usage(call, choices)}
+
+    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+        head = self._head(asked, "chat.completion.chunk")
+
+        def chunk(number: int, delta: dict[str, Any], finish: str | None = None) -> Event:
+            choice = {"index": number, "delta": delta, "finish_reason": finish}
+            return "", head | {"choices": [choice]}
+
+        for number, one in enumerate(choices):
+            yield chunk(number, {"role": "assistant", "content": ""})
+            if one.text:
+                yield chunk(number, {"content": one.text})
+            for index, made in enumerate(one.calls):
+                yield chunk(number, {"tool_calls": [{"index": index} | made]})
+            yield chunk(number, {}, one.finish)
+        if asked.has_usage:
+            yield "", head | {"choices": [], "usage": usage(call, choices)}
+        yield "", "[DONE]"
+
+
+def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
+    """What a chat request asks for; `body` is its JSON, whose messages are used. Raises `ApiError`
+    for what cannot be done.
+    """
+    refuse_settings(request)
+    chosen = body.get("tool_choice")
+    if chosen not in (None, "auto", "none"):
+        raise ApiError(
+            f"`tool_choice` is {chosen!r:.80}; a call that is forced is not sampled from the model"
+            " that is trained; leave it out",
+            code="unsupported",
+            param="tool_choice",
+        )
+    tools = body.get("tools") or []
+    try:
+        chat = [plain(message) for message in body["messages"]]
+    except ValueError as error:
+        raise ApiError(str(error), param="messages") from None
+    if not chat:
+        raise ApiError("`messages` is empty; send at least one", param="messages")
+    call = Call(
+        chat=chat,
+        tools=[] if chosen == "none" else tools,
+        max_tokens=limit_of(request.max_completion_tokens or request.max_tokens),
+        count=request.n or 1,
+    )
+    options = request.stream_options
+    return Asked(
+        call,
+        request.model or "",
+        is_stream=bool(request.stream),
+        has_usage=bool(options and options.include_usage),
+    )
+
+
+def limit_of(tokens: int | None) -> int:
+    """The limit of an answer in tokens; 0 for none. Raises `ApiError` for a number below 1."""
+    if tokens is not None and tokens < 1:
+        raise ApiError(f"`max_tokens` is {tokens}; set it to at least 1", param="max_tokens")
+    return tokens or 0
+
+
+class Completions(OpenAIForm):
+    """OpenAI's older /v1/completions: one text, without a chat template."""
+
+    path = "/v1/completions"
+
+    def read(self, body: Any) -> Asked:
+        request = CompletionRequest.model_validate(body)
+        refuse_settings(request)
+        if not isinstance(request.prompt, str) or not request.prompt:
+            raise ApiError("`prompt` must be one text that is not empty", param="prompt")
+        call = Call(
+            chat=[{"role": RAW, "content": request.prompt}],
+            tools=[],
+            max_tokens=limit_of(body.get("max_tokens")),
+            count=request.n or 1,
+        )
+        return Asked(call, request.model or "", is_stream=bool(request.stream))
+
+    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+        return self._head(asked) | {
+            "choices": [self._choice(*pair) for pair in enumerate(choices)],
+            "usage": usage(call, choices),
+        }
+
+    def _head(self, asked: Asked) -> dict[str, Any]:
+        created = int(time.time())
+        return {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": created,
+            "model": asked.model,
+        }
+
+    def _choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        about = {"index": number, "text": choice.text, "logprobs": None}
+        return about | {"finish_reason": choice.finish}
+
+    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+        head = self._head(asked)
+        for pair in enumerate(choices):
+            yield "", head | {"choices": [self._choice(*pair)]}
+        yield "", "[DONE]"
+
+
+FORMS: tuple[Form, ...] = (ChatCompletions(), Completions())
+"""The APIs that the gateway speaks."""

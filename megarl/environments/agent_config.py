@@ -1,0 +1,64 @@
+"""The section `environment.agent` of a recipe: a program, or an async function, that calls the
+model through an OpenAI-compatible server while it works, and is trained as it is.
+"""
+
+from typing import Annotated, Literal
+
+from megarl.environments.addresses import VARIABLE
+from megarl.limits import MOST_TOKENS
+from megarl.recipe_paths import CodeText
+from megarl.schema import Config, Excludes, Of, Range, require
+
+
+class AgentConfig(Config):
+    """An agent that exists already: a program that finds the model by environment variables, or an
+    async function. Each rollout is one run of the agent on one prompt; the model's turns are what
+    it generates for the agent's calls. `megarl.apps.gateway` runs the agent and answers its calls.
+    """
+
+    command: tuple[str, ...] = ()
+    """The program and its arguments: `[python, my_agent.py, "{prompt}"]`. `{prompt}` stands for the
+    text of the prompt; files are named as in the folder from which the run is started. Each rollout
+    starts one process, in an empty folder of its own. What it prints is its answer."""
+    function: Annotated[CodeText, Excludes("command")] = ""
+    """`path/to/file.py:name` of an async function (prompt, client), called in a worker process:
+    `prompt.text` is the prompt, `client` an `openai.AsyncOpenAI`. It returns its answer, a text
+    that the verifier scores, or a reward, a number or a dict with `reward`."""
+    columns: Annotated[tuple[str, ...], Of("command", fix="set environment.agent.command")] = ()
+    """Columns of the data that the program may see, beside the prompt, in the JSON file that the
+    environment variable MEGARL_PROMPT names."""
+    model: str = "policy"
+    """The model's name in the agent's calls; a call that asks for another model is refused. Set it
+    to the name that the agent uses."""
+    parser: str = "hermes"
+    """vLLM's tool-call parser for the model: hermes, qwen3_coder, llama3_json, mistral, ..."""
+    url_variable: str = "OPENAI_BASE_URL"
+    """Name of the environment variable in which the program finds the server's address."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Name of the environment variable in which the program finds its key."""
+    time_limit_s: Annotated[float, Range(0.01, 86400.0)] = 60.0
+    """Seconds that the agent itself may take in a rollout, all together; the time in which it waits
+    for the model does not count. Beyond it the rollout counts as a failure (time-out)."""
+    context_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
+    """Longest conversation in tokens, with the answer; a call beyond it is refused. 0:
+    `rollout.max_new_tokens`, which is also the most."""
+    network: Literal["gateway", "open"] = "gateway"
+    """Which TCP connections the program may make: `gateway`, to the server of this section's port
+    only (Linux 6.7 or newer, with Landlock); `open`, any."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the recipe names an agent: a program or a function."""
+        return bool(self.command or self.function)
+
+    def check(self) -> None:
+        require(
+            all(self.command),
+            "environment.agent.command has an empty word; set the program and its arguments",
+        )
+        for name in (self.url_variable, self.key_variable):
+            require(
+                VARIABLE.fullmatch(name) is not None,
+                f"environment.agent.url_variable or key_variable is '{name}'; set the name of an"
+                " environment variable in capital letters",
+            )
