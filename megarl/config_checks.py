@@ -51,6 +51,7 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
         f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
     )
     check_tool_variables(config)
+    check_agent_prompts(config)
     check_answers(config)
     check_mixture(config)
     require(
@@ -138,8 +139,8 @@ def check_agent_prompts(config: RunConfig) -> None:
     for place, part in sources(config) if config.environment.agent.is_used else ():
         require(
             part.template == "none" or not part.names_data,
-            f"{place}.template is '{part.template}', but the agent (environment.agent) sends its own"
-            f" messages, and the gateway renders them; set {place}.template to 'none'",
+            f"{place}.template is '{part.template}', but the agent (environment.agent) sends its"
+            f" own messages, and the gateway renders them; set {place}.template to 'none'",
         )
 
 

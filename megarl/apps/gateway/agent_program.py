@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,8 @@ MOST_OUTPUT = 2**20
 answer."""
 ERROR_BYTES = 2000
 CLOSE_WITHIN_S = 1.0
-"""Seconds that the output of an agent which has ended is still read for, as a process that it has
-left behind may hold it open."""
+"""Seconds that the output of an agent which has ended is still read for: a process that has escaped
+may hold it open."""
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import os, sys
@@ -104,25 +106,25 @@ async def run_program(
             "HOME": str(work),
         }
         words = [word.replace("{prompt}", prompt.text) for word in command]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port, *words),
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port, *words],
             cwd=work,
             env=dict(os.environ) | own | dict(variables),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdout is not None and process.stderr is not None
         reading = [
             asyncio.create_task(_last(process.stdout, MOST_OUTPUT)),
             asyncio.create_task(_last(process.stderr, ERROR_BYTES)),
         ]
         try:
-            code = await process.wait()
+            await _ended(process)
+            await asyncio.to_thread(_end, process)  # with which the pipes are closed, too
             await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
             said, complained = (one.result() if one.done() else b"" for one in reading)
-            if code:
+            if code := process.returncode:
                 last = complained.decode(errors="replace").strip().splitlines()[-1:]
                 how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
                 raise AgentFailed(
@@ -132,7 +134,7 @@ async def run_program(
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.to_thread(_end, process.pid)
+            await asyncio.to_thread(_end, process)
 
 
 def _answer(result: Path, said: bytes) -> Any:
@@ -145,19 +147,44 @@ def _answer(result: Path, said: bytes) -> Any:
         raise AgentFailed(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
 
 
-async def _last(reader: asyncio.StreamReader, most: int) -> bytes:
-    """The last `most` bytes of a stream, which is read to its end."""
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process, without reaping it. asyncio's own wait, up to Python 3.12,
+    also waits for the end of its output, which a process that it has left behind may hold open.
+    """
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _last(stream: Any, most: int) -> bytes:
+    """The last `most` bytes of a pipe, which is read to its end, and closed."""
+    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+    made = functools.partial(asyncio.StreamReaderProtocol, reader)
+    transport, _ = await loop.connect_read_pipe(made, stream)
     kept = b""
-    while chunk := await reader.read(2**16):
-        kept = (kept + chunk)[-most:]
+    try:
+        while chunk := await reader.read(2**16):
+            kept = (kept + chunk)[-most:]
+    finally:
+        transport.close()
     return kept
 
 
-def _end(pid: int) -> None:
-    """Kill the process, and all processes that it has started, as far as they can be found."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, and all processes that it has started, as far as they can be found. Does
+    nothing the second time, when the process's id may be another's.
+    """
+    if process.returncode is not None:
+        return
     with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).children(recursive=True):
+        for one in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 one.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,7 +1,7 @@
 """The forms of the APIs that the gateway speaks: how a request becomes a `Call`, and how the
 answers become a response, or the events of a streamed one.
 
-To add one: write a class with the methods of `Form`, and put an object of it into `FORMS`.
+To add one: write a class with the methods of `Form`, and put an object of it into `server.FORMS`.
 """
 
 from __future__ import annotations
@@ -240,7 +240,3 @@ class Completions(OpenAIForm):
         for pair in enumerate(choices):
             yield "", head | {"choices": [self._choice(*pair)]}
         yield "", "[DONE]"
-
-
-FORMS: tuple[Form, ...] = (ChatCompletions(), Completions())
-"""The APIs that the gateway speaks."""

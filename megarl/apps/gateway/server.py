@@ -25,11 +25,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megarl.apps.gateway.calls import ApiError
-from megarl.apps.gateway.forms import FORMS, Form
+from megarl.apps.gateway.forms import ChatCompletions, Completions, Event, Form
+from megarl.apps.gateway.other_forms import Messages, Responses
 
 if TYPE_CHECKING:
     from megarl.apps.gateway.agent_kit import AgentKit, AgentSession
 
+FORMS: tuple[Form, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+"""The APIs that the gateway speaks."""
 MOST_BYTES = 2**26
 """Longest request."""
 
@@ -138,7 +141,7 @@ async def _not_found(request: Request, _: Exception) -> Response:
     return JSONResponse(FORMS[0].error(error), 404)
 
 
-async def _encoded(events: Iterator[tuple[str, dict[str, Any] | str]]) -> AsyncIterator[bytes]:
+async def _encoded(events: Iterator[Event]) -> AsyncIterator[bytes]:
     """Server-sent events: (name or "", data) each."""
     for name, data in events:
         text = data if isinstance(data, str) else json.dumps(data)

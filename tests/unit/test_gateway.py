@@ -1,0 +1,320 @@
+"""The gateway of agents: the official clients against the real server, whose model is a list of
+texts; the real engine is in tests/system/test_agents.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from make_calculator import write_model
+
+from megarl.apps.gateway.agent_kit import AgentKit
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
+from megarl.environments.config import EnvironmentConfig
+from megarl.environments.session import Answer, Observation
+from megarl.types import Prompt
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+ASKED: list[Any] = [{"role": "user", "content": "1+2"}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+END = "<|im_end|>"
+Talk = Callable[[str, str], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    folder = tmp_path_factory.mktemp("calculator")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("make_calculator.CHARACTERS", string.printable)
+        write_model(folder / "model")
+    return Codec.of(load_tokenizer(str(folder / "model")), whole=True)
+
+
+@dataclass
+class Played:
+    """What came of a rollout."""
+
+    answer: Any = None
+    read: list[str] = field(default_factory=list)
+    """What the model had read, for each of its turns, its own earlier turns included."""
+    parts: list[tuple[int | None, str]] = field(default_factory=list)
+    """(segment that it follows, text) of all segments."""
+    error: BaseException | None = None
+
+
+async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent: Any) -> Played:
+    """A rollout of an agent, `talk(url, key)`, with a model that says one text after the other."""
+    (folder / "agent.py").write_text("async def run(prompt, client): ...\n")
+    settings = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
+    kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})  # type: ignore[arg-type]
+    await kit.start()
+    found, session = Played(), kit.session()
+
+    async def run(prompt: Prompt, client: openai.AsyncOpenAI) -> Any:
+        return await talk(kit.url, client.api_key)
+
+    kit.function = run
+    try:
+        made: Any = await session.start(Prompt(0, "1+2", [], "3"))
+        for said in says:
+            found.parts.append((made.follows, made.text))
+            context, number = "", len(found.parts) - 1
+            while number >= 0:
+                follows, text = found.parts[number]
+                context, number = text + context, number - 1 if follows is None else follows
+            found.read.append(context)
+            ids = np.array(codec.encode(said), np.int32)
+            found.parts.append((None, said))
+            made = await session.step(codec.decode(ids), ids)
+            if not isinstance(made, Observation):
+                break
+        found.answer = made
+    except BaseException as error:
+        found.error = error
+    finally:
+        await session.close()
+        assert kit.serving is not None
+        kit.serving.cancel()
+    return found
+
+
+def played(codec: Codec, folder: Path, says: list[str], talk: Talk, **agent: Any) -> Played:
+    found = asyncio.run(play(codec, talk, says, folder, **agent))
+    if found.error is not None:
+        raise found.error
+    return found
+
+
+def client(url: str, key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def test_turns_continue_what_was_sampled(codec: Codec, tmp_path: Path) -> None:
+    """A call, its result, an answer: the model reads its own tokens, also odd ones."""
+
+    async def talk(url: str, key: str) -> str:
+        chat = list(ASKED)
+        async with client(url, key) as api:
+            made = await api.chat.completions.create(model="policy", messages=chat, tools=[TOOL])
+            message = made.choices[0].message
+            assert made.choices[0].finish_reason == "tool_calls" and message.tool_calls
+            (call,) = message.tool_calls
+            assert call.type == "function" and call.function.arguments == '{"a": 3}'
+            assert made.usage is not None and made.usage.completion_tokens > 5
+            chat += [
+                message.model_dump(),
+                {"role": "tool", "tool_call_id": call.id, "content": "3"},
+            ]
+            last = await api.chat.completions.create(model="policy", messages=chat, tools=[TOOL])
+            assert last.choices[0].finish_reason == "stop"
+            return f"so {last.choices[0].message.content}"
+
+    odd = f"  {CALL}"  # what a template would write without the spaces
+    found = played(codec, tmp_path, [odd + END, "3" + END], talk)
+    assert found.answer == Answer("so 3", {"calls": 2.0, "conversations": 1.0})
+    first = "<|im_start|>system add<|im_end|><|im_start|>user1+2<|im_end|><|im_start|>assistant"
+    assert found.read == [
+        first,
+        f"{first}{odd}{END}<tool_response>3</tool_response><|im_start|>assistant",
+    ]
+    assert [follows for follows, _ in found.parts] == [-1, None, 1, None]
+
+
+def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
+    """A retry, a second answer, a shortened history and a second agent: branches of one tree."""
+
+    async def talk(url: str, key: str) -> dict[str, float]:
+        async with client(url, key) as api:
+
+            async def ask(chat: list[Any], **more: Any) -> list[str]:
+                made = await api.chat.completions.create(model="policy", messages=chat, **more)
+                return [str(one.message.content) for one in made.choices]
+
+            (one,) = await ask(ASKED)
+            turn = {"role": "assistant", "content": f" {one}\n"}  # white space is no change
+            (two,) = await ask([*ASKED, turn, {"role": "user", "content": "and"}])
+            assert await ask([*ASKED, turn, {"role": "user", "content": "or"}]) == ["three"]
+            assert await ask(ASKED, n=2, max_tokens=4) == ["four", "five"]
+            edited = {"role": "assistant", "content": "eins"}
+            assert await ask([*ASKED, edited, {"role": "user", "content": "and"}]) == ["six"]
+            assert await ask([{"role": "user", "content": "sum"}]) == ["seven"]
+            return {"reward": 0.5, "turns": 2 * float((one, two) == ("one", "two"))}
+
+    says = ["one", "two", "three", "four", "five", "six", "seven"]
+    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
+    assert found.answer == {"reward": 0.5, "turns": 2.0}
+    user, begin = "<|im_start|>user", "<|im_end|><|im_start|>assistant"
+    first = f"{user}1+2{begin}"
+    assert found.read == [
+        first,
+        f"{first}one{END}{user}and{begin}",
+        f"{first}one{END}{user}or{begin}",
+        first,
+        first,
+        f"{first}eins{END}{user}and{begin}",
+        f"{user}sum{begin}",
+    ]
+    assert [follows for follows, _ in found.parts[::2]] == [-1, 1, 1, 0, 0, -1, -1]
+
+
+def test_streams_and_other_forms(codec: Codec, tmp_path: Path) -> None:
+    async def talk(url: str, key: str) -> float:
+        async with client(url, key) as api:
+            text, calls = "", ""
+            async for chunk in await api.chat.completions.create(
+                model="policy",
+                messages=ASKED,
+                tools=[TOOL],
+                stream=True,
+                stream_options={"include_usage": True},
+            ):
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    for call in choice.delta.tool_calls or ():
+                        assert call.function is not None
+                        calls += call.function.arguments or ""
+            assert (text, calls) == ("", '{"a": 3}')
+            plain = await api.completions.create(model="policy", prompt="1+", max_tokens=3)
+            assert plain.choices[0].text == "2" and plain.usage is not None
+            async for part in await api.completions.create(
+                model="policy", prompt="1+", stream=True
+            ):
+                text += part.choices[0].text
+            assert text == "2 more"
+            made = await api.responses.create(model="policy", input="1+2", instructions="sum")
+            assert made.output_text == "3" and made.usage is not None
+            function: Any = {"type": "function", "strict": False, **TOOL["function"]}
+            chat: Any = [{"role": "user", "content": "1+2"}]
+            async with api.responses.stream(model="policy", input=chat, tools=[function]) as events:
+                async for _ in events:
+                    pass
+                (item,) = (await events.get_final_response()).output
+            assert item.type == "function_call" and item.arguments == '{"a": 3}'
+            result = {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+            chat += [item.model_dump(exclude_none=True), result]
+            made = await api.responses.create(model="policy", input=chat, tools=[function])
+            assert made.output_text == "done"
+            return 1.0
+
+    says = [CALL, "2", "2 more", "3", CALL, "done"]
+    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
+    assert found.answer == 1.0
+    assert found.read[3].startswith("<|im_start|>system sum<|im_end|>")
+    assert found.read[5].startswith(found.read[4] + CALL + END)  # the tokens of the call are kept
+
+
+def test_anthropic(codec: Codec, tmp_path: Path) -> None:
+    tool: Any = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+
+    async def talk(url: str, key: str) -> float:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as api:
+            settings: Any = {"model": "policy", "max_tokens": 99, "tools": [tool]}
+            chat: list[Any] = [{"role": "user", "content": "1+2"}]
+            made = await api.messages.create(messages=chat, **settings)
+            assert made.stop_reason == "tool_use" and made.usage.output_tokens > 5
+            (use,) = [one for one in made.content if one.type == "tool_use"]
+            assert use.input == {"a": 3}
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
+            chat += [
+                {"role": "assistant", "content": [one.model_dump() for one in made.content]},
+                {"role": "user", "content": [result]},
+            ]
+            async with api.messages.stream(messages=chat, **settings) as events:
+                text = "".join([piece async for piece in events.text_stream])
+                final = await events.get_final_message()
+            assert text == "three" and final.stop_reason == "end_turn"
+            with pytest.raises(anthropic.NotFoundError, match="ask for `policy`"):
+                await api.messages.create(model="claude", max_tokens=9, messages=chat)
+            with pytest.raises(anthropic.BadRequestError, match="not supported"):
+                await api.messages.create(messages=chat, stop_sequences=["x"], **settings)
+        return 1.0
+
+    found = played(codec, tmp_path, [CALL + END, "three" + END], talk)
+    assert found.answer == 1.0 and found.read[1].startswith(found.read[0] + CALL + END)
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "gpt"}, 404, "does not exist; ask for `policy`"),
+    ({"stop": ["x"]}, 400, "`stop` is not supported: where the model stops is the run's"),
+    ({"logprobs": True}, 400, "`logprobs` is not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "`response_format` is not supported"),
+    ({"tools": [TOOL], "tool_choice": "required"}, 400, "`tool_choice` is 'required'"),
+    ({"frequency_penalty": 0.5}, 400, "`frequency_penalty` is not supported"),
+    ({"n": 1000}, 400, "`n` is 1000"),
+    ({"max_tokens": 0}, 400, "`max_tokens` is 0"),
+    ({"messages": []}, 400, "`messages` is empty"),
+    ({"messages": "hello"}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "maximum context length is 400"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+]
+
+
+def test_what_is_refused(codec: Codec, tmp_path: Path) -> None:
+    async def talk(url: str, key: str) -> float:
+        async with client(url, key) as api:
+            for change, status, said in REFUSED:
+                asked: Any = {"model": "policy", "messages": ASKED, "temperature": 0.0} | change
+                with pytest.raises(openai.APIStatusError) as raised:
+                    await api.chat.completions.create(**asked)
+                assert raised.value.status_code == status, change
+                assert said in str(raised.value.message), (change, raised.value.message)
+            assert [one.id async for one in api.models.list()] == ["policy"]
+            with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
+                await api.embeddings.create(model="policy", input="x")
+        for other in ("", "sk-1", "megarl-" + "x" * 32):
+            async with client(url, other or "none") as api:
+                with pytest.raises(openai.AuthenticationError):
+                    await api.chat.completions.create(model="policy", messages=ASKED)
+        async with httpx.AsyncClient() as web:
+            where = f"{url}/v1/chat/completions"
+            head = {"authorization": f"Bearer {key}"}
+            assert (await web.post(where, content=b"{", headers=head)).status_code == 400
+            assert (await web.post(where, json=[1], headers=head)).status_code == 400
+            assert (await web.post(where, json={})).status_code == 401
+            answer = await web.post(
+                where, headers=head, json={"model": "policy", "messages": ASKED}
+            )
+            assert answer.status_code == 200
+        return 1.0
+
+    assert played(codec, tmp_path, ["3" + END], talk).answer == 1.0
+
+
+def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
+    async def raises(url: str, key: str) -> None:
+        async with client(url, key) as api:
+            await api.chat.completions.create(model="policy", messages=ASKED)
+        raise KeyError("of its own")
+
+    async def hangs(url: str, key: str) -> None:
+        async with client(url, key) as api:
+            await api.chat.completions.create(model="policy", messages=ASKED)
+        await asyncio.sleep(60)
+
+    async def is_silent(url: str, key: str) -> str:
+        return "3"
+
+    with pytest.raises(KeyError, match="of its own"):
+        played(codec, tmp_path, ["3" + END], raises)
+    with pytest.raises(Exception, match=r"longer than environment\.agent\.time_limit_s = 0\.5 s"):
+        played(codec, tmp_path, ["3" + END], hangs, time_limit_s=0.5)
+    with pytest.raises(Exception, match="the agent made no call"):
+        played(codec, tmp_path, ["3" + END], is_silent)
