@@ -4,9 +4,10 @@
     python tools/bench/turns.py load MODEL [--sessions 2000] [--turns 8] [--wait-ms 50]
                                            [--tokens 16] [--minutes 0]
 
-`exact` generates rollouts of a recipe with a session or tools, each from another prompt. It
-compares the rows that would be trained on, token by token, with what the engine itself recorded of
-each request, and the engine's log-probs with those of the model in float32 through transformers.
+`exact` generates rollouts of a recipe with a session, tools or an agent, each from another prompt.
+It compares each turn of the model, with what it had read, token by token with what the engine
+itself recorded of each request; the rows that would be trained on with the turns; and the engine's
+log-probs with those of the model in float32 through transformers.
 
 `load` opens many sessions at once, whose every turn waits like a tool does, in one worker process,
 and reports the share of the time in which the engine's process computed (its CPU time over wall
@@ -35,7 +36,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
-from megarl.rollout.attempts import Attempts
+from megarl.rollout.attempts import Attempts, path
 from megarl.rollout.config import EngineConfig, RolloutConfig
 from megarl.rollout.engine import Engine
 from megarl.rollout.requests import EnginePool
@@ -122,7 +123,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
     )
     engine = RecordedEngine(load=True, **arguments)
     codec = Codec.of(inputs.tokenizer, whole=config.environment.needs_template)
-    environment = Environment(config.environment, codec)
+    environment = Environment(config.environment.within(config.rollout.max_new_tokens), codec)
     await asyncio.gather(engine.start(), environment.start())
     try:
         pool = EnginePool([Here(engine)], config.rollout)
@@ -140,58 +141,95 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         for n, (prompt, one) in enumerate(zip(prompts, found, strict=True))
     ]
     (rows,) = share_of(groups, 2**20).samples  # that one rank would train on
-    worst = max(differences(config.model.path, rows))
+    asked = [
+        turns_of(group.prompt, segments) for group, (segments, _) in zip(groups, found, strict=True)
+    ]
+    worst = max(differences(config.model.path, asked))
     return {
         "rollouts": count,
         "requests": len(engine.record),
         "turns_mean": float(np.mean([sum(p.kind == "model" for p in s) for s, _ in found])),
         "with_tools_or_observations": sum(len(s) > 1 for s, _ in found),
         "failures": sum(bool(verdict.failure) for _, verdict in found),
-        "rows_that_differ": wrong_rows(rows, engine.record),
+        "rollouts_that_branch": sum(any(p.follows is not None for p in s[1:]) for s, _ in found),
+        "rows_that_differ": wrong_rows(rows, groups),
+        "turns_that_differ": wrong_turns(asked, engine.record),
         "largest_logprob_difference": worst,
     }
 
 
-def wrong_rows(rows: Samples, record: list[tuple[list[int], list[int], list[float]]]) -> int:
-    """Number of rows that are not what the engine recorded: for each stretch of trained tokens
-    there must be one request, whose prompt is the row up to there and whose tokens and log-probs
-    are the stretch. A request is used once, and all are used.
+Turn = tuple[list[int], list[int], np.ndarray]
+"""A turn of the model: what it had read [P], and what it sampled [T], with the log-probs [T]."""
+
+
+def turns_of(prompt: Prompt, segments: Sequence[Segment]) -> list[Turn]:
+    """The model's turns in a rollout, each with all that it continues."""
+    found = []
+    for number, part in enumerate(segments):
+        if part.kind == "model":
+            *earlier, _ = path(segments[: number + 1])
+            begins_anew = bool(earlier) and earlier[0].follows == -1
+            given = [] if begins_anew else list(prompt.token_ids)
+            for one in earlier:
+                given += one.arrays.token_ids.tolist()
+            found.append((given, part.arrays.token_ids.tolist(), part.arrays.logprobs))
+    return found
+
+
+def wrong_turns(
+    rollouts: Sequence[Sequence[Turn]], record: list[tuple[list[int], list[int], list[float]]]
+) -> int:
+    """Number of turns that are not what the engine recorded: each must be one request, with the
+    same prompt, tokens and log-probs. A request is used once, and all are used.
     """
     asked = Counter(
         (tuple(given), tuple(made), np.float32(logprobs).tobytes())
         for given, made, logprobs in record
     )
     wrong = 0
-    for n in range(len(rows)):
-        part = slice(rows.offsets[n], rows.offsets[n + 1])
-        tokens, mask = rows.token_ids[part].tolist(), rows.mask[part]
-        logprobs = np.float32(rows.engine_logprobs[part])
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-        right = bool((logprobs[~mask] == 0).all())
-        for start, end in edges.reshape(-1, 2).tolist():
-            key = tuple(tokens[:start]), tuple(tokens[start:end]), logprobs[start:end].tobytes()
-            right = right and asked[key] > 0
-            asked[key] -= asked[key] > 0
-        wrong += not right
+    for given, made, logprobs in (turn for turns in rollouts for turn in turns):
+        key = tuple(given), tuple(made), np.float32(logprobs).tobytes()
+        wrong += asked[key] == 0
+        asked[key] -= asked[key] > 0
     return wrong + asked.total()
 
 
-def differences(model: str, rows: Samples) -> list[float]:
-    """For each row, the largest difference between the engine's log-probs and the model's."""
+def wrong_rows(rows: Samples, groups: Sequence[Group]) -> int:
+    """Number of rows that do not have each token of their rollout once, in the order of time, with
+    those of the model, and no others, to be trained on.
+    """
+    wrong = 0
+    for n, group in enumerate(groups):
+        (rollout,) = group.rollouts
+        begins_anew = rollout.segments[0].follows == -1
+        tokens = [] if begins_anew else list(group.prompt.token_ids)
+        mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
+        for part in rollout.segments:
+            tokens += part.arrays.token_ids.tolist()
+            mask += [part.kind == "model"] * part.num_tokens
+            logprobs += part.arrays.logprobs.tolist()
+        row = slice(rows.offsets[n], rows.offsets[n + 1])
+        wrong += not (
+            rows.token_ids[row].tolist() == tokens
+            and rows.mask[row].tolist() == mask
+            and rows.engine_logprobs[row].tolist() == logprobs
+        )
+    return wrong
+
+
+def differences(model: str, rollouts: Sequence[Sequence[Turn]]) -> list[float]:
+    """For each turn, the largest difference between the engine's log-probs and the model's."""
     import torch
     import transformers
 
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found = []
-    for n in range(len(rows)):
-        part = slice(rows.offsets[n], rows.offsets[n + 1])
-        tokens = torch.from_numpy(rows.token_ids[part]).long()
-        mask = torch.from_numpy(rows.mask[part])[1:]
+    for given, made, logprobs in (turn for turns in rollouts for turn in turns):
+        tokens = torch.tensor([*given, *made])
         with torch.no_grad():
-            logits = policy(tokens[None]).logits[0, :-1]
-        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        theirs = torch.from_numpy(rows.engine_logprobs[part])[1:]
-        found.append(float((own - theirs)[mask].abs().max()))
+            logits = policy(tokens[None]).logits[0, len(given) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, tokens[len(given) :, None])[:, 0]
+        found.append(float((own - torch.from_numpy(logprobs)).abs().max()))
     return found
 
 
