@@ -135,7 +135,8 @@ class Segment:
     """Why generation stopped: `length` at the token limit, `tool_call` there too, inside a call of
     a tool, `turns` at the limit of turns. Empty in environment segments."""
     reward: float = 0.0
-    """In an environment segment, the reward for the model segment before it; finite."""
+    """In an environment segment, the reward for the model segment made last before it, whichever it
+    continues; finite."""
     max_next: int = 0
     """In an environment segment, the most tokens of the model's segment that follows; 0: no limit
     but the rollout's."""
@@ -261,6 +262,11 @@ class Samples:
     rewards: np.ndarray
     """[T] float32 reward for each token. A reward for the whole response is on the last token that
     the policy generated."""
+    branches: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """[B, 2] int64, for samples that are trees: each place where a token does not continue the one
+    before it in the arrays, as (index of that token, index of the earlier token of the same sample
+    that it continues, or -1 where a conversation of its own begins), ascending. The tokens of a
+    sample are in the order in which they were made."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -280,12 +286,14 @@ class Samples:
         engine_logprobs: Sequence[float] | np.ndarray | None = None,
         reward: float = 0.0,
         prompt: int = -1,
+        branches: Sequence[tuple[int, int]] | np.ndarray = (),
     ) -> Samples:
         """Make `Samples` with a single sample. `sample_id`: its index in the step. `token_ids`:
         [T]. `mask`, [T]: which tokens the policy generated; None for all but the first. `reward`:
         of the whole response, put on the last token that the policy generated. `engine_logprobs`,
         [T]: log-probs by the engine; None for zeros. `prompt`: number of tokens of the prompt; -1
-        if unknown.
+        if unknown. `branches`: where the sample branches, as the field of this name; empty for a
+        sequence.
         """
         length = len(token_ids)
         chosen = np.arange(length) > 0 if mask is None else np.asarray(mask, dtype=bool)
@@ -301,17 +309,24 @@ class Samples:
             mask=chosen,
             engine_logprobs=np.asarray(logprobs, dtype=np.float32),
             rewards=rewards,
+            branches=np.array(branches, np.int64).reshape(-1, 2),
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Samples]) -> Samples:
         """New `Samples` with the samples of all `parts`, in order; the arrays are copied."""
         lengths = [np.zeros(1, dtype=np.int64), *(part.lengths for part in parts)]
+        begins = np.cumsum([0, *(len(part.token_ids) for part in parts)]).tolist()
+        branches = [_moved(part.branches, by) for part, by in zip(parts, begins, strict=False)]
         columns = {
             name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])
             for name, dtype in ({"ids": np.int64, "prompts": np.int64} | COLUMNS).items()
         }
-        return cls(offsets=np.cumsum(np.concatenate(lengths)), **columns)
+        return cls(
+            offsets=np.cumsum(np.concatenate(lengths)),
+            branches=np.concatenate([np.zeros((0, 2), np.int64), *branches]),
+            **columns,
+        )
 
     def places(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """Where the tokens of some samples are in the per-token arrays: [T'] int64 indices of all
@@ -323,18 +338,38 @@ class Samples:
         # Token t of the result is token t - (its sample's new start) + (its sample's old start).
         return np.arange(starts[-1]) + np.repeat(self.offsets[chosen] - starts[:-1], lengths)
 
+    def branches_of(self, number: int) -> np.ndarray:
+        """[b, 2] the rows of `branches` of sample `number` (an index, not its id), counted from its
+        first token.
+        """
+        first, last = self.offsets[number : number + 2].tolist()
+        low, high = np.searchsorted(self.branches[:, 0], (first, last))
+        return _moved(self.branches[low:high], -first)
+
     def select(self, positions: Sequence[int] | np.ndarray) -> Samples:
         """New `Samples` with the samples number `positions` (indices from 0, not their `ids`), in
         that order; the arrays are copied.
         """
         chosen = np.asarray(positions, dtype=np.int64)
         places = self.places(chosen)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[chosen])])
+        branches = [
+            _moved(self.branches_of(n), to)
+            for n, to in zip(chosen.tolist(), offsets.tolist(), strict=False)
+            if len(self.branches)
+        ]
         return Samples(
             ids=self.ids[chosen],
-            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[chosen])]),
+            offsets=offsets,
             prompts=self.prompts[chosen],
+            branches=np.concatenate([np.zeros((0, 2), np.int64), *branches]),
             **{name: getattr(self, name)[places] for name in COLUMNS},
         )
+
+
+def _moved(branches: np.ndarray, by: int) -> np.ndarray:
+    """`Samples.branches` of tokens that are `by` places farther on in the arrays."""
+    return np.where(branches < 0, branches, branches + by)
 
 
 COLUMNS = {
@@ -381,24 +416,25 @@ class MicroBatch:
     """Samples concatenated into one packed sequence without padding, with next-token labels already
     shifted: the input of one forward and backward pass. Made by `megarl.trainer.packing`.
 
-    With sequence parallelism a rank has T tokens of the packed sequence. Three fields describe the
-    whole packed sequence: `starts` (where documents begin), `indices` (which tokens each rank has)
-    and `members` (ids of the samples).
+    With sequence parallelism a rank has T tokens of the packed sequence. Five fields describe the
+    whole packed sequence: `starts` and `parents` (its documents), `ends` (last tokens of samples),
+    `indices` (which tokens each rank has) and `members` (ids of the samples).
     """
 
     token_ids: torch.Tensor
     """[T] int64 token ids."""
     position_ids: torch.Tensor
-    """[T] int64 position in the sample, from 0."""
+    """[T] int64 number of tokens before it that the token attends to without a sliding window: its
+    position in the sample, from 0."""
     targets: torch.Tensor
-    """[T] int64 id of the next token. The last token of a document has an arbitrary target, and
-    `mask` False."""
+    """[T] int64 id of the next token. A token after which nothing is trained has an arbitrary
+    target, and `mask` False."""
     mask: torch.Tensor
     """[T] bool, True if the *target* was generated by the policy and is trained on."""
     starts: torch.Tensor
     """[D + 1] int32 position of the first token of each of D documents, then the sequence's
     length. A document is a sample; with shared prefixes it is a prefix that several samples have
-    in common, or the rest of a sample."""
+    in common, or the rest of a sample, and of a sample that is a tree a part without branches."""
     sample_ids: torch.Tensor
     """[T] int64 index in the step of the sample that each token belongs to; -1 for tokens of
     shared prefixes, and padding."""
@@ -411,12 +447,14 @@ class MicroBatch:
     places: torch.Tensor
     """[T] int64 index of each token's target in the per-token arrays of the mini-batch's `Samples`,
     by which values per token are looked up and stored; 0 where `mask` is False."""
+    ends: torch.Tensor
+    """[S] int64 position in the whole packed sequence of the last token of each sample."""
     indices: tuple[torch.Tensor, ...] = ()
     """For each sequence-parallel rank, [L_r] int64 positions of its tokens in the whole packed
     sequence, on the CPU. Empty if the packed sequence is not divided."""
     parents: tuple[int, ...] = ()
-    """[D] for each document, the number of the document with the shared prefix that it continues
-    and whose tokens its tokens attend to, or -1. Empty where nothing is shared."""
+    """[D] for each document, the number of the document that it continues and whose tokens its
+    tokens attend to, or -1. Empty where no document continues another."""
 
 
 @dataclass(frozen=True, slots=True)

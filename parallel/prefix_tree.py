@@ -38,7 +38,7 @@ class Size(NamedTuple):
     """
 
     length: int
-    """Number of tokens."""
+    """Number of tokens; of a sample that is a tree, all that are computed (`copied`)."""
     prefixes: tuple[Prefix, ...] = ()
     """Prefixes of the sample that other samples have too, ascending by length; the last one is all
     that the sample may share (as the prompt), shorter than `length`. The longest prefix that is in
@@ -102,6 +102,22 @@ def chains(shareable: Sequence[np.ndarray]) -> list[tuple[Prefix, ...]]:
             done = length
         found[tokens] = tuple(prefixes)
     return [found[tokens] for tokens in data]
+
+
+def copied(branches: np.ndarray, mask: np.ndarray) -> list[int]:
+    """Which of the `branches` ([B, 2], as `Samples.branches`) begin with a copy of the token that
+    they continue. The state at a token predicts one token of those that follow it, so each further
+    trained one needs a copy. `mask`: [T] bool, which tokens are trained.
+    """
+    firsts, predicts = set(branches[:, 0].tolist()), set[int]()
+    found = []
+    for number, (first, before) in enumerate(branches.tolist()):
+        if before < 0 or not mask[first]:
+            continue
+        if before in predicts or (before + 1 not in firsts and mask[before + 1]):
+            found.append(number)
+        predicts.add(before)
+    return found
 
 
 def _agreed(a: bytes, b: bytes) -> int:

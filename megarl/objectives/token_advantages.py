@@ -24,7 +24,8 @@ class TokenRewards:
     samples of a step on one data rank. [T] each: the rewards, the critic's values (None without a
     critic), whether the policy generated the token (`mask`), and the number of its sample
     (`sample_ids`). `sum_over_ranks` sums a tensor over the data ranks. The tokens of a sample are
-    in order and next to each other.
+    next to each other, in the order in which they were made: so are those of an agent's rollout
+    that is a tree.
     """
 
     rewards: Tensor
@@ -86,8 +87,10 @@ def generalised_advantages(
 
     `rewards` and `values` (of the state before each token): [T] float64. `sample_ids`: [T] int64,
     equal ones next to each other. t counts the masked tokens of a sample: tokens of the environment
-    between two of them are no step. After a sample's last masked token the value is 0, also if the
-    response was cut off at its token limit.
+    between two of them are no step. The tokens of a sample are in the order in which they were
+    made: a token of a branch comes after all those before it in time, since the episode went on
+    with it. After a sample's last masked token the value is 0, also if the response was cut off at
+    its token limit.
     """
     chosen = mask.nonzero()[:, 0]
     if not len(chosen):
@@ -173,16 +176,18 @@ def is_per_token(function: Callable[..., Tensor]) -> bool:
     return len(inspect.signature(function).parameters) == 2
 
 
-def turn_of_tokens(mask: Tensor, sample_ids: Tensor) -> Tensor:
+def turn_of_tokens(mask: Tensor, sample_ids: Tensor, branches: Tensor | None = None) -> Tensor:
     """[T] int64 number of the turn that each token is in, from 0 within its sample: a turn is a
-    stretch of tokens of one sample where `mask` ([T] bool, tokens of the policy) is True. Tokens
-    where it is False get an arbitrary number. `sample_ids`: [T] int64 sample of each token, equal
-    ones next to each other.
+    stretch of tokens of one sample where `mask` ([T] bool, tokens of the policy) is True, up to the
+    next branch. Tokens where it is False get an arbitrary number. `sample_ids`: [T] int64 sample of
+    each token, equal ones next to each other. `branches`: [B] int64 first tokens of the branches of
+    samples that are trees; None for no branches.
     """
     before = torch.cat([mask.new_zeros(1), mask[:-1]])
     is_new = torch.ones_like(mask)
     is_new[1:] = sample_ids[1:] != sample_ids[:-1]
-    starts = (mask & (~before | is_new)).long()
+    begins = is_new if branches is None else is_new.index_fill(0, branches, True)
+    starts = (mask & (~before | begins)).long()
     counts = starts.cumsum(0)
     if not len(counts):
         return counts
@@ -191,16 +196,18 @@ def turn_of_tokens(mask: Tensor, sample_ids: Tensor) -> Tensor:
     return (counts - torch.cummax(first, 0).values - 1).clamp(min=0)
 
 
-def turn_sums(values: Tensor, mask: Tensor, sample_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+def turn_sums(
+    values: Tensor, mask: Tensor, sample_ids: Tensor, turns: Tensor, shape: tuple[int, int]
+) -> Tensor:
     """Sum of `values` [T] over the tokens of each turn (a stretch of tokens that the policy
     generated) of each sample: [N, K] float64 for `shape` = (N samples of the step, K turns at
     most); 0 for samples that are not on this rank.
 
     `mask`: [T] bool, tokens of the policy. `sample_ids`: [T] int64 number of each token's sample, 0
-    to N - 1, equal ones next to each other.
+    to N - 1. `turns`: [T] int64 number of each token's turn, from `turn_of_tokens`.
     """
     found = torch.zeros(shape, dtype=torch.float64, device=values.device)
-    places = sample_ids * shape[1] + turn_of_tokens(mask, sample_ids)
+    places = sample_ids * shape[1] + turns
     found.view(-1).index_add_(0, places[mask], values.double()[mask])
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
-from megarl.parallel.prefix_tree import Size, chains
+from megarl.parallel.prefix_tree import Size, chains, copied
 from megarl.rollout.transcripts import about, record_of
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
@@ -46,6 +46,38 @@ class SamplePlan:
     def length(self) -> int:
         """Number of tokens of prompt and segments together."""
         return len(self.prompt_ids) + sum(part.num_tokens for part in self.segments)
+
+    @property
+    def branches(self) -> np.ndarray:
+        """[B, 2] int64, each place where a token does not continue the one before it, as (index of
+        that token, index of the token that it continues, or -1 for none), counted from the first
+        token of the prompt; no rows for a rollout that is one chain.
+        """
+        found, end = list[tuple[int, int]](), len(self.prompt_ids)
+        lasts = [end - 1]  # of the prompt and of each segment; an empty one ends where it begins
+        for part in self.segments:
+            before = (
+                -1
+                if part.follows == -1
+                else lasts[-1 if part.follows is None else 1 + part.follows]
+            )
+            if part.num_tokens and before != end - 1:
+                found.append((end, before))
+            end += part.num_tokens
+            lasts.append(end - 1 if part.num_tokens else before)
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens that training computes for the sample: its own, and some once more where
+        it branches.
+        """
+        branches = self.branches
+        if not len(branches):
+            return self.length
+        kinds = [False, *(part.kind == "model" and self.is_trained for part in self.segments)]
+        tokens = [len(self.prompt_ids), *(part.num_tokens for part in self.segments)]
+        return self.length + len(copied(branches, np.repeat(kinds, tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +130,30 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
     """
     offsets = np.cumsum([0, *(one.length for one in samples)], dtype=np.int64)
     made = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
+    branches = [np.zeros((0, 2), np.int64)]
     for one, start in zip(samples, offsets[:-1].tolist(), strict=True):
+        branches.append(one.branches)
+        branches[-1][branches[-1] >= 0] += start
         end = start + len(one.prompt_ids)
         made["token_ids"][start:end] = one.prompt_ids
+        answered = end - 1
         for part in one.segments:
             start, end = end, end + part.num_tokens
             token_ids, logprobs = next(arrays)
             made["token_ids"][start:end] = token_ids
             if one.is_trained and part.reward:
-                made["rewards"][start - 1] = part.reward  # of the model segment before this one
+                made["rewards"][answered] += part.reward
             if part.kind == "model":
                 made["engine_logprobs"][start:end] = logprobs
                 made["mask"][start:end] = one.is_trained
+                answered = end - 1  # the last token of the model segment made last
         if end > 0 and one.is_trained:
             made["rewards"][end - 1] = one.final_reward  # the last segment is the model's
     return Samples(
         ids=np.array([one.sample_id for one in samples], np.int64),
         offsets=offsets,
         prompts=np.array([len(one.prompt_ids) for one in samples], np.int64),
+        branches=np.concatenate(branches),
         **made,
     )
 
@@ -257,10 +295,11 @@ def _sizes(
     `prefix_saves` is infinite.
     """
     if math.isinf(prefix_saves):
-        return [Size(one.length) for one in samples]
+        return [Size(one.computed) for one in samples]
     prompts = [np.asarray(group.prompt.token_ids[:-1], np.int32) for group in groups]
     prefixes = chains(prompts)
-    return [Size(one.length, prefixes[group]) for one, group in zip(samples, group_of, strict=True)]
+    pairs = zip(samples, group_of, strict=True)
+    return [Size(one.computed, prefixes[group]) for one, group in pairs]
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:

@@ -28,8 +28,8 @@ from megarl.types import COLUMNS, Samples, StepBatch
 FOLDER = "batches"
 """Name of the folder in the run folder."""
 
-FORMAT = 1
-"""Version of the files; a newer one is refused."""
+FORMAT = 2
+"""Version of the files; a newer one is refused. Files without `branches` are of version 1."""
 
 OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 """The arrays of a `StepBatch` itself."""
@@ -77,9 +77,12 @@ def write_batch(
     arrays = {name: getattr(batch, name) for name in OF_STEP}
     for number, samples in enumerate(batch.samples):
         arrays |= {f"samples.{number}.{name}": getattr(samples, name) for name in OF_SAMPLES}
+    has_trees = any(len(samples.branches) for samples in batch.samples)
+    if has_trees:
+        arrays |= {f"samples.{n}.branches": one.branches for n, one in enumerate(batch.samples)}
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     about = {
-        "format": FORMAT,
+        "format": FORMAT if has_trees else 1,
         "step": batch.step,
         "data_ranks": num_data_ranks,
         "mini_batches": len(batch.samples),
@@ -126,7 +129,7 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
         written, digest = about["format"], about.pop("digest")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"the batch {path} cannot be read ({error})") from None
-    if written != FORMAT:
+    if written not in (1, FORMAT):
         raise ValueError(
             f"{path} is of format {written}, and this version of megarl reads formats up"
             f" to {FORMAT}; use the version that wrote it, or a newer one"
@@ -146,7 +149,8 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
 
 def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
     """The samples of a mini-batch, from the arrays of a file."""
-    found = {name: arrays.get(f"samples.{number}.{name}") for name in OF_SAMPLES}
+    names = (*OF_SAMPLES, "branches")
+    found = {name: arrays.get(f"samples.{number}.{name}") for name in names}
     if found["prompts"] is None:  # a file of a version that did not tell
         found["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)
     return Samples(**{name: array for name, array in found.items() if array is not None})

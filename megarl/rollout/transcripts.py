@@ -44,19 +44,25 @@ def about(prompt: Prompt) -> dict[str, Any]:
 def turns(
     segments: Sequence[Segment], verdict: Verdict, texts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The segments of one rollout in order, each as {"by": "model" or "environment", "text",
-    "tokens": number}. Model segments also have "reward", which the environment gave for that turn
-    (for the last one the verdict's reward), and "finish", why generation stopped. `texts`: each
-    segment as text.
+    """The segments of one rollout in the order in which they were made, each as {"by": "model" or
+    "environment", "text", "tokens": number}, with "follows" where it does not continue the one
+    before it: the number, from 0, of the one that it continues, or -1 for none. Model segments also
+    have "reward", which the environment gave for that turn (for the last one the verdict's reward),
+    and "finish", why generation stopped. `texts`: each segment as text.
     """
     found: list[dict[str, Any]] = []
-    for number, (part, text) in enumerate(zip(segments, texts, strict=True)):
+    answer: dict[str, Any] = {}
+    for part, text in zip(segments, texts, strict=True):
         turn = {"by": part.kind, "text": text, "tokens": part.num_tokens}
+        if part.follows is not None:
+            turn["follows"] = part.follows
         if part.kind == "model":
-            is_last = number + 1 == len(segments)
-            reward = verdict.reward if is_last else segments[number + 1].reward
-            turn |= {"reward": reward, "finish": part.finish}
+            answer = turn
+            turn |= {"reward": 0.0, "finish": part.finish}
+        elif answer:
+            answer["reward"] += part.reward
         found.append(turn)
+    answer["reward"] = verdict.reward  # the last segment is the model's
     return found
 
 

@@ -191,7 +191,7 @@ class RoleModel(nn.Module):
         place = torch.arange(len(batch.token_ids))
         if batch.indices:
             place = batch.indices[self.mesh.sequence.rank]
-        ends = torch.isin(place.to(batch.starts.device), batch.starts[1:].long() - 1)
+        ends = torch.isin(place.to(batch.ends.device), batch.ends)
         return (ends & (batch.sample_ids >= 0)).nonzero()[:, 0]
 
     def _attend(self, batch: MicroBatch) -> Attend:

@@ -1,6 +1,6 @@
 """Samples become packed rows: no padding, labels shifted once, every position knows its sample;
 sequence-parallel ranks share a row. Common prefixes of samples may be in a row once
-(`prefixes.py`).
+(`prefixes.py`), and those of a sample's branches are (`branches.py`).
 
 Samples -> MicroBatch of T = sum of their lengths, less what is shared -> this rank's tokens
 """
@@ -18,7 +18,7 @@ from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
 from megarl.trainer.config import SharePrefix
-from megarl.trainer.prefixes import Tree, must_save, tree_of
+from megarl.trainer.prefixes import depths, must_save, tree_of
 from megarl.types import MicroBatch, Samples
 
 
@@ -36,8 +36,9 @@ def pack(
     share: SharePrefix = "off",
 ) -> MicroBatch:
     """Concatenate `samples` into one packed sequence on `device` (a new micro-batch), with
-    next-token labels: targets, mask, log-probs and rewards at position t are those of token t + 1
-    of the same sample.
+    next-token labels: targets, mask, log-probs and rewards at position t are those of the token
+    that continues it in the same sample. Of a sample that is a tree every token is computed once,
+    and once more where it predicts several trained ones.
 
     Without samples the sequence has two padding tokens, so that the rank still takes part in
     collectives. `places` [T]: for each token its index among the tokens of the whole mini-batch,
@@ -48,23 +49,18 @@ def pack(
     if not len(samples):
         samples, places = padding(2), None
     positions_of_targets = np.arange(samples.offsets[-1]) if places is None else places
-    offsets, lengths = samples.offsets, samples.lengths
-    tree = tree_of(samples, saves=must_save(share)) if share != "off" else None
-    if tree is None:
-        tree = Tree(np.arange(offsets[-1]), offsets, (), np.arange(len(samples)))
-    positions = (np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths))[tree.places]
+    tree = tree_of(samples, saves=must_save(share))
+    lengths = np.diff(tree.starts)
+    before = depths(tree.starts, tree.parents)
+    positions = np.arange(tree.starts[-1]) - np.repeat(tree.starts[:-1] - before, lengths)
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
         """From `column` [T], a number for each token of the samples, make an array [C], with an
         entry for each of the C tokens that `tree` computes (a shared prefix has its tokens once).
-        The entry of a token is the number of the next token of its sample; 0 for a sample's last
-        token.
+        The entry of a token is the number of the token that it predicts; 0 if it predicts none.
         """
-        shifted = np.empty_like(column)
-        shifted[:-1] = column[1:]
-        shifted[offsets[1:] - 1] = 0
-        return shifted[tree.places]
+        return np.where(tree.targets < 0, 0, column[tree.targets])
 
     def tensor(column: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(device, dtype)
@@ -75,11 +71,12 @@ def pack(
         targets=tensor(of_target(samples.token_ids), torch.int64),
         mask=tensor(of_target(samples.mask), torch.bool),
         starts=tensor(tree.starts, torch.int32),
-        sample_ids=tensor(np.repeat(ids, np.diff(tree.starts)), torch.int64),
+        sample_ids=tensor(np.repeat(ids, lengths), torch.int64),
         engine_logprobs=tensor(of_target(samples.engine_logprobs), torch.float32),
         rewards=tensor(of_target(samples.rewards), torch.float32),
         members=tensor(np.unique(samples.ids), torch.int64),
         places=tensor(of_target(positions_of_targets), torch.int64),
+        ends=tensor(np.flatnonzero(np.isin(tree.places, samples.offsets[1:] - 1)), torch.int64),
         parents=tree.parents,
     )
 

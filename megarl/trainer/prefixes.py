@@ -8,7 +8,8 @@ A causal model's states at a token depend on the tokens before it alone, so a co
 computed once and every sample attends to it. A sample's part begins with the last token of its
 prompt, whose state predicts the sample's own first token: every trained token keeps a target, an
 advantage and a loss of its own. Prefixes may have prefixes: prompts that begin with the same
-instructions share these.
+instructions share these. What a sample that is a tree has in common with itself is a document too:
+see `branches.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
-from megarl.parallel.prefix_tree import DEEPEST, Size, chains, documents
+from megarl.parallel.prefix_tree import DEEPEST, Size, chains, copied, documents
+from megarl.trainer.branches import NONE, Part, next_tokens, parts_of
 from megarl.trainer.config import SharePrefix
 from megarl.types import Samples
 
@@ -34,18 +36,20 @@ it, the further call of attention for every layer costs more than the tokens."""
 class Tree:
     """The tokens of several samples as a tree of documents, in which each prefix that samples have
     in common is one document and computed once. A document is a shared prefix, or the rest of one
-    sample. `tree_of` makes it; its arrays list the documents depth first, each shared prefix before
-    what continues it.
+    sample, or of a sample that is a tree a part without branches. `tree_of` makes it; its arrays
+    list the documents depth first, each one before those that continue it.
     """
 
     places: np.ndarray
     """[C] int64 for each of the C computed tokens, its index among the tokens of the samples; for a
     shared prefix that in the first sample which begins with it."""
+    targets: np.ndarray
+    """[C] int64 index among the tokens of the samples of the token that each computed token
+    predicts, or -1 for none; for a shared prefix, of an untrained one."""
     starts: np.ndarray
-    """[D + 1] int64 first token of each document, a shared prefix or the rest of a sample; then
-    C."""
+    """[D + 1] int64 first token of each document; then C."""
     parents: tuple[int, ...]
-    """[D] number of the shared prefix that each document continues, or -1."""
+    """[D] number of the document that each document continues, or -1; empty where none does."""
     owners: np.ndarray
     """[D] int64 index of each document's sample; -1 for a shared prefix."""
 
@@ -54,7 +58,8 @@ def shareable(samples: Samples) -> np.ndarray:
     """[S] int64: for each sample, how many of its first tokens may be computed together with those
     of other samples that begin alike: all tokens before the one that predicts the first trained
     token. Without trained tokens, all but the last. Where the length of the prompt is known, never
-    more than the prompt without its last token.
+    more than the prompt without its last token; and none behind the first place that a sample that
+    is a tree continues more than once.
     """
     found = np.zeros(len(samples), np.int64)
     for number, (first, last) in enumerate(itertools.pairwise(samples.offsets.tolist())):
@@ -63,6 +68,11 @@ def shareable(samples: Samples) -> np.ndarray:
         found[number] = trained[0] if len(trained) else last - first - 1
     known = samples.prompts > 0
     found[known] = np.minimum(found, samples.prompts - 1)[known]
+    first, before = samples.branches.T
+    owner = np.searchsorted(samples.offsets, first, side="right") - 1
+    # What predicts a trained token is the sample's own.
+    limit = np.where(before < 0, first, before + ~samples.mask[first])
+    np.minimum.at(found, owner, limit - samples.offsets[owner])
     return np.maximum(found, 0)
 
 
@@ -120,42 +130,84 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
     only in how much a prefix must save (`must_save`).
     """
     if share == "off":
-        return [Size(length) for length in samples.lengths.tolist()]
-    return list(map(Size, samples.lengths.tolist(), chains(leading_tokens(samples))))
+        return [Size(length) for length in computed_lengths(samples).tolist()]
+    return list(map(Size, computed_lengths(samples).tolist(), chains(leading_tokens(samples))))
 
 
-def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree | None:
-    """The tree by which common prefixes of `samples` are computed once, or None where no prefix is
-    shared.
+def computed_lengths(samples: Samples) -> np.ndarray:
+    """[S] int64 number of tokens that are computed for each sample without shared prefixes: its
+    own, and some once more where a sample that is a tree branches.
+    """
+    lengths, branches = samples.lengths, samples.branches
+    again = branches[copied(branches, samples.mask), 0]
+    np.add.at(lengths, np.searchsorted(samples.offsets, again, side="right") - 1, 1)
+    return lengths
+
+
+def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree:
+    """The documents by which `samples` are computed, each common prefix once.
 
     `saves`: a prefix is computed once only if that saves at least this fraction, 0 to 1, of the
-    tokens of the samples that have the prefix; 0 shares whatever saves a token. `deepest`: maximum
-    number of shared prefixes that follow each other at the beginning of a sample (depth of the
-    tree).
+    tokens of the samples that have the prefix; 0 shares whatever saves a token, infinity nothing.
+    `deepest`: most shared prefixes that follow each other at the beginning of a sample.
     """
-    sizes, starts = sizes_of(samples, "on"), samples.offsets[:-1].tolist()
-    made = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
-    if len(made) == len(samples):
-        return None
-    places = [np.arange(one.begin, one.end) + starts[one.sample] for one in made]
+    sizes = sizes_of(samples, "off" if math.isinf(saves) else "on")
+    following, copies = next_tokens(samples)
+    offsets, branches = samples.offsets.tolist(), samples.branches
+    edges = np.searchsorted(branches[:, 0], samples.offsets)
+    made, owners = list[Part](), list[int]()
+    apart = list[tuple[int, int, list[Part]]]()  # conversations of their own: of the last documents
+    numbers = list[int]()
+    for one in documents(sizes, range(len(sizes)), saves=saves, deepest=deepest):
+        above = numbers[one.parent] if one.parent >= 0 else -1
+        numbers.append(len(made))
+        if one.is_shared or edges[one.sample] == edges[one.sample + 1]:
+            places = np.arange(one.begin, one.end) + offsets[one.sample]
+            made.append(Part(places, following[places], above))
+            owners.append(-1 if one.is_shared else one.sample)
+            continue
+        parts = parts_of(samples, one.sample, one.begin, following, copies)
+        roots = [number for number, part in enumerate(parts) if part.parent == NONE]
+        count = roots[0] if roots else len(parts)
+        made += _numbered(parts[:count], len(made), above)
+        owners += [one.sample] * count
+        apart.append((one.sample, count, parts[count:]))
+    for sample, count, parts in apart:
+        made += _numbered(parts, len(made) - count, -1)
+        owners += [sample] * len(parts)
+    parents = tuple(one.parent for one in made)
     return Tree(
-        places=np.concatenate(places),
-        starts=np.cumsum([0, *(one.end - one.begin for one in made)]),
-        parents=tuple(one.parent for one in made),
-        owners=np.array([-1 if one.is_shared else one.sample for one in made]),
+        places=np.concatenate([one.places for one in made]),
+        targets=np.concatenate([one.targets for one in made]),
+        starts=np.cumsum([0, *(len(one.places) for one in made)]),
+        parents=parents if any(parent >= 0 for parent in parents) else (),
+        owners=np.array(owners),
     )
 
 
-def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
-    """How many tokens of the samples of a packed sequence need not be computed, because shared
-    prefixes are computed once. `starts` [D + 1]: index of the first token of each document in the
-    packed sequence, then the length of the packed sequence. `parents` [D]: index of the shared
-    prefix that each document continues, or -1.
+def _numbered(parts: Sequence[Part], by: int, above: int) -> list[Part]:
+    """`parts` with their parents' numbers raised by `by`, or `above` for those that have none."""
+    return [one._replace(parent=one.parent + by if one.parent >= 0 else above) for one in parts]
+
+
+def depths(starts: Sequence[int] | np.ndarray, parents: Sequence[int]) -> np.ndarray:
+    """[D] int64: for each document, the number of tokens of all documents that it continues. For
+    the arguments see `saved_tokens`.
     """
     lengths = np.diff(starts)
-    before = np.zeros(len(parents), np.int64)  # tokens of a document's ancestors
+    found = np.zeros(len(lengths), np.int64)
     for document, parent in enumerate(parents):
         if parent >= 0:
-            before[document] = before[parent] + lengths[parent]
+            found[document] = found[parent] + lengths[parent]
+    return found
+
+
+def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
+    """How many tokens of a packed sequence need not be computed, because what samples, or branches
+    of a sample, have in common is computed once: compared with a sequence for each document that no
+    other continues. `starts` [D + 1]: index of the first token of each document in the packed
+    sequence, then the length of the packed sequence. `parents` [D]: index of the document that each
+    document continues, or -1.
+    """
     is_prefix = np.isin(np.arange(len(parents)), parents)
-    return int(before[~is_prefix].sum() - lengths[is_prefix].sum())
+    return int(depths(starts, parents)[~is_prefix].sum() - np.diff(starts)[is_prefix].sum())

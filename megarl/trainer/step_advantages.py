@@ -78,7 +78,11 @@ def step_advantages(
     function = function_of(algorithm.advantage, every, "algorithm.advantage")
     if algorithm.credit == "turn":
         groups = given[1].to(device)
-        return {"advantages": _of_turns(function, rewards, masks, ids, groups, algorithm, data)}
+        starts = [torch.from_numpy(samples.branches[:, 0]).to(device) for samples in batch.samples]
+        turns = [turn_of_tokens(*columns) for columns in zip(masks, ids, starts, strict=True)]
+        return {
+            "advantages": _of_turns(function, rewards, masks, ids, turns, groups, algorithm, data)
+        }
     if not is_per_token(function):
         per_sample = function(*given).float().to(device)
         return {"advantages": [per_sample[index] for index in ids]}
@@ -109,21 +113,21 @@ def _of_turns(
     rewards: Column,
     masks: Column,
     ids: Column,
+    turns: Column,
     groups: torch.Tensor,
     algorithm: AlgorithmConfig,
     data: Axis,
 ) -> Column:
     """The advantage of each token's turn, for `algorithm.credit: turn`."""
-    turns = [turn_of_tokens(mask, of) for mask, of in zip(masks, ids, strict=True)]
     most = torch.ones(1, dtype=torch.int64, device=groups.device)
     for turn, mask in zip(turns, masks, strict=True):
         if bool(mask.any()):
             most = torch.maximum(most, turn[mask].max() + 1)
     shape = (len(groups), int(all_reduce_max(most, data)))
     sums = torch.zeros((2, *shape), dtype=torch.float64, device=groups.device)
-    for reward, mask, of in zip(rewards, masks, ids, strict=True):
-        sums[0] += turn_sums(reward, mask, of, shape)
-        sums[1] += turn_sums(torch.ones_like(reward), mask, of, shape)
+    for reward, mask, of, turn in zip(rewards, masks, ids, turns, strict=True):
+        sums[0] += turn_sums(reward, mask, of, turn, shape)
+        sums[1] += turn_sums(torch.ones_like(reward), mask, of, turn, shape)
     sums = all_reduce(sums, data).cpu()
     found = turn_advantages(
         function, sums[0], sums[1].long(), groups.cpu(), discount=algorithm.turn_discount

@@ -28,7 +28,7 @@ from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains
 from megarl.parallel.redistribute import Redistribution
 from megarl.trainer.config import SharePrefix
-from megarl.trainer.prefixes import leading_tokens, must_save, sizes_of
+from megarl.trainer.prefixes import computed_lengths, leading_tokens, must_save, sizes_of
 from megarl.trainer.role import Column, Role
 from megarl.types import MicroBatch, Samples, StepBatch
 
@@ -56,6 +56,10 @@ class _Fact(NamedTuple):
     """Number of tokens that the policy generated."""
     prompt: int
     """Number of tokens of the prompt, or -1; see `Samples.prompts`."""
+    computed: int
+    """Number of tokens that are computed for the sample alone."""
+    branches: tuple[tuple[int, int], ...]
+    """Where the sample branches, as `Samples.branches`, counted from its first token."""
     part: int
     """Index of the mini-batch."""
 
@@ -158,7 +162,12 @@ class BatchTransfer:
 
         def sample(n: int) -> Samples:
             fact, mask = plan.facts[n], mask_of[n].cpu().numpy() > 0
-            return Samples.one(fact.name, token_of[n].cpu().numpy(), mask=mask, prompt=fact.prompt)
+            return Samples.one(
+                *(fact.name, token_of[n].cpu().numpy()),
+                mask=mask,
+                prompt=fact.prompt,
+                branches=fact.branches,
+            )
 
         samples = [Samples.concatenate([sample(n) for n in numbers]) for numbers in self._here]
         data, share = self.mesh.data, self.share_prefix
@@ -230,8 +239,12 @@ class BatchTransfer:
         mine: list[_Fact] = []
         for part, samples in enumerate(parts):
             columns = (samples.ids, samples.lengths, _chosen(samples), samples.prompts)
+            columns = (*columns, computed_lengths(samples))
             rows = zip(*(column.tolist() for column in columns), strict=True)
-            mine += [_Fact(*row, part=part) for row in rows]
+            mine += [
+                _Fact(*row, tuple(map(tuple, samples.branches_of(n).tolist())), part)
+                for n, row in enumerate(rows)
+            ]
         own = self._beginnings(parts)
         told = gather_objects((mine, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}
@@ -247,7 +260,7 @@ class BatchTransfer:
                     leading |= dict.fromkeys(names, tokens)
         chain_of = dict(zip(leading, chains(list(leading.values())), strict=True))
         ordered = [facts[name] for name in sorted(facts)]
-        sizes = [Size(fact.length, chain_of.get(fact.name, ())) for fact in ordered]
+        sizes = [Size(fact.computed, chain_of.get(fact.name, ())) for fact in ordered]
         having = [holders[fact.name] for fact in ordered]
         wanting = self._deal(sizes, np.array([fact.part for fact in ordered], np.int64))
         lengths = [fact.length for fact in ordered]

@@ -1,5 +1,6 @@
 """The matrix: every layout of 1, 2 and 4 ranks under every ZeRO stage trains exactly as one rank
-does, and computing prompts once for their group exactly as repeating them.
+does, and computing prompts once for their group, and the parts of rollouts that are trees once for
+their branches, exactly as repeating them.
 
 One launch a number of ranks: a start costs more than a case.
 """
@@ -18,6 +19,7 @@ from megarl.objectives.config import CorrectionConfig, KLConfig
 
 REPEATED: Case = {"training": {"share_prefix": "off"}, "prompts": (1, 24)}
 SHARED: Case = {"training": {"share_prefix": "on"}, "prompts": (1, 24)}
+TREES: Case = {"trees": "once"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def alone(model: str) -> Any:
     case = {"layout": (1, 1, 1), "stage": 0, "model": model, **REPEATED}
-    return run_ranks(1, training_cases.__file__, "run_cases", [case])[0][0]
+    cases = [case, case | {"trees": "repeated"}]
+    return run_ranks(1, training_cases.__file__, "run_cases", cases)[0]
+
+
+def trees(model: str, size: int) -> list[Case]:
+    """Stages 0 and 3 of every layout, with every Ulysses degree; prompts of a group are computed
+    once or repeated.
+    """
+    return [
+        {"layout": layout, "stage": stage, "model": model, "sequence": {"ulysses": ulysses}}
+        | TREES
+        | (SHARED if stage else REPEATED)
+        for layout in layouts(size)
+        for stage in (0, 3)
+        for ulysses in {1, 2, layout[1]}
+        if layout[1] % ulysses == 0
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -45,18 +63,21 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
         {"layout": layout, "stage": number % 4, "model": model, **SHARED}
         for number, layout in enumerate(layouts(size))
     ]
+    oracles = [alone[0]] * len(cases)
+    cases += trees(model, size)
+    oracles += [alone[1]] * (len(cases) - len(oracles))
     file, options = training_cases.__file__, {"timeout_s": 900, "is_last_fresh": size > 1}
     found = run_ranks(size, file, "run_cases", cases + again, **options)
-    assert_equal([alone] * len(cases), cases, [results[: len(cases)] for results in found])
+    assert_equal(oracles, cases, [results[: len(cases)] for results in found])
     for results in found:
         for case, repeated in zip(again, results[len(cases) :], strict=True):
             assert_bitwise(results[cases.index(case)], repeated)
-        for case, (reports, *_) in zip(cases, results, strict=False):
+        for case, oracle, (reports, *_) in zip(cases, oracles, results, strict=False):
             saved = reports[0]["tokens/shared_saved"]
             assert saved > 0 or case["layout"][0] > 1, "prompts were repeated"
             if saved:
                 computed = reports[0]["tokens/computed"]
-                assert computed + saved == alone[0][0]["tokens/computed"]
+                assert computed + saved == oracle[0][0]["tokens/computed"]
 
 
 GRANITE = dict(

@@ -4,6 +4,7 @@ comparison of their results.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megarl.types import Samples
 from support.policy import Policy, joined, whole_weights
 from support.rollouts import dealt
 from support.tiny import groups, write_model
+from support.trees import branched, lineages, repeated
 
 STEPS = 3
 RATE = 1e-3
@@ -26,7 +28,8 @@ RATE = 1e-3
 Case = dict[str, Any]
 """layout, stage, and optionally model, sequence, training, optimizer, algorithm, groups, prompts:
 see `three_steps`. `equal`: every second group has equal rewards, and is "sent" to the ranks or
-"skipped".
+"skipped". `trees`: rollouts are trees, which are computed "once" or as sequences from the root to
+each leaf, "repeated".
 """
 
 
@@ -81,6 +84,9 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
             group.rollouts[:] = [
                 replace(one, verdict=replace(one.verdict, reward=0.25)) for one in group.rollouts
             ]
+        draw = random.Random(step)
+        for group in made if "trees" in case else ():
+            group.rollouts[:] = [branched(draw, one) for one in group.rollouts]
         plan = dealt(
             made,
             step=step,
@@ -93,11 +99,18 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         everything = Samples.concatenate(
             [part for rank in range(mesh.data.size) for part in plan.share(rank).samples]
         )
-        ours, theirs = policy.token_statistics(everything.select(everything.ids.argsort()))
-        logprobs.append(ours.double().cpu())
-        entropies.append(theirs.double().cpu())
+        everything = everything.select(everything.ids.argsort())
+        batch = plan.share(mesh.data.rank)
+        if case.get("trees") == "repeated":
+            everything, places, _ = lineages(everything)
+            order, batch = torch.from_numpy(places[everything.mask]).argsort(), repeated(batch)
+        else:
+            order = torch.arange(everything.mask.sum())
+        ours, theirs = policy.token_statistics(everything)
+        logprobs.append(ours.double().cpu()[order])
+        entropies.append(theirs.double().cpu()[order])
         met.clear()
-        reports.append(policy.train(plan.share(mesh.data.rank)).metrics)
+        reports.append(policy.train(batch).metrics)
         # Some algorithms, and later mini-batches, are scored before they are trained.
         passes_once = not case.keys() & {"algorithm", "num_mini_batches"}
         recomputes = case.get("training", {}).get("gradient_checkpointing", False)

@@ -81,10 +81,11 @@ def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
     samples = samples_of(drawn)
     tree = tree_of(samples, saves=0.0, deepest=99)
     wanted = count_by_hand(samples)
-    if tree is None:
+    assert len(tree.places) == wanted
+    if not tree.parents:
         assert wanted == len(samples.token_ids)
         return
-    assert len(tree.places) == wanted < len(samples.token_ids)
+    assert wanted < len(samples.token_ids)
     saved = saved_tokens(tree.starts.tolist(), tree.parents)
     assert saved == len(samples.token_ids) - wanted
     assert sorted(tree.owners[tree.owners >= 0].tolist()) == list(range(len(samples)))
@@ -141,8 +142,7 @@ def test_the_balance_counts_what_is_computed(
     for row in members(even, dealt, budget):
         for units in row:
             chosen = [n * together + part for n in units for part in range(together)]
-            tree = tree_of(samples.select(chosen), saves=saves)
-            computed = int(samples.lengths[chosen].sum()) if tree is None else len(tree.places)
+            computed = len(tree_of(samples.select(chosen), saves=saves).places)
             assert even.tokens(units) == computed
             assert computed <= budget or len(units) == 1
 
@@ -226,13 +226,12 @@ def test_a_prompt_and_instructions_before_it_are_computed_once() -> None:
     prompts = [[*rules, *question] for question in ([7] * 10, [8] * 10)]
     samples = samples_of([([*one, *answer], 50) for one in prompts for answer in responses])
     tree = tree_of(samples)
-    assert tree is not None
     assert tree.parents == (-1, 0, 1, 1, 1, 0, 5, 5, 5)
     # The last token of a prompt is in every response's part: it predicts the first token.
     assert np.diff(tree.starts).tolist() == [40, 9, 4, 2, 3, 9, 4, 2, 3]
     # With one level, the whole prompt of each group, and nothing of both.
     shallow = tree_of(samples, deepest=1)
-    assert shallow is not None and shallow.parents == (-1, 0, 0, 0, -1, 4, 4, 4)
+    assert shallow.parents == (-1, 0, 0, 0, -1, 4, 4, 4)
 
 
 def test_metrics_count_what_is_computed_and_what_sharing_saved() -> None:
@@ -249,9 +248,8 @@ def test_metrics_count_what_is_computed_and_what_sharing_saved() -> None:
 
 def test_small_savings_are_not_worth_a_call_of_attention() -> None:
     samples = samples_of([([1, 2, *[3] * 200], 2), ([1, 2, *[4] * 200], 2)])
-    assert tree_of(samples) is None
-    tree = tree_of(samples, saves=0.0)
-    assert tree is not None and len(tree.places) == 403
+    assert tree_of(samples).parents == () and len(tree_of(samples).places) == 404
+    assert len(tree_of(samples, saves=0.0).places) == 403
 
 
 def test_trained_and_last_tokens_are_never_shared() -> None:
@@ -261,7 +259,7 @@ def test_trained_and_last_tokens_are_never_shared() -> None:
     unscored = samples_of([([1, 2, 3, 4, 5], 5)] * 2)
     assert shareable(unscored).tolist() == [4, 4]
     first_trained = samples_of([([1, 2, 3], 0)] * 2)
-    assert shareable(first_trained).tolist() == [0, 0] and tree_of(first_trained) is None
+    assert shareable(first_trained).tolist() == [0, 0] and not tree_of(first_trained).parents
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -380,8 +378,7 @@ def group(draw: random.Random, ordinal: int, tokens: list[int], lengths: list[in
 
 def computed(samples: Samples, saves: float) -> int:
     """Tokens of a packed sequence of `samples` in training."""
-    tree = tree_of(samples, saves=saves)
-    return int(samples.offsets[-1]) if tree is None else len(tree.places)
+    return len(tree_of(samples, saves=saves).places)
 
 
 def packed(groups: list[Group], *, budget: int, saves: float, ranks: int = 1) -> list[list[int]]:

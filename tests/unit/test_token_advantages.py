@@ -244,10 +244,13 @@ def test_turns_are_stretches_of_the_policys_tokens() -> None:
     turns = turn_of_tokens(mask, ids)
     assert turns[mask].tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
     values = torch.arange(13.0)
-    sums = turn_sums(values, mask, ids, (8, 3))
+    sums = turn_sums(values, mask, ids, turns, (8, 3))
     assert sums[0].tolist() == [1 + 2, 4, 0] and sums[1].tolist() == [5 + 6, 9, 0]
     assert sums[7].tolist() == [11 + 12, 0, 0] and sums[2:7].abs().sum() == 0
     assert turn_of_tokens(mask[:0], ids[:0]).tolist() == []
+    # Answers made one after the other are turns of their own where a branch begins between them.
+    branches = torch.tensor([2, 7, 12])
+    assert turn_of_tokens(mask, ids, branches)[mask].tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
