@@ -216,7 +216,10 @@ def read_prompts(
     tools = check_verifier(config.environment)
     if launcher.rank() != 0:
         return None, None, tools
-    read = functools.partial(load_prompts, tokenizer=tokenizer, seed=config.seed, tools=tools)
+    are_read = not config.environment.agent.is_used
+    read = functools.partial(
+        load_prompts, tokenizer=tokenizer, seed=config.seed, tools=tools, are_read=are_read
+    )
     prompts, held_out = read(config.prompts), None
     if config.evaluation.prompts.names_data:
         held_out = read(config.evaluation.prompts, setting="evaluation.prompts")

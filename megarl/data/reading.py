@@ -158,15 +158,20 @@ class Reading(Generic[C]):
                 f" (columns {names}), which is not shown to the model"
             )
 
-    def prompt_tokens(self, texts: Sequence[str]) -> TokenLists:
+    def prompt_tokens(self, texts: Sequence[str], *, are_read: bool = True) -> TokenLists:
         """Tokenise the prompts, one text for each row. Adds to `warning` if the tokenizer loses
         text. Also adds to it if the tokenizer has a chat template, `template` is 'none' and the
-        first text has no special tokens, so that a chat model would read bare text.
+        first text has no special tokens, so that a chat model would read bare text. `are_read`:
+        whether the model reads the texts as they are; False where an agent does.
         """
         found = prompt_tokens(self.tokenizer, texts, self.config.template)
         self.note_lost(texts, found, "prompts")
         is_bare = self.config.template == "none" and bool(self.tokenizer.chat_template)
-        if is_bare and not any(one in texts[0] for one in self.tokenizer.all_special_tokens):
+        if (
+            are_read
+            and is_bare
+            and not any(one in texts[0] for one in self.tokenizer.all_special_tokens)
+        ):
             self.notes.append(
                 f"{self.setting}.template is none, so the model reads the texts of {self.setting}"
                 " bare, without its chat template; a model that was trained on chats answers those"

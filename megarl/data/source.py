@@ -122,26 +122,37 @@ def load_prompts(
     seed: int,
     setting: str = "prompts",
     tools: Tools = (),
+    are_read: bool = True,
 ) -> PromptList:
     """Read, check and tokenise all prompts of the section `config` of a recipe, of one source or a
     mixture; blocks until that is done. Returns a `PromptList`, whose `at(n)` is the n-th prompt of
     training. `seed`: of shuffling. `setting`: name of the section, for messages. `tools`: in
     OpenAI's format, shown to the model by the chat template with every prompt; rows must then have
-    no tools of their own. Raises `ValueError` that names the file, the row and the setting to
+    no tools of their own. `are_read`: False where an agent reads the prompts, and not the model:
+    texts without a chat template are then as they should be. Raises `ValueError` that names the file, the row and the setting to
     change.
     """
     if not config.sources:
-        return _load_source(config, tokenizer, seed, setting, tools)
+        return _load_source(config, tokenizer, seed, setting, tools, are_read=are_read)
     parts = [
         # Shuffled by seeds of their own, since a file may be in a mixture twice.
-        _load_source(part, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools)
+        _load_source(
+            *(part, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools),
+            are_read=are_read,
+        )
         for number, part in enumerate(config.parts)
     ]
     return PromptList.mixed(parts, [exact(part.weight) for part in config.sources])
 
 
 def _load_source(
-    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, seed: int, setting: str, tools: Tools
+    config: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    setting: str,
+    tools: Tools,
+    *,
+    are_read: bool,
 ) -> PromptList:
     """The prompts of a single source."""
     require(
@@ -159,7 +170,7 @@ def _load_source(
     problems = [_problem(cells, data.template, tools) for cells in data.rows]
     texts = [_rendered(one, data.template, tools or one.tools) for one in problems]
     data.check_texts(texts, [one.answer for one in problems])
-    token_ids = data.prompt_tokens(texts)
+    token_ids = data.prompt_tokens(texts, are_read=are_read)
     kept, cut = data.fit(token_ids)
     for row in np.flatnonzero(cut.lengths != token_ids.lengths):
         texts[row] = str(tokenizer.decode(cut[row]))

@@ -66,9 +66,9 @@ def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
     write_rows(data, problems(200, 1, held_out=False))
     (folder / "own.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{AGENTS}")
     tree = tiny_run(folder, model, steps=2)
-    tree["prompts"] = {"source": str(data)}
+    tree["prompts"] = {"source": str(data), "max_prompt_tokens": 32}
     tree["environment"] = {"agent": agent, "max_failure_share": 0.9}
-    tree["rollout"] |= {"max_new_tokens": 96, "group_size": 4, "groups_per_step": 3}
+    tree["rollout"] |= {"max_new_tokens": 96, "group_size": 3, "groups_per_step": 4}
     tree["rollout"]["dynamic_sampling"] = {"enabled": False}
     tree.pop("evaluation", None)
     return tree
@@ -103,6 +103,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     failed = [one for one in rollouts if one["failure"]]
     assert all(one["detail"].endswith("exit code 1: a mistake of its own") for one in failed)
     assert sum(step["verifier/errors"] for step in steps) == len(failed)
+    assert "template" not in done.err
     whole = [one for one in rollouts if not one["failure"]]
     assert whole and all(one["metrics"]["conversations"] == 2.0 for one in whole)
 
