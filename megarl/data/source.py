@@ -129,8 +129,8 @@ def load_prompts(
     training. `seed`: of shuffling. `setting`: name of the section, for messages. `tools`: in
     OpenAI's format, shown to the model by the chat template with every prompt; rows must then have
     no tools of their own. `are_read`: False where an agent reads the prompts, and not the model:
-    texts without a chat template are then as they should be. Raises `ValueError` that names the file, the row and the setting to
-    change.
+    texts without a chat template are then as they should be. Raises `ValueError` that names the
+    file, the row and the setting to change.
     """
     if not config.sources:
         return _load_source(config, tokenizer, seed, setting, tools, are_read=are_read)
