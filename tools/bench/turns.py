@@ -3,6 +3,7 @@
     python tools/bench/turns.py exact RECIPE.yaml [--rollouts 500]
     python tools/bench/turns.py load MODEL [--sessions 2000] [--turns 8] [--wait-ms 50]
                                            [--tokens 16] [--minutes 0]
+    python tools/bench/turns.py agents MODEL [--sessions 500] [--turns 8] [--minutes 0]
 
 `exact` generates rollouts of a recipe with a session, tools or an agent, each from another prompt.
 It compares each turn of the model, with what it had read, token by token with what the engine
@@ -13,14 +14,20 @@ log-probs with those of the model in float32 through transformers.
 and reports the share of the time in which the engine's process computed (its CPU time over wall
 time, from the first request to the last), and the memory of this process, which holds what the
 rollout service holds. With `--minutes` the sessions are opened again and again for so long.
+
+`agents` does the same with agents, whose calls another process makes by HTTP, and also reports the
+CPU time that the worker process, with the gateway, needs for a call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +64,51 @@ class Waits:
 """
 
 
+AGENT = """
+import asyncio, json
+
+async def calls(prompt, client):
+    reader, writer = await asyncio.open_connection("127.0.0.1", {port})
+    writer.write(json.dumps([client.base_url.port, client.api_key]).encode() + b"\\n")
+    done = await reader.readline()
+    writer.close()
+    return float(done == b"done\\n")
+"""
+
+CALLER = """
+import asyncio, json, sys
+
+async def ask(reader, writer, key, chat):
+    body = json.dumps({"model": "policy", "messages": chat}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {key}"]
+    head = "\\r\\n".join([*lines, f"content-length: {len(body)}", "", ""])
+    writer.write(head.encode() + body)
+    said = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
+    length = int(said.split("content-length:")[1].split("\\r\\n")[0])
+    return json.loads(await reader.readexactly(length))["choices"][0]["message"]
+
+async def serve(asked, answer):
+    port, key = json.loads(await asked.readline())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    chat = [{"role": "user", "content": "1+2"}]
+    for _ in range(int(sys.argv[1])):
+        chat += [await ask(reader, writer, key, chat), {"role": "user", "content": "3"}]
+    writer.close()
+    answer.write(b"done\\n")
+    answer.close()
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
 OPTIONS = {
-    "kind": (str, "what is measured", ("exact", "load")),
-    "source": (str, "a recipe for exact, a model's folder for load"),
+    "kind": (str, "what is measured", ("exact", "load", "agents")),
+    "source": (str, "a recipe for exact, a model's folder for load and agents"),
     "--rollouts": (500, "exact: rollouts"),
     "--sessions": (2000, "load: sessions at once"),
     "--turns": (8, "load: turns of a session"),
@@ -236,23 +285,49 @@ def differences(model: str, rollouts: Sequence[Sequence[Turn]]) -> list[float]:
 # -------------------------------------------------------------------------------------------- load
 
 
-async def under_load(args: Args) -> dict[str, Any]:
-    """Many sessions at once."""
+@contextmanager
+def caller(turns: int) -> Iterator[int]:
+    """A process that makes the calls of agents; its port."""
+    words = [sys.executable, "-c", CALLER, str(turns)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+async def under_load(args: Args, port: int = 0) -> dict[str, Any]:
+    """Many sessions at once. `port`: of the process that makes the calls of agents; 0 for sessions
+    of other kinds.
+    """
     session = args.work / "own.py"
-    session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
     tokenizer = load_tokenizer(args.source)
     longest = 8 + args.turns * (args.tokens + 1)
+    settings: dict[str, Any] = {"session": f"{session}:Waits", "time_limit_s": 60.0}
+    if port:
+        session.write_text(AGENT.format(port=port))
+        longest = 32 + args.turns * (args.tokens + 8)
+        agent = {"function": f"{session}:calls", "time_limit_s": 600.0, "context_tokens": longest}
+        settings = {"agent": agent}
+    else:
+        session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
     config = EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1)
     arguments = engine_arguments(model=args.source, config=config, max_tokens=longest)
     engine = RecordedEngine(load=True, **arguments)
     engine.keeps = False
-    config = EnvironmentConfig(
-        session=f"{session}:Waits", require_stop=False, time_limit_s=60.0, start_limit_s=300.0
-    )
-    environment = Environment(config, Codec.of(tokenizer))
+    config = EnvironmentConfig(**settings, require_stop=False, start_limit_s=300.0)
+    environment = Environment(config, Codec.of(tokenizer, whole=config.needs_template))
+    own = set(psutil.Process().children())
     await engine.start()
-    of_engine = psutil.Process().children(recursive=True)
+    of_engine = [
+        one
+        for child in set(psutil.Process().children()) - own
+        for one in [child, *child.children(recursive=True)]
+    ]
+    own = set(psutil.Process().children())
     await environment.start()
+    workers = [*set(psutil.Process().children()) - own]
     pool = EnginePool([Here(engine, args.tokens)], RolloutConfig(request_timeout_s=600.0))
     attempts = Attempts(pool, environment, 1, longest)
     rounds = []
@@ -260,6 +335,7 @@ async def under_load(args: Args) -> dict[str, Any]:
     try:
         while not rounds or time.monotonic() < until:
             begun, before = time.monotonic(), [sum(one.cpu_times()[:2]) for one in of_engine]
+            worker_before = sum(sum(one.cpu_times()[:2]) for one in workers)
             prompts = (Prompt(n, "", [2 + n % 9, 3, 4], "") for n in range(args.sessions))
             jobs = (
                 attempts.attempt(one, len(rounds), n, temperature=1.0)
@@ -272,6 +348,9 @@ async def under_load(args: Args) -> dict[str, Any]:
             assert all(not verdict.failure and verdict.reward == 1.0 for _, verdict in done)
             row = {"seconds": seconds, "engine_busy": computed / seconds}
             row["turns_per_s"] = args.sessions * args.turns / seconds
+            used = sum(sum(one.cpu_times()[:2]) for one in workers) - worker_before
+            row["worker_ms_per_turn"] = 1000 * used / (args.sessions * args.turns)
+            row["worker_mib"] = sum(one.memory_info().rss for one in workers) / 2**20
             rounds.append(row | {"memory_mib": psutil.Process().memory_info().rss / 2**20})
             del done
     finally:
@@ -286,7 +365,10 @@ def measure(args: Args) -> dict[str, Any]:
     if args.kind == "exact":
         config = read(RunConfig, args.source, [])
         return asyncio.run(exact(config, check_rollout(config), args.rollouts))
-    return asyncio.run(under_load(args))
+    if args.kind == "load":
+        return asyncio.run(under_load(args))
+    with caller(args.turns) as port:
+        return asyncio.run(under_load(args, port))
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -294,6 +376,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     if "rounds" in result:
         columns = "seconds .1f; turns/s=turns_per_s ,.0f"
         columns += "; engine computes=engine_busy .2f; memory MiB=memory_mib .1f"
+        columns += "; worker's ms/turn=worker_ms_per_turn .2f; worker's MiB=worker_mib .1f"
         yield from table(result["rounds"], columns)
     else:
         yield from listed(result)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+import httpx
 import numpy as np
 
 from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_program
@@ -50,6 +51,7 @@ class AgentKit:
         self.sessions: dict[str, AgentSession] = {}
         """{key of a rollout's calls: its session}"""
         self._readers: dict[str, CallReader] = {}
+        self._web: httpx.AsyncClient | None = None
         self.serving: asyncio.Task[None] | None = None
         """The task of the server, which would end without a reference to it."""
 
@@ -115,10 +117,12 @@ class AgentKit:
         return run_program(self.command, prompt, settings.columns, variables, port)
 
     async def _call(self, prompt: Prompt, key: str) -> Any:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key) as client:
-            answer = await self.function(prompt, client)
+        if self._web is None:  # one for all agents: to make one takes tens of milliseconds
+            self._web = DefaultAsyncHttpxClient(limits=httpx.Limits(), verify=False)
+        client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=self._web)
+        answer = await self.function(prompt, client)
         return Answer(answer) if isinstance(answer, str) else answer
 
     def read(self, token_ids: np.ndarray, tools: list[Schema]) -> tuple[str, Choice]:

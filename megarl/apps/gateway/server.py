@@ -58,6 +58,7 @@ async def serve(kit: AgentKit) -> int:
             log_config=None,
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
             timeout_keep_alive=600,
         )
     )

@@ -11,10 +11,12 @@ from typing import Any
 
 from megarl.apps.tools.tool import Schema
 from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_turn
+from megarl.data.rows import canonical_json
 from megarl.schema import require
 
 SETTING = "environment.tools: the chat template"
 ASKED = {"role": "user", "content": "?"}
+MOST_QUESTIONS = 64
 CALL_ID = "call00000"
 """Id of a call in rendered conversations: nine letters and digits, as the templates of Mistral's
 models require."""
@@ -41,6 +43,8 @@ class TurnMarkup:
         self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         self._asked = self._render([ASKED])
+        self._questions: dict[str, str] = {}
+        """{tools as JSON: `ASKED` as the template writes it with these tools}"""
         base = [ASKED, {"role": "assistant", "content": SAID}]
         self._closing = self._render(base).rpartition(SAID)[2]
         """The end of the model's turn, as the template writes it."""
@@ -87,7 +91,11 @@ class TurnMarkup:
         """
         calls = turn.get("tool_calls")
         shown = {"content": "", "tool_calls": calls} if calls else {"content": SAID}
-        asked = self._render([ASKED], tools=tools)
+        key = canonical_json(list(tools))
+        if key not in self._questions:
+            kept = dict(list(self._questions.items())[1 - MOST_QUESTIONS :])
+            self._questions = kept | {key: self._render([ASKED], tools=tools)}
+        asked = self._questions[key]
         chat = [ASKED, {"role": "assistant"} | shown, *messages]
         return self._after_turn(said, self._render(chat, asks=True, tools=tools), asked)
 
