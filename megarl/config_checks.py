@@ -56,7 +56,7 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
     check_mixture(config)
     require(
         config.environment.has_sessions or config.algorithm.credit == "response",
-        "algorithm.credit is 'turn', but without environment.session or environment.tools a rollout"
+        "algorithm.credit is 'turn', but without environment.session, tools or agent a rollout"
         " has one turn; leave credit out",
     )
     if "teacher" not in config.other_roles:  # with which every token has a loss
@@ -162,14 +162,16 @@ def check_answers(config: RunConfig) -> None:
     for name, environment in (config.environment.named_parts or {"": config.environment}).items():
         where = f"environment.mixture.{name}" if name else "environment"
         require(
-            not environment.answer_after or environment.reads_marker or environment.session,
+            not environment.answer_after
+            or environment.reads_marker
+            or environment.may_score_itself,
             f"{where}.answer_after is for the verifiers 'exact_match', 'numeric' and 'choice', but"
             f" {where}.verifier is '{', '.join(environment.names_used)}', which finds the answer by"
             f" itself; leave {where}.answer_after out (over a recipe that has it:"
             f" --{where}.answer_after=), or set another verifier",
         )
         built_in = " and ".join(environment.compares_answers)
-        for place, part in () if environment.session else sources(config):  # may score by itself
+        for place, part in () if environment.may_score_itself else sources(config):
             require(
                 part.answer_column or not built_in or (name and part.environment != name),
                 f"{place}.answer_column is empty, but the verifier {built_in} compares with the"

@@ -433,6 +433,13 @@ class EnvironmentConfig(Config):
         return bool(self.session) or self.tools.are_used or self.agent.is_used
 
     @property
+    def may_score_itself(self) -> bool:
+        """Whether the rollouts may end with a score that no verifier has given: those of a session
+        class or an agent.
+        """
+        return bool(self.session) or self.agent.is_used
+
+    @property
     def needs_template(self) -> bool:
         """Whether worker processes write chats by the tokenizer's chat template: with tools and
         agents.
@@ -455,7 +462,7 @@ class EnvironmentConfig(Config):
         an `Answer` instead of a score, `exact_match` scores the answer.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
-        return not (self.session or self.agent.is_used) or named
+        return not self.may_score_itself or named
 
     def without_sessions(self) -> Self:
         """A copy of the configuration without session class and tools, for verifiers that score the

@@ -45,7 +45,7 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
     )
     require(
         not config.environment.has_sessions,
-        "environment.session or environment.tools is set, but the turns of an environment are no"
+        "environment.session, tools or agent is set, but the turns of an environment are no"
         " response to learn from; set environment.verifier instead",
     )
     inputs = check_run(config, num_ranks=1, new=False)
