@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_program
-from megarl.apps.gateway.calls import ApiError, Call, Choice, call_id
+from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent
+from megarl.apps.gateway.calls import ApiError, AgentCall, Choice, call_id
 from megarl.apps.gateway.conversations import Conversations, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
@@ -80,9 +80,9 @@ class AgentKit:
             " the tokenizer (chat_template.jinja)",
         )
         self.markup = TurnMarkup(self.codec.tokenizer, (), self.codec.variables)
-        from megarl.apps.gateway.server import serve  # imports vLLM's protocol, for seconds
+        from megarl.apps.gateway.server import serve_agents  # imports vLLM's protocol, for seconds
 
-        self.port = await serve(self)
+        self.port = await serve_agents(self)
 
     @property
     def codec(self) -> Codec:
@@ -114,7 +114,7 @@ class AgentKit:
         }
         port = str(self.port) if settings.network == "gateway" else "0"
         port = port if self.config.isolate else "none"
-        return run_program(self.command, prompt, settings.columns, variables, port)
+        return run_agent(self.command, prompt, settings.columns, variables, port)
 
     async def _call(self, prompt: Prompt, key: str) -> Any:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -169,11 +169,11 @@ class AgentSession:
 
     def __init__(self, kit: AgentKit) -> None:
         self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
-        self.calls: asyncio.Queue[Call] = asyncio.Queue()
+        self.calls: asyncio.Queue[AgentCall] = asyncio.Queue()
         """Calls that wait to be answered."""
         self._conversations = Conversations(kit.markup)
         self._agent: asyncio.Future[Any] | None = None
-        self._call: Call | None = None
+        self._call: AgentCall | None = None
         """The call that the model answers at present."""
         self._context, self._asked_at = 0, 0
         """Tokens that the model has read for this call, and the segment with the last of them."""
@@ -233,7 +233,7 @@ class AgentSession:
             self._segments += 1
             return Observation(place.text, follows=place.follows, max_tokens=room)
 
-    def _room(self, call: Call) -> int:
+    def _room(self, call: AgentCall) -> int:
         """Most tokens of the model's answer to `call`; raises `ApiError` if there is no room."""
         longest = self.kit.settings.context_tokens
         if longest and self._context >= longest:
@@ -246,7 +246,7 @@ class AgentSession:
         limits = [one for one in (longest and longest - self._context, call.max_tokens) if one]
         return min(limits, default=0)
 
-    async def _next(self) -> Call | None:
+    async def _next(self) -> AgentCall | None:
         """The next call; None once the agent has ended. Raises `LimitExceeded` if the agent takes
         too long.
         """

@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Call:
+class AgentCall:
     """A call of an agent: the conversation that it sends and how many answers it asks for. The HTTP
     server waits for `answer`, which the session of the rollout sets.
     """

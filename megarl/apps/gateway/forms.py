@@ -1,4 +1,4 @@
-"""The forms of the APIs that the gateway speaks: how a request becomes a `Call`, and how the
+"""The forms of the APIs that the gateway speaks: how a request becomes a `AgentCall`, and how the
 answers become a response, or the events of a streamed one.
 
 To add one: write a class with the methods of `Form`, and put an object of it into `server.FORMS`.
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megarl.apps.gateway.calls import ApiError, Call, Choice
+from megarl.apps.gateway.calls import ApiError, AgentCall, Choice
 from megarl.apps.gateway.conversations import RAW, plain
 
 Event = tuple[str, dict[str, Any] | str]
@@ -43,7 +43,7 @@ REFUSED = {
 class Asked:
     """A request that was read: the call, the model's name, and how to answer."""
 
-    call: Call
+    call: AgentCall
     model: str
     is_stream: bool
     has_usage: bool = True
@@ -61,11 +61,11 @@ class Form(Protocol):
         """
         ...
 
-    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         """The response as JSON data."""
         ...
 
-    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         """The events of a streamed response."""
         ...
 
@@ -93,7 +93,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-def usage(call: Call, choices: Sequence[Choice]) -> dict[str, int]:
+def token_counts(call: AgentCall, choices: Sequence[Choice]) -> dict[str, int]:
     """The numbers of tokens of a call, as OpenAI's APIs tell them."""
     sampled = sum(one.tokens for one in choices)
     return {
@@ -129,15 +129,15 @@ class ChatCompletions(OpenAIForm):
             "model": asked.model,
         }
 
-    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         found = [
             {"index": number, "message": one.message, "finish_reason": one.finish}
             for number, one in enumerate(choices)
         ]
         head = self._head(asked, "chat.completion")
-        return head | {"choices": found, "usage": usage(call, choices)}
+        return head | {"choices": found, "usage": token_counts(call, choices)}
 
-    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         head = self._head(asked, "chat.completion.chunk")
 
         def chunk(number: int, delta: dict[str, Any], finish: str | None = None) -> Event:
@@ -152,7 +152,7 @@ class ChatCompletions(OpenAIForm):
                 yield chunk(number, {"tool_calls": [{"index": index} | made]})
             yield chunk(number, {}, one.finish)
         if asked.has_usage:
-            yield "", head | {"choices": [], "usage": usage(call, choices)}
+            yield "", head | {"choices": [], "usage": token_counts(call, choices)}
         yield "", "[DONE]"
 
 
@@ -176,7 +176,7 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
         raise ApiError(str(error), param="messages") from None
     if not chat:
         raise ApiError("`messages` is empty; send at least one", param="messages")
-    call = Call(
+    call = AgentCall(
         chat=chat,
         tools=[] if chosen == "none" else tools,
         max_tokens=limit_of(request.max_completion_tokens or request.max_tokens),
@@ -208,7 +208,7 @@ class Completions(OpenAIForm):
         refuse_settings(request)
         if not isinstance(request.prompt, str) or not request.prompt:
             raise ApiError("`prompt` must be one text that is not empty", param="prompt")
-        call = Call(
+        call = AgentCall(
             chat=[{"role": RAW, "content": request.prompt}],
             tools=[],
             max_tokens=limit_of(body.get("max_tokens")),
@@ -216,10 +216,10 @@ class Completions(OpenAIForm):
         )
         return Asked(call, request.model or "", is_stream=bool(request.stream))
 
-    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._head(asked) | {
             "choices": [self._choice(*pair) for pair in enumerate(choices)],
-            "usage": usage(call, choices),
+            "usage": token_counts(call, choices),
         }
 
     def _head(self, asked: Asked) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Completions(OpenAIForm):
         about = {"index": number, "text": choice.text, "logprobs": None}
         return about | {"finish_reason": choice.finish}
 
-    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         head = self._head(asked)
         for pair in enumerate(choices):
             yield "", head | {"choices": [self._choice(*pair)]}

@@ -15,8 +15,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
-from megarl.apps.gateway.calls import ApiError, Call, Choice
-from megarl.apps.gateway.forms import Asked, Event, OpenAIForm, chat_asked, new_id, usage
+from megarl.apps.gateway.calls import ApiError, AgentCall, Choice
+from megarl.apps.gateway.forms import Asked, Event, OpenAIForm, chat_asked, new_id, token_counts
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Messages:
         }
         return chat_asked(made, chat)
 
-    def _message(self, asked: Asked, call: Call) -> dict[str, Any]:
+    def _message(self, asked: Asked, call: AgentCall) -> dict[str, Any]:
         """A response without content."""
         return {
             "id": new_id("msg"),
@@ -67,13 +67,13 @@ class Messages:
             found.append(about | {"input": given})
         return found
 
-    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         found, choice = self._message(asked, call), choices[0]
         found["usage"]["output_tokens"] = choice.tokens
         stop = {"stop_reason": self.STOPS[choice.finish]}
         return found | stop | {"content": self._blocks(choice)}
 
-    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         def event(kind: str, **more: Any) -> Event:
             return kind, {"type": kind, **more}
 
@@ -145,11 +145,11 @@ class Responses(OpenAIForm):
         )
         return chat_asked(made, chat)
 
-    def _response(self, asked: Asked, call: Call, choice: Choice | None) -> dict[str, Any]:
+    def _response(self, asked: Asked, call: AgentCall, choice: Choice | None) -> dict[str, Any]:
         """The response object; without `choice`, one that is under way."""
         is_cut = choice is not None and choice.finish == "length"
         status = "in_progress" if choice is None else "incomplete" if is_cut else "completed"
-        counts = usage(call, [choice] if choice else [])
+        counts = token_counts(call, [choice] if choice else [])
         return {
             "id": new_id("resp"),
             "object": "response",
@@ -190,10 +190,10 @@ class Responses(OpenAIForm):
             )
         return found
 
-    def answer(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> dict[str, Any]:
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._response(asked, call, choices[0])
 
-    def events(self, asked: Asked, call: Call, choices: Sequence[Choice]) -> Iterator[Event]:
+    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         number = 0
 
         def event(kind: str, **more: Any) -> Event:

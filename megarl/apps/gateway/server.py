@@ -1,7 +1,7 @@
 """The HTTP server that agents call: OpenAI's chat completions, completions and responses, and
 Anthropic's messages.
 
-    request --form--> Call --queue of its session--> choices --form--> response, or its events
+    request --form--> AgentCall --queue of its session--> choices --form--> response, or its events
 
 A request's key says which rollout it belongs to. vLLM's protocol classes read the requests. The
 sampling settings of a request are the run's, since the trainer must know them: `temperature`,
@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(kit: AgentKit) -> int:
+async def serve_agents(kit: AgentKit) -> int:
     """Serve the calls of the agents of `kit` on a free port of the loopback address, in this event
     loop, to the end of the process. Returns the port, which is open.
     """
