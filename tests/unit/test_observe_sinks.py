@@ -103,6 +103,7 @@ def test_wandb_is_given_finite_numbers_and_a_resumed_run_its_id(
 def test_mlflow_reads_back_a_resumed_run_and_may_fail(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     client, folder = mlflow.MlflowClient(), tmp_path / "run-5"
