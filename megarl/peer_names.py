@@ -53,7 +53,8 @@ save_steps save_freq = training.checkpoint.every (steps)
 save_total_limit max_ckpt_num = training.checkpoint.keep
 eval_steps test_freq = evaluation.every (steps)
 lora_rank lora_r = training.lora.rank
-report_to = observe.wandb_project | observe.tensorboard
+report_to = observe.wandb_project | observe.mlflow_experiment | observe.trackio_project | \
+observe.tensorboard
 reward_funcs remote_rm_url reward_model_path = \
 environment.verifier | environment.rewards | reward_models
 loss_type = algorithm.loss | loss.method

@@ -151,11 +151,13 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
 
 def check_observe(config: ObserveConfig) -> None:
     """Raise `ValueError` if a package is not installed that the configured metrics need:
-    tensorboard or wandb.
+    tensorboard, wandb, mlflow or trackio.
     """
     for wanted, package, setting, off in (
         (config.tensorboard, "tensorboard", "observe.tensorboard", "false"),
-        (bool(config.wandb_project), "wandb", "observe.wandb_project", '""'),
+        (config.wandb_project, "wandb", "observe.wandb_project", '""'),
+        (config.mlflow_experiment, "mlflow", "observe.mlflow_experiment", '""'),
+        (config.trackio_project, "trackio", "observe.trackio_project", '""'),
     ):
         require(
             not wanted or importlib.util.find_spec(package) is not None,

@@ -39,9 +39,9 @@ Bound = Annotated[float | None, Range(-8e307, 8e307)]
 
 
 class ObserveConfig(Config):
-    """What a run reports and where: metrics for TensorBoard and Weights & Biases, transcripts of
-    rollouts, progress, and timelines of what its processes do; `metrics.jsonl` in the run folder is
-    always written.
+    """What a run reports and where: metrics for TensorBoard, Weights & Biases, MLflow and trackio,
+    transcripts of rollouts, progress, and timelines of what its processes do; `metrics.jsonl` in
+    the run folder is always written.
     """
 
     tensorboard: bool = True
@@ -49,6 +49,12 @@ class ObserveConfig(Config):
     wandb_project: str = ""
     """Weights & Biases project that also gets the metrics, if set; the API key comes from the
     environment."""
+    mlflow_experiment: str = ""
+    """MLflow experiment that also gets the metrics, if set; MLFLOW_TRACKING_URI in the environment
+    says where."""
+    trackio_project: str = ""
+    """trackio project that also gets the metrics, if set; TRACKIO_DIR, TRACKIO_SERVER_URL or
+    TRACKIO_SPACE_ID in the environment says where."""
     transcripts_per_step: Annotated[int, Range(0, MOST_SAMPLES)] = 2
     """Number of groups (all rollouts of one prompt) per step that are written to
     `transcripts.jsonl`."""

@@ -83,8 +83,8 @@ class Observer(contextlib.AbstractContextManager):
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the
-        viewers (TensorBoard, W&B), and show the main ones. `report` has the step's number, `step`,
-        from 0, and `metrics`, {name: number}; files and viewers count steps from 1.
+        viewers (such as TensorBoard), and show the main ones. `report` has the step's number,
+        `step`, from 0, and `metrics`, {name: number}; files and viewers count steps from 1.
         """
         number = report.step + 1
         self._metrics.write(number, report.metrics)
@@ -96,8 +96,8 @@ class Observer(contextlib.AbstractContextManager):
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
     ) -> None:
         """Write metrics and transcripts of an evaluation of the weights after `step` steps to
-        `evaluations.jsonl`, and the metrics also to the viewers (TensorBoard, W&B) and to standard
-        error.
+        `evaluations.jsonl`, and the metrics also to the viewers (such as TensorBoard) and to
+        standard error.
 
         Args:
             step: steps done; 0 is before training.

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.console import say
+from megarl.errors import UserError
 from megarl.files import UNFINISHED, new_file, parse_json
 from megarl.observe.config import ObserveConfig
 
@@ -178,11 +181,103 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
     return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
-    """Open every viewer that `config` asks for, TensorBoard and W&B, for a run in the run folder
-    `folder` that has done `first_step` steps. `recipe`: the recipe as nested dicts. Raises
-    `ImportError` if a viewer's package is not installed, which `megarl` already checks before a run
-    starts.
+MLFLOW_ID = "mlflow_id.txt"
+"""File in the run folder with the id of the MLflow run, in which a resumed run goes on."""
+REFUSED = re.compile(r"[^\w./: -]")
+"""Characters that MLflow refuses in a name, and for a whole step at once; "_" is sent instead."""
+
+
+def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
+    """Open the viewer that sends metrics to the MLflow experiment `config.mlflow_experiment`, with
+    the recipe (nested dicts) as parameters named `section.key`; MLFLOW_TRACKING_URI in the
+    environment says where. If `first_step`, the number of steps done, is above 0, the MLflow run
+    of the run folder `folder` is continued, otherwise a new one begins. After a resume MLflow shows
+    both values of a step that a killed run had logged beyond its checkpoint.
+
+    Raises `UserError` if MLflow fails here. If it fails later, a warning is printed, nothing more
+    is sent and training goes on.
     """
-    asked = {wandb: bool(config.wandb_project), tensorboard: config.tensorboard}
+    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+    from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+    from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+
+    id_file, name, lost = folder / MLFLOW_ID, config.mlflow_experiment, False
+    try:
+        client = MlflowClient()
+        if first_step and id_file.is_file():
+            run = id_file.read_text().strip()
+            client.update_run(run, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else client.create_experiment(name)
+            run = client.create_run(experiment, run_name=folder.name or None).info.run_id
+            given = [Param(REFUSED.sub("_", key), str(one)) for key, one in _leaves(recipe)]
+            client.log_batch(run, params=given)
+            id_file.write_text(f"{run}\n")
+    except MlflowException as error:
+        raise UserError(
+            f"observe.mlflow_experiment is {name!r}, but MLflow fails ({error}); set"
+            " MLFLOW_TRACKING_URI in the environment, or observe.mlflow_experiment to ''"
+        ) from error
+
+    def attempt(call: Callable[..., Any], *given: Any) -> None:
+        nonlocal lost
+        try:
+            if not lost:
+                call(run, *given)
+        except MlflowException as error:
+            lost = True
+            say(f"megarl: warning: this run's metrics no longer go to MLflow, which fails: {error}")
+
+    def write(step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        attempt(
+            client.log_batch,
+            [Metric(REFUSED.sub("_", key), one, now_ms, step) for key, one in metrics.items()],
+        )
+
+    return Sink(write, lambda: attempt(client.set_terminated))
+
+
+def _leaves(tree: Recipe, before: str = "") -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of all that is no dict in nested dicts."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def trackio(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
+    """Open the viewer that writes metrics to the trackio project `config.trackio_project`, with the
+    recipe (nested dicts) as the trackio run's config; TRACKIO_DIR, TRACKIO_SERVER_URL or
+    TRACKIO_SPACE_ID in the environment says where. The trackio run is named as the run folder
+    `folder`. If `first_step`, the number of steps done, is above 0, the newest run of this name is
+    continued, otherwise a new one begins. After a resume trackio has both values of a step that a
+    killed run had logged beyond its checkpoint.
+    """
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    run = trackio.init(
+        config.trackio_project,
+        name=folder.name or None,
+        config=dict(recipe),
+        resume="allow" if first_step else "never",
+        embed=False,
+    )
+    return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
+
+
+def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
+    """Open every viewer that `config` asks for, of TensorBoard, W&B, MLflow and trackio, for a run
+    in the run folder `folder` that has done `first_step` steps. `recipe`: the recipe as nested
+    dicts. Raises `ImportError` if a viewer's package is not installed, which `megarl` already
+    checks before a run starts, and `UserError` if MLflow fails.
+    """
+    asked = {
+        wandb: config.wandb_project,
+        mlflow: config.mlflow_experiment,
+        trackio: config.trackio_project,
+        tensorboard: config.tensorboard,
+    }
     return [make(config, folder, first_step, recipe) for make, is_on in asked.items() if is_on]

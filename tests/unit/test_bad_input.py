@@ -190,6 +190,8 @@ folder: FOLDER/<x * 300> -> folder holds a name of 300 bytes
 /data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": NaN}'] -> line 2 | (column 'answer') is nan
 /data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": <9 * 5000>}'] -> line 2 | digits
 observe.wandb_project: mine -> observe.wandb_project | pip install wandb
+observe.mlflow_experiment: mine -> observe.mlflow_experiment | pip install mlflow
+observe.trackio_project: mine -> observe.trackio_project | pip install trackio
 evaluation.prompts.source: nowhere.jsonl -> evaluation.prompts.source nowhere.jsonl
 evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question}
     -> set evaluation.prompts.prompt_column to one of: prompt, answer

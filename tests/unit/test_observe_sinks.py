@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.errors import UserError
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
 from megarl.observe.rotated import RotatedFile, ends, parts_of
@@ -97,6 +98,65 @@ def test_wandb_is_given_finite_numbers_and_a_resumed_run_its_id(
         Observer(config, tmp_path, total_steps=9, first_step=first_step).close()
     ids = [how.get("id") for how in calls if isinstance(how, dict)]
     assert ids == [None, None, "4k2p"] and calls[4]["resume"] == "allow"
+
+
+def test_mlflow_reads_back_a_resumed_run_and_may_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    client, folder = mlflow.MlflowClient(), tmp_path / "run-5"
+    config = ObserveConfig(mlflow_experiment="mine", tensorboard=False)
+    recipe = {"seed": 5, "critics": {"one (1)": {"path": "x" * 9000}}}
+    with Observer(config, folder, total_steps=9, resolved=recipe) as observer:
+        observer.step(StepReport(1, {"loss": 1.0, "grad_norm": math.nan, "environment/(a)": 2.0}))
+    with Observer(config, folder, total_steps=9, first_step=2, resolved=recipe) as observer:
+        observer.evaluation(2, {"eval/accuracy": 0.5}, [])
+        observer.step(StepReport(2, {"loss": 3.0}))
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run-5", "FINISHED")
+    assert run.data.params == {"seed": "5", "critics.one _1_.path": "x" * 6000}
+    assert run.data.metrics == {"loss": 3.0, "environment/_a_": 2.0, "eval/accuracy": 0.5}
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(one.step, one.value) for one in history] == [(2, 1.0), (3, 3.0)]
+    capsys.readouterr()
+    with Observer(config, folder, total_steps=9, first_step=3) as observer:
+        client.delete_run(run.info.run_id)
+        for step in (3, 4):
+            observer.step(StepReport(step, {"loss": 4.0}))
+    assert capsys.readouterr().err.count("no longer go to MLflow, which fails: ") == 1
+    assert len(list(read_records(folder / "metrics.jsonl"))) == 4, "the run goes on"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match=r"'mine', but MLflow fails .*MLFLOW_TRACKING_URI"):
+        Observer(config, tmp_path / "other", total_steps=9)
+
+
+def test_trackio_reads_back_and_a_resumed_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at import
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed: pip install trackio")
+    config = ObserveConfig(trackio_project="mine", tensorboard=False)
+    folder, recipe = tmp_path / "run-5", {"seed": 5, "critics": {"one": {"path": "x"}}}
+    for first_step in (0, 2, 0):
+        with Observer(
+            config, folder, total_steps=9, first_step=first_step, resolved=recipe
+        ) as observer:
+            observer.evaluation(first_step, {"eval/accuracy": 0.5}, [])
+            observer.step(StepReport(first_step, {"loss": 1.0, "grad_norm": math.nan}))
+    runs = list(trackio.Api().runs("mine"))
+    assert [run.name for run in runs] == ["run-5", "run-5"] and runs[0].id != runs[1].id
+    assert runs[0].config["critics"] == {"one": {"path": "x"}}
+    logs = [
+        trackio.sqlite_storage.SQLiteStorage.get_logs("mine", "run-5", run_id=run.id)
+        for run in runs
+    ]
+    both = {"eval/accuracy", "loss", "grad_norm"}
+    found = sorted([(one["step"], *(both & set(one))) for one in log] for log in logs)
+    once = [(0, "eval/accuracy"), (1, "loss")]
+    assert found == [once, [*once, (2, "eval/accuracy"), (3, "loss")]]
 
 
 FILE = "transcripts.jsonl"
