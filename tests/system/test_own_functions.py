@@ -1,5 +1,5 @@
 """A whole run whose advantage, loss, correction, filter and method are the examples of
-docs/extending.md, in files of the user's: no file of the repository changes.
+docs/howto, in files of the user's: no file of the repository changes.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ USUAL: dict[str, Any] = {
     "teacher": {"model": {"path": "a/teacher"}},
 }
 """Sections of recipes, for those that a fragment leaves out."""
-UTILITIES = {"cat", "curl", "grep", "head", "mkdir", "openssl", "sleep", "tail", "tr"}
+UTILITIES = {"cat", "curl", "fold", "grep", "head", "mkdir", "openssl", "sleep", "tail", "tr"}
 """Programs that every Linux has."""
 NETWORK, SLURM, GPU = r"((the|no) network|a package index)", "Slurm", r"\w+ GPU"
 NEEDS = dict.fromkeys(("apt-get", "git", "hf", "pip", "uv"), NETWORK) | {"sbatch": SLURM}
@@ -79,7 +79,7 @@ def where(block: Block) -> str:
 
 def resolved(text: str) -> config.Config:
     """A recipe or a part of one, with all checks that need no data and no model."""
-    Path("block.yaml").write_text(text)
+    Path("block.yaml").write_text(text or "{}")
     tree = config.written_tree("block.yaml")
     kind: type[config.Config] = recipe_kind(tree)
     if config.unknown_keys(kind, tree) and not config.unknown_keys(config.ServeRewardConfig, tree):

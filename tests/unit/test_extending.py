@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, taken from the page and held to what the page says of them."""
+"""Examples of docs/howto, taken from their pages and held to what these say of them."""
 
 from __future__ import annotations
 
