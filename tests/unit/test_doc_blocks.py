@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -44,7 +45,7 @@ USUAL: dict[str, Any] = {
 """Sections of recipes, for those that a fragment leaves out."""
 UTILITIES = {"cat", "curl", "fold", "grep", "head", "mkdir", "openssl", "sleep", "tail", "tr"}
 """Programs that every Linux has."""
-NETWORK, SLURM, GPU = r"((the|no) network|a package index)", "Slurm", r"\w+ GPU"
+NETWORK, SLURM, GPU = r"((the|no) network|a package index)", "Slurm", ".*GPU"
 NEEDS = dict.fromkeys(("apt-get", "git", "hf", "pip", "uv"), NETWORK) | {"sbatch": SLURM}
 """{program: what it needs}"""
 STARTS_NOTHING = {"--check", "--cpu", "--dry-run", "--print-config"}
@@ -196,7 +197,10 @@ def read_words(words: list[str], recipe: str) -> str:
     if program == "pytest":
         assert all(Path(one).exists() for one in rest if one.startswith("tests/"))
         return ""
-    assert program in UTILITIES | set(NEEDS) | {"mkdocs"} or program.startswith("megarl."), program
+    if words[:2] == ["python", "-m"]:
+        assert find_spec(program), program
+    else:
+        assert program in UTILITIES | set(NEEDS) | {"mkdocs"}, program
     return NEEDS.get(program, "")
 
 
@@ -212,7 +216,8 @@ def read_file_of_tools(words: list[str], recipe: str) -> str:
         return read_megarl(["launch", named[1], *rest], recipe)
     if file == "tests/run_gpu.sh":
         if "--python" in rest:
-            del rest[rest.index("--python") :][:2]
+            at = rest.index("--python")
+            del rest[at : at + 2]
         read_file_of_tools(["tools/run_gpu.py", *rest], recipe)
         return "" if "--rehearse" in rest else GPU
     if file.endswith(".sh"):
