@@ -33,8 +33,8 @@ SMALLER = {
     "gsm8k": {"--rollout.group_size 4": "--rollout.group_size 4 --rollout.max_new_tokens 16"},
     "judge": {
         "steps: 4": "steps: 2",
-        'choices: {"yes": 1.0, "no": 0.0}': 'verdict: "([0-9])"\n  lowest: 0\n  highest: 9',
-        "max_new_tokens: 8": "max_new_tokens: 64",  # random text, which is to have a digit
+        'choices: {"friendly": 1.0, "rude": 0.0}': 'verdict: "([0-9])"\n  lowest: 0\n  highest: 9',
+        "max_new_tokens: 12": "max_new_tokens: 64",  # random text, which is to have a digit
     },
 }
 """{page: {text: what stands in its place, so that a run takes seconds}}"""
