@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -31,6 +30,7 @@ from support.commands import (
     write_recipe,
     write_rows,
 )
+from support.documented import block, blocks
 from support.fork_server import MARK
 from support.tiny import write_model
 
@@ -154,14 +154,7 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
 @pytest.fixture(scope="module")
 def from_python(place: Path) -> subprocess.CompletedProcess[str]:
     """The example of docs/api.md: chat data, a reward by value, training and evaluation."""
-    (example,) = blocks("api.md", "example")
-    return run_python(example, place)
-
-
-def blocks(page: str, kind: str) -> list[str]:
-    """The Python of a page of docs/ that is marked with a word."""
-    text = (ROOT / "docs" / page).read_text()
-    return re.findall(rf"```python {kind}\n(.*?)```", text, re.DOTALL)
+    return run_python(block("python example"), place)
 
 
 def run_python(code: str, place: Path) -> subprocess.CompletedProcess[str]:
@@ -196,7 +189,7 @@ def test_every_prompt_was_rendered_and_every_reward_counted(
 
 def test_the_cells_of_the_notebook_run(place: Path) -> None:
     """docs/tutorials/notebook.md with fewer steps: the functions are those of `__main__`."""
-    code = "\n".join(blocks("tutorials/notebook.md", "cell"))
+    code = "\n".join(blocks("python cell"))
     smaller = {'"steps": 40': '"steps": 4', "step[40]": "step[4]", '"] == 10': '"] == 1'}
     for usual, less in (smaller | {'"data/model"': repr(str(place / "model"))}).items():
         assert code.count(usual) == 1

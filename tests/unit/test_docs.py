@@ -1,5 +1,5 @@
-"""README and docs: links lead somewhere, commands exist, keys are keys of a recipe, and the site is
-built of them.
+"""README and docs: links lead somewhere, keys of other systems have ours beside them, and the site is
+built of the pages. Their code blocks are in test_doc_blocks.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from support.commands import python
+from support.documented import PAGES
 
 from megarl import config
 from megarl.command_line.settings import settings
@@ -19,7 +19,6 @@ from megarl.command_line.table import COMMANDS
 from megarl.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*).*?\n(.*?)^```", re.M | re.S)
@@ -44,23 +43,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not there.exists() or (anchor and anchor not in anchors(there)):
             wrong.append(link)
     assert not wrong
-
-
-@EACH_PAGE
-def test_commands_and_files_exist(page: Path) -> None:
-    text = "\n".join(body for kind, body in BLOCK.findall(page.read_text()) if kind == "bash")
-    commands = set(re.findall(r"^(?:python -m )?megarl ([a-z][\w-]+)", text, re.M))
-    assert commands <= set(COMMANDS) | {"torchrun"}, commands
-    files = set(re.findall(r"(?<![\w/.-])((?:launch|tools|tests)/[\w/.-]+\.(?:py|sh|yaml))", text))
-    assert not [name for name in files if not (ROOT / name).exists()]
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/from_others.md"])
-def test_recipes_have_no_unknown_key(page: str) -> None:
-    recipes = [body for kind, body in BLOCK.findall((ROOT / page).read_text()) if kind == "yaml"]
-    assert recipes
-    for recipe in recipes:
-        assert not config.unknown_keys(RunConfig, yaml.safe_load(recipe))
 
 
 def test_keys_beside_those_of_others_exist() -> None:
