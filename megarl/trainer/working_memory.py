@@ -129,5 +129,4 @@ def _reduced_bytes(training: TrainingConfig) -> int:
     """Bytes of an element in DeepSpeed's reduction buffer; 0 without ZeRO."""
     if training.zero_stage == 0:
         return 0
-    in_float32 = training.dtype == "float32" or training.zero_stage == 1
-    return GRADIENT_BYTES if in_float32 else BYTES[training.dtype]
+    return GRADIENT_BYTES if training.zero_stage == 1 else BYTES[training.reduced_dtype]
