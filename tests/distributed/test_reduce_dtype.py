@@ -31,6 +31,7 @@ STAGES: list[dict[str, Any]] = [
     {"zero_stage": 1},
     {"zero_stage": 2},
     {"zero_stage": 3},
+    {"zero_stage": 2, "offload_optimizer": True},
     {"zero_stage": 3, "offload_optimizer": True},
 ]
 """Settings of `training`, beside the dtypes."""

@@ -28,8 +28,8 @@ def test_ten_versions_as_messages_to_two_engines_of_two_ranks(
         engine |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
     tree["rollout"] |= {"num_engines": 2, "engine": engine}
     path = write_recipe(tmp_path / "recipe.yaml", tree)
-    where = ("--gpus-train", "1", "--gpus-engine", "4") if gpu else ("--cpu",)
-    done = megarl("launch", path, *where, timeout_s=500)
+    where = ("--gpus-engine", "4") if gpu else ("--cpu",)
+    done = megarl("launch", path, "--gpus-train", "1", *where, timeout_s=500)
     assert done.code == 0, done.err[-4000:]
     rows = [row for row in records(tmp_path / "run/metrics.jsonl") if "publish/bytes" in row]
     numbers = [(row["time/publish_s"], row["probe/max_abs"]) for row in rows]
