@@ -22,6 +22,8 @@ from support.tiny import VOCABULARY, write_model
 
 from megarl.rollout.config import EngineConfig
 
+pytestmark = pytest.mark.slow
+
 VERSIONS, PARTS = 5, 64
 """Versions that are published; most tokens of an engine step, so that long prompts are in parts."""
 LENGTHS = (3, 30, 200)

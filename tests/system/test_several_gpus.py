@@ -12,6 +12,8 @@ import pytest
 from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = 10
 
 
