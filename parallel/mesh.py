@@ -241,6 +241,9 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        # No `device_id`, with which torch makes every group's NCCL communicator at once, by a split
+        # of the one of all ranks. All ranks must join in a split, and `ProcessMesh.group` makes
+        # groups on one rank. NCCL takes the current device, which is set.
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
         if path := os.environ.get(STORE):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, on one GPU, what tells most for its minutes first:
-#   bash tests/run_gpu.sh [--minutes 30] [--out FOLDER]      results.json, results.md and results.tar.gz; runs/gpu/DATE
+# Everything that only a GPU can tell, what tells most for its minutes first; what needs more GPUs than there are is skipped:
+#   bash tests/run_gpu.sh [--minutes 40] [--out FOLDER]      results.json, results.md and results.tar.gz; runs/gpu/DATE
 #   bash tests/run_gpu.sh --python PYTHON     with this Python as it is, without launch/env.sh; or set MEGARL_PYTHON
 #   bash tests/run_gpu.sh --rehearse          the same on the CPU, where a step can be; needs no GPU
 # Without a GPU: one line, exit code 2. The steps are in tools/gpu_steps.toml; docs/howto/no_network.md says what to

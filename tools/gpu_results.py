@@ -33,7 +33,7 @@ class Result:
     note: str = ""
     """One line: counts of tests, or the reason."""
     found: Any = None
-    """The JSON object that the step printed."""
+    """The JSON object that the step printed, or {test: numbers that it recorded}."""
     made_with: str = ""
     """GPU, commit and versions."""
 
@@ -76,7 +76,7 @@ class Report:
 
     def table(self) -> Iterator[str]:
         """Markdown: the machine, then a line for each step."""
-        how = "rehearsal on CPU" if self.rehearsal else "on one GPU"
+        how = "rehearsal on CPU" if self.rehearsal else f"{self.machine.get('gpus', 1)} GPU(s)"
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         yield f"`bash tests/run_gpu.sh --minutes {self.minutes:g}`, {how}, commit {self.commit};"
         yield f"{facts}."

@@ -26,6 +26,7 @@ class Step:
     expected_s: float
     limit_s: float
     needs: tuple[str, ...] = ()
+    gpus: int = 1
     reads: Literal["tests", "json", "exit"] = "exit"
     rehearsal: Command = ()
     no_rehearsal: str = ""
@@ -84,6 +85,13 @@ def missing(step: Step) -> list[str]:
     return [name for name in step.needs if importlib.util.find_spec(name) is None]
 
 
+def lacking(step: Step, num_gpus: int) -> str:
+    """What a step needs and is not here, of packages and GPUs, in words; "" if nothing."""
+    if absent := missing(step):
+        return f"not installed here: {', '.join(absent)}"
+    return f"needs {step.gpus} GPUs; here: {num_gpus}" if step.gpus > num_gpus else ""
+
+
 def fits(pending: Iterable[Step], left_s: float) -> Step | None:
     """The first step that is expected to end in the seconds that are left; None if none is."""
     return next((step for step in pending if step.expected_s <= left_s), None)
@@ -100,6 +108,6 @@ def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]
     return chosen, pending
 
 
-def words(command: Command, python: str) -> list[str]:
-    """A command with {python} replaced; other braces stay."""
-    return [word.replace("{python}", python) for word in command]
+def words(command: Command, python: str, out: str = "") -> list[str]:
+    """A command with {python} and {out} replaced; other braces stay."""
+    return [word.replace("{python}", python).replace("{out}", out) for word in command]

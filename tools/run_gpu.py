@@ -1,16 +1,16 @@
-"""Runs the steps of tools/gpu_steps.toml on one GPU; `bash tests/run_gpu.sh` starts it.
+"""Runs the steps of tools/gpu_steps.toml on GPUs; `bash tests/run_gpu.sh` starts it.
 
-    python tools/run_gpu.py [--minutes 30] [--only kernels,zero] [--out runs/gpu/DATE]
+    python tools/run_gpu.py [--minutes 40] [--only kernels,zero] [--out runs/gpu/DATE]
     python tools/run_gpu.py --rehearse            the same on the CPU, where a step can be
     python tools/run_gpu.py --list                which steps fit, in their order
     python tools/run_gpu.py --cluster             commands for eight GPUs and two nodes; runs none
 
-One line for each step, whatever became of those before. A step is skipped where a package that the
-step needs is not installed. OUT/results.json, OUT/results.md and OUT/results.tar.gz are written
-after every step, OUT/NUMBER-NAME/output.txt has what a step printed. Steps that have run in the
-same OUT before are passed over, unless --only names them, and their results stay: several short
-runs add up. The exit status is 0 if every step that was begun ended well, 1 if one did not, 2
-without a GPU.
+One line for each step, whatever became of those before. A step is skipped where it needs a package
+that is not installed, or more GPUs than there are. OUT/results.json, OUT/results.md and
+OUT/results.tar.gz are written after every step, OUT/NUMBER-NAME/output.txt has what a step printed.
+Steps that have run in the same OUT before are passed over, unless --only names them, and their
+results stay: several short runs add up. The exit status is 0 if every step that was begun ended
+well, 1 if one did not, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from gpu_results import BEGUN, Report, Result, earlier
-from gpu_steps import CLUSTER, EVERY, STEPS, Step, fits, listed, missing, plan, words
+from gpu_steps import CLUSTER, EVERY, STEPS, Step, fits, lacking, listed, plan, words
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 OPTIONS = {
-    "--minutes": (30.0, "what is not expected to end in them does not begin"),
+    "--minutes": (40.0, "what is not expected to end in them does not begin"),
     "--rehearse": (False, "on the CPU, where a step can be"),
     "--only": ("", "words of names of steps, with commas between"),
     "--out": (Path, "folder of the results; default runs/gpu/DATE"),
@@ -52,7 +52,8 @@ def machine() -> dict[str, Any]:
     """
     code = (
         "import json, sys; sys.path.insert(0, 'tools/bench'); import common, torch;"
-        "print(json.dumps(common.machine() | {'cuda': torch.version.cuda or 'none'}))"
+        "more = {'cuda': torch.version.cuda or 'none', 'gpus': torch.cuda.device_count()};"
+        "print(json.dumps(common.machine() | more))"
     )
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -72,7 +73,17 @@ def counts(path: Path) -> Counter[str]:
     for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():  # noqa: S314 - our own pytest wrote it
         kinds = {child.tag for child in case}
         failed = kinds & {"failure", "error"}
-        found["failed" if failed else "skipped" if kinds else "passed"] += 1
+        found["failed" if failed else "skipped" if "skipped" in kinds else "passed"] += 1
+    return found
+
+
+def numbers(path: Path) -> dict[str, Any]:
+    """{test: the JSON value that it recorded as its property "numbers"}, of a junit file."""
+    found: dict[str, Any] = {}
+    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():  # noqa: S314 - our own pytest wrote it
+        for one in case.iter("property"):
+            if one.get("name") == "numbers":
+                found[case.get("name", "")] = json.loads(one.get("value", "null"))
     return found
 
 
@@ -92,6 +103,7 @@ def judged(step: Step, result: Result, out: str, folder: Path) -> None:
         found = counts(folder / "junit.xml")
         names = ("passed", "failed", "skipped")
         told = ", ".join(f"{found[name]} {name}" for name in names if found[name])
+        result.found = numbers(folder / "junit.xml") or None
         result.note = (told or "no test was run") + result.note.replace("exit code 1", "")
         # A run in which every test skips itself ends with 0 and has shown nothing.
         if found["failed"] or not found["passed"]:
@@ -108,9 +120,11 @@ def run(step: Step, limit_s: float, folder: Path, rehearsal: bool) -> Result:
     from processes import MARK, end_all
 
     folder.mkdir(parents=True)
-    command = words(step.rehearsal if rehearsal else step.command, python=sys.executable)
+    chosen = step.rehearsal if rehearsal else step.command
+    command = words(chosen, python=sys.executable, out=str(folder))
     if step.reads == "tests":
-        command.append(f"--junit-xml={folder / 'junit.xml'}")
+        # The one family in which tests may record properties.
+        command += ["-o", "junit_family=xunit1", f"--junit-xml={folder / 'junit.xml'}"]
     mark = uuid.uuid4().hex
     settings = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "MEGARL_PYTHON": sys.executable}
     # A Python without megarl finds it here, also from tools/bench.
@@ -158,8 +172,8 @@ def go(
     for step in steps:
         if rehearsal and not step.rehearsal:
             told(step, "not rehearsed", step.no_rehearsal)
-        elif absent := missing(step):
-            told(step, "skipped", f"not installed here: {', '.join(absent)}")
+        elif absent := lacking(step, step.gpus if rehearsal else report.machine.get("gpus", 1)):
+            told(step, "skipped", absent)
         else:
             pending.append(step)
     while (step := fits(pending, ends_at - time.monotonic())) is not None:
@@ -229,12 +243,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fitting(steps: Sequence[Step], minutes: float) -> None:
-    """Print the steps in their order: seconds, what each tells, and why one will not run."""
-    chosen, _ = plan([step for step in steps if not missing(step)], minutes)
+    """Print the steps in their order: seconds, what each tells, and why one will not run; on a
+    machine without GPUs as on one with a single one.
+    """
+    num_gpus = max(1, machine().get("gpus", 1))
+    chosen, _ = plan([step for step in steps if not lacking(step, num_gpus)], minutes)
     for step in steps:
-        absent = missing(step)
+        absent = lacking(step, num_gpus)
         note = "" if step in chosen else "  does not fit"
-        note = f"  not installed here: {', '.join(absent)}" if absent else note
+        note = f"  {absent}" if absent else note
         print(f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{note}")
 
 

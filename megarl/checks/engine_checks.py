@@ -66,6 +66,14 @@ def check_placement(
         "weight_sync.transport is 'cuda_ipc', which is for engines on the trainer's GPUs; set it to"
         " 'shared_memory' or 'point_to_point', or rollout.placement to 'colocated'",
     )
+    variable = expandable_segments() if transport == "cuda_ipc" else ""
+    require(
+        not variable,
+        f"weight_sync.transport is 'cuda_ipc', but the environment variable {variable} has"
+        " expandable_segments:True, with which another process can open a GPU's memory only where"
+        " the system lets it copy file descriptors (ptrace); remove that from the variable, or set"
+        " weight_sync.transport to 'shared_memory'",
+    )
     require(
         not (colocated and shares_gpus and transport == "point_to_point"),
         "rollout.placement is 'colocated' and weight_sync.transport 'point_to_point', whose"
@@ -90,6 +98,21 @@ def check_placement(
         " megarl launch RECIPE.yaml, or start Ray with only the engines' GPUs visible and set"
         " RAY_ADDRESS",
     )
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with settings of torch's GPU allocator, as NAME:VALUE,NAME:VALUE."""
+
+
+def expandable_segments() -> str:
+    """Name of the environment variable that switches expandable segments of torch's GPU allocator
+    on; "" if none does.
+    """
+    for variable in ALLOCATOR_VARIABLES:
+        settings = os.environ.get(variable, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in settings:
+            return variable
+    return ""
 
 
 def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:

@@ -71,6 +71,9 @@ class EngineGroup:
         self.dead: set[int] = set()
         """Numbers of the engines that have died or were killed, and are not yet started again."""
         self._replaced = 0
+        self.preemptions = 0
+        """Times that engines have pushed a running request out of a full key-value cache so far, as
+        the supervisor has heard."""
         self._born = {number: handle.process.remote() for number, handle in enumerate(self.handles)}
         """{engine number: object reference of its actor's process}."""
         self._is_under_way = False

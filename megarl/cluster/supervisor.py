@@ -196,7 +196,9 @@ class EngineSupervisor:
         for number, known in list(self._watched.items()):
             problem = ""
             try:
-                steps += known.hears(ray.get(known.asked, timeout=0), time.monotonic())
+                pulse, before = ray.get(known.asked, timeout=0), known.pulse
+                steps += known.hears(pulse, time.monotonic())
+                group.preemptions += pulse.preemptions - (before.preemptions if before else 0)
                 known.asked = None
             except GetTimeoutError:
                 pass

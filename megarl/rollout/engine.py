@@ -13,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -85,6 +86,7 @@ class Engine(VllmProcess):
         """A failed update leaves generation paused: the next one that succeeds ends the pause."""
         self._steps, self._tokens = 0, 0
         """Engine steps, and tokens generated, so far."""
+        self._preemptions = 0
         self._prompt_tokens, self._cached_tokens = 0, 0
         """Prompt tokens of all answered requests, and how many of them were in the cache."""
         self._lora: Any = None
@@ -120,12 +122,20 @@ class Engine(VllmProcess):
             from vllm.config import WeightTransferConfig
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.engine.core_client import EngineCoreClient
 
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
         arguments = AsyncEngineArgs(
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        make = EngineCoreClient.make_async_mp_client
+
+        def make_core(**settings: Any) -> Any:
+            return make(**settings | {"log_stats": True})
+
+        # The core alone keeps statistics: it then says which requests it pushes out of the cache.
+        with patch.object(EngineCoreClient, "make_async_mp_client", make_core):
+            self._llm = AsyncLLM.from_engine_args(arguments)
         self._count_steps()
 
     async def generate(
@@ -212,6 +222,7 @@ class Engine(VllmProcess):
             requests=self._open,
             is_paused=self._pauses.is_paused,
             is_dead=self.is_lost,
+            preemptions=self._preemptions,
         )
 
     async def paused_s(self, last_s: float) -> float:
@@ -221,9 +232,13 @@ class Engine(VllmProcess):
         return self._pauses.within(last_s)
 
     def _count_steps(self) -> None:
-        """Count the outputs of vLLM's core, one a step. A logger of vLLM's statistics would count
-        them too, but takes Prometheus' metrics of every token along.
+        """Count the outputs of vLLM's core, one a step, and their tokens and preemptions. A logger
+        of vLLM's statistics would count them too, but takes Prometheus' metrics of every token
+        along.
         """
+        from vllm.v1.engine import EngineCoreEventType
+
+        preempted = EngineCoreEventType.PREEMPTED
         core: Any = self._llm.engine_core
         next_output = core.get_output_async
 
@@ -231,6 +246,10 @@ class Engine(VllmProcess):
             outputs = await next_output()
             self._steps += 1
             self._tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
+            for event in (event for one in outputs.outputs for event in one.events or ()):
+                # A pause for new weights pushes out every running request.
+                is_full = event.type == preempted and not self._pauses.had(event.timestamp)
+                self._preemptions += is_full
             return outputs
 
         core.get_output_async = counted

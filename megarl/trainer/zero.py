@@ -39,6 +39,9 @@ from megarl.trainer.zero_state import TrainState
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""{dtype: DeepSpeed's name of it}."""
+
 
 def deepspeed_config(
     config: TrainingConfig,
@@ -81,6 +84,7 @@ def deepspeed_config(
         settings["fp16"] = fp16_settings()
     if config.dtype != "float32":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    settings["communication_data_type"] = SHORT[config.reduced_dtype]
     return settings
 
 

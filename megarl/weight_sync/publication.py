@@ -109,6 +109,11 @@ class Engines(Protocol):
     """
 
     @property
+    def preemptions(self) -> int:
+        """Times that engines have pushed a running request out of a full key-value cache so far."""
+        ...
+
+    @property
     def missing(self) -> int:
         """Number of the run's engines that do not get the present weight version, because they are
         dead or starting.
@@ -319,6 +324,7 @@ class Publication(ABC, Generic[Model]):
             self._doing = "admitting replaced engines"
             metrics["engines/replaced"] = float(engines.admit())
             metrics["engines/missing"] = float(engines.missing)
+            metrics["rollout/preemptions"] = float(engines.preemptions)
             metrics["time/publish_s"] = time.monotonic() - self._started_at
             return metrics, self.receipts
 

@@ -100,7 +100,7 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
-        self.members, self.start_slowly = list(range(count)), False
+        self.members, self.start_slowly, self.preemptions = list(range(count)), False, 0
 
     @property
     def missing(self) -> int:

@@ -165,16 +165,24 @@ def opened(
     max_tokens: int = 240,
     probe_tolerance: float = BOUND,
     adapter_rank: int = 0,
+    load: bool = False,
+    sleeps: bool = False,
 ) -> Iterator[Side]:
     """An engine of the model in `folder`, and its trainer, on the CPU or both on the first GPU.
 
     `max_tokens`: of a request, prompt and response. `probe_tolerance`: see `WeightSyncConfig`.
-    `adapter_rank`: above 0 the engine takes adapters, and begins with the model's weights.
+    `adapter_rank`: above 0 the engine takes adapters, and begins with the model's weights, as with
+    `load`. `sleeps`: it can free its memory on a GPU.
     """
     prepare_environment(1)
     device = mesh_module.initialise(timeout_s=120)
     assert on_cpu == (device.type == "cpu")
-    more = {"tokenizer": str(folder), "load": adapter_rank > 0, "adapter_rank": adapter_rank}
+    more = {
+        "tokenizer": str(folder),
+        "load": load or adapter_rank > 0,
+        "adapter_rank": adapter_rank,
+        "sleeps": sleeps,
+    }
     with (
         ProcessMesh(Layout(), timeout_s=120) as mesh,
         Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token()) as cluster,

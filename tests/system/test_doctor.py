@@ -173,6 +173,18 @@ def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert next(machine.check_memory()).status == "warn", "others use it"
 
 
+@pytest.mark.parametrize(("value", "status"), [(None, "ok"), ("1", "ok"), ("0", "warn")])
+def test_cumem_switched_off_is_told(
+    value: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+    (finding,) = CHECKS["memory of NCCL"]()
+    assert finding.status == status
+    assert ("unset it" in finding.fix) == (status == "warn")
+
+
 def test_what_is_missing_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError("not permitted")

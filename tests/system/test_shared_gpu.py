@@ -28,8 +28,16 @@ HIDDEN: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment in which a run takes the CPU."""
 
 
-def recipe(folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool = False) -> str:
-    """A colocated run of one rank and one engine."""
+def recipe(
+    folder: Path,
+    transport: str,
+    stage: int,
+    *,
+    gpu: bool,
+    offload: bool = False,
+    compiled: bool = False,
+) -> str:
+    """A colocated run of one rank and one engine, on a GPU with CUDA graphs if `compiled`."""
     tree: dict[str, Any] = tiny_run(folder, write_model(folder / "model"), STEPS)
     tree["training"] |= {"zero_stage": stage, "offload_optimizer": offload}
     tree["weight_sync"] = {"transport": transport}
@@ -38,7 +46,7 @@ def recipe(folder: Path, transport: str, stage: int, *, gpu: bool, offload: bool
     tree["rollout"]["placement"] = "colocated"
     if gpu:
         tree["training"]["precision"] = "bfloat16" if stage else "float32"
-        engine = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "compile": False}
+        engine = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "compile": compiled}
         tree["rollout"]["engine"] = engine
     return write_recipe(folder / "recipe.yaml", tree)
 
@@ -61,17 +69,20 @@ def check(done: Done, folder: Path, gpu: bool) -> list[dict[str, Any]]:
 
 ON_GPU = pytest.mark.gpu
 CASES = [
-    pytest.param("disk", 3, True, False),
-    *(pytest.param(transport, stage, offload, True, marks=ON_GPU)
-      for transport, stage, offload in (
-          ("cuda_ipc", 2, False), ("shared_memory", 1, False), ("cuda_ipc", 3, False),
-          ("disk", 3, True), ("shared_memory", 0, False))),
+    pytest.param("disk", 3, True, False, False),
+    *(pytest.param(transport, stage, offload, compiled, True, marks=ON_GPU)
+      for transport, stage, offload, compiled in (
+          ("cuda_ipc", 2, False, False), ("shared_memory", 1, False, False),
+          ("cuda_ipc", 3, False, False), ("cuda_ipc", 3, False, True),
+          ("disk", 3, True, False), ("shared_memory", 0, False, False))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("transport", "stage", "offload", "gpu"), CASES)
-def test_taking_turns(tmp_path: Path, transport: str, stage: int, offload: bool, gpu: bool) -> None:
-    path = recipe(tmp_path, transport, stage, gpu=gpu, offload=offload)
+@pytest.mark.parametrize(("transport", "stage", "offload", "compiled", "gpu"), CASES)
+def test_taking_turns(
+    tmp_path: Path, transport: str, stage: int, offload: bool, compiled: bool, gpu: bool
+) -> None:
+    path = recipe(tmp_path, transport, stage, gpu=gpu, offload=offload, compiled=compiled)
     hidden = {} if gpu else HIDDEN
     rows = check(megarl("train", path, timeout_s=300, **hidden), tmp_path, gpu)
     assert [row["publish/replaced"] for row in rows] == [0] * STEPS

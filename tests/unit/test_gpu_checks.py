@@ -9,12 +9,15 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.apps.doctor import machine, software
 from megarl.apps.doctor.findings import ProgramOutcome
+from megarl.checks.engine_checks import check_placement
 from megarl.checks.preflight import check_gpus
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
@@ -181,6 +184,54 @@ def test_a_driver_that_does_not_answer_is_no_wish_for_the_cpu(
     devices.why_unseen.cache_clear()
     with pytest.raises(UserError, match=rf"nvidia0\), but nvidia-smi fails \({said}\); reboot"):
         mesh.local_device()
+
+
+@pytest.mark.parametrize("launcher_says", [{}, {"RANK": "1", "LOCAL_RANK": "1"}])
+def test_a_rank_has_its_gpu_before_nccl_begins_and_communicators_are_made_late(
+    launcher_says: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `device_id` torch would make them all at once, by splits in which every rank must join:
+    groups that one rank makes alone would hang.
+    """
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "set_device", said.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **settings: said.append((backend, settings))
+    )
+    for name in ("RANK", mesh.STORE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in (launcher_says and launcher_says | {"MASTER_ADDR": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+    device = mesh.initialise(timeout_s=60)
+    assert device == torch.device("cuda", int(launcher_says.get("LOCAL_RANK", 0)))
+    assert said[0] == device and said[1][0] == "nccl" and "device_id" not in said[1][1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_refused"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+    ],
+)
+def test_cuda_ipc_refuses_memory_that_another_process_may_not_open(
+    variable: str, value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    words = ("--rollout.placement", "colocated", "--rollout.max_staleness", "0")
+    for transport in ("cuda_ipc", "shared_memory"):
+        config = read(RunConfig, RECIPE, (*words, "--weight_sync.transport", transport))
+        if is_refused and transport == "cuda_ipc":
+            with pytest.raises(ValueError, match=rf"{variable} has expandable_segments:True.*set"):
+                check_placement(config, 1, 1, shares_gpus=True)
+        else:
+            check_placement(config, 1, 1, shares_gpus=True)
 
 
 @pytest.mark.parametrize(("names", "said"), [

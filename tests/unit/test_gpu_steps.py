@@ -177,16 +177,18 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
         step("lacks", code="raise SystemExit(1)", needs=("json", "no_such_a", "no_such_b")),
         step("long", 10**6),
         step("only there", rehearsal=(), no_rehearsal="needs two GPUs"),
+        step("where", rehearsal=("echo", '"{out}"'), reads="json"),
     ]
     report = run_gpu.go(steps, tmp_path, minutes=2, rehearsal=True)
     found = {one.step: one for one in report.results}
     statuses = {"only there": "not rehearsed", "fails": "failed", "hangs": "timed out"}
     statuses |= {"leaves": "ok", "says": "ok", "says nothing": "failed", "long": "no time"}
-    statuses |= {"script": "ok", "lacks": "skipped"}
+    statuses |= {"script": "ok", "lacks": "skipped", "where": "ok"}
     assert {name: one.status for name, one in found.items()} == statuses
     assert found["fails"].note == "exit code 3" and found["says"].found == {"value": 7}
     assert found["lacks"].note == "not installed here: no_such_a, no_such_b"
     assert found["script"].found == {"python": sys.executable}
+    assert Path(found["where"].found).name == "07-where"
     assert "1 processes left behind" in found["leaves"].note
     assert not lives(found["leaves"].found)
     written = json.loads((tmp_path / "results.json").read_text())
@@ -195,11 +197,23 @@ def test_a_failure_a_hang_and_a_child_left_behind_stop_nothing(tmp_path: Path) -
     assert table.count("\n| ") == len(steps) + 1 and "rehearsal on CPU" in table
 
 
+def test_what_needs_more_gpus_than_there_are_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_gpu, "machine", lambda: {"gpu": "some", "gpus": 2})
+    steps = [replace(step(str(gpus)), gpus=gpus) for gpus in (1, 2, 3)]
+    found = run_gpu.go(steps, tmp_path / "gpus", minutes=2, rehearsal=False).results
+    assert {one.step: one.status for one in found} == {"1": "ok", "2": "ok", "3": "skipped"}
+    assert next(one.note for one in found if one.step == "3") == "needs 3 GPUs; here: 2"
+    rehearsed = run_gpu.go(steps, tmp_path / "cpu", minutes=2, rehearsal=True).results
+    assert [one.status for one in rehearsed] == ["ok"] * 3
+
+
 def test_tests_that_all_skip_themselves_have_shown_nothing(tmp_path: Path) -> None:
     steps = []
     for name, body in [
         ("skip", "import pytest\ndef test_a(): pytest.skip('no GPU')"),
-        ("pass", "def test_a(): pass"),
+        ("pass", "def test_a(record_property): record_property('numbers', '[1.5]')"),
         ("fail", "def test_a(): pass\ndef test_b(): assert 0"),
     ]:
         file = tmp_path / f"test_{name}.py"
@@ -209,6 +223,7 @@ def test_tests_that_all_skip_themselves_have_shown_nothing(tmp_path: Path) -> No
     assert [(one.status, one.note) for one in results] == [
         *(("failed", "1 skipped"), ("ok", "1 passed"), ("failed", "1 passed, 1 failed"))
     ]
+    assert [one.found for one in results] == [None, {"test_a": [1.5]}, None]
 
 
 def test_without_a_gpu_the_script_says_so_in_one_line() -> None:

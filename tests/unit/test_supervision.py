@@ -242,6 +242,8 @@ def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPat
     pauses.begin()
     now[0] = 33.0
     assert pauses.is_paused and pauses.within(1.0) == 1 and pauses.within(20.0) == 8
+    had = [at for at in range(35) if pauses.had(at)]
+    assert had == [*range(10, 13), *range(20, 26), *range(30, 35)]
 
 
 # ------------------------------------------------------------------------- when an engine is hung

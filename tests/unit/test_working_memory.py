@@ -167,6 +167,10 @@ def test_terms_follow_the_settings() -> None:
     assert terms(Layout(4, 2, 1))["inputs of layers"] == one["inputs of layers"] // 2
     assert terms(Layout(4, 1, 8))["gradient of the head"] == one["gradient of the head"] // 8
     assert terms(Layout(4, 1, 1), zero_stage=1)["reduce bucket"] == 2 * one["reduce bucket"]
+    wide = terms(Layout(4, 1, 1), reduce_dtype="float32")
+    assert wide["reduce bucket"] == 2 * one["reduce bucket"]
+    wide = terms(Layout(4, 1, 1), reduce_dtype="float32", zero_stage=2)
+    assert wide["reduce bucket"] == 3 * one["reduce bucket"]
     # No larger than what is trained: 48 layers of q and v with rank 8.
     lora = LoraConfig(rank=8, targets=("q_proj", "v_proj"))
     adapters = 48 * 8 * ((5120 + 5120) + (5120 + 1024))

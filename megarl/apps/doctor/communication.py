@@ -32,6 +32,20 @@ def check_memfd() -> Iterator[Finding]:
     yield answer.finding("weights can be shared between processes", fix)
 
 
+def check_cumem() -> Iterator[Finding]:
+    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `warn` if the
+    environment variable NCCL_CUMEM_ENABLE is 0, as NCCL before 2.22 needed beside vLLM, else `ok`.
+    """
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        found = (
+            "NCCL_CUMEM_ENABLE is 0: NVLink between nodes is not used, and ranks whose values of it"
+            " differ do not connect"
+        )
+        yield Finding("warn", found, "unset it; NCCL 2.22 and newer do not need it beside vLLM")
+    else:
+        yield Finding("ok", "cuMem is not switched off")
+
+
 GLOO = """
 import datetime, os, sys, torch, torch.distributed as dist
 child = os.fork()

@@ -73,6 +73,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "/dev/shm": machine.check_shared_memory,
     "disk": machine.check_disk,
     "memfd_create": communication.check_memfd,
+    "memory of NCCL": communication.check_cumem,
     "gloo, two ranks": communication.check_gloo,
     "Ray starts and stops": communication.check_ray,
     "vLLM imports": software.check_vllm,
