@@ -18,8 +18,17 @@ from typing import Any
 import numpy as np
 
 from megarl.apps.runs import report
-from megarl.apps.runs.page import pages, write_page
-from megarl.apps.runs.report import DRAWN, OWN, ZERO, Chart, Series, chart, series
+from megarl.apps.runs.page import (
+    DRAWN,
+    TEMPLATE,
+    Chart,
+    Series,
+    chart,
+    pages,
+    series,
+    write_page,
+)
+from megarl.apps.runs.report import OWN, ZERO
 from megarl.apps.runs.target import runs_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError, shortened
@@ -127,7 +136,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
     ]
     page = (
         pages()
-        .get_template(report.TEMPLATE)
+        .get_template(TEMPLATE)
         .render(
             title=f"Comparison of {len(folders)} runs",
             steps=report.steps_of(list(runs.values())),
