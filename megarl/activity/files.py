@@ -4,6 +4,7 @@ hold Chrome trace events, described in `megarl.activity.spans`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +17,8 @@ from megarl.files import parse_json
 
 FOLDER = "activity"
 """Name of the folder in the run folder."""
+MOST_BYTES = 64 * 2**20
+"""Most bytes of a file that are read; processes begin another file long before."""
 LONGEST_CHAIN = 6
 """Largest number of processes that a chain of waits names."""
 
@@ -126,24 +129,99 @@ def read_lives(folder: Path, *, only_last: bool = False) -> list[Life]:
     """
     found = []
     for path in sorted(folder.glob("*.json"), key=_order):
-        lives: dict[tuple[int, str], Life] = {}
-        writers: dict[int, Life] = {}
+        lives = _Lives()
         told = content_of(path)
         if only_last:
-            told = told[max(0, told.rfind(b'{"name":"process_name"')) :]
+            told = told[max(0, told.rfind(START)) :]
         else:
             told = content_of(path.with_suffix(".1.json")) + told
-        for event in () if path.stem.endswith(".1") else trace_events(told):
+        lives.take(b"" if path.stem.endswith(".1") else told)
+        found += lives.found.values()
+    return found
+
+
+START = b'{"name":"process_name"'
+"""Beginning of the event with which a process begins its file."""
+
+
+class _Lives:
+    """The lives that the events of one file tell of."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, str], Life] = {}
+        self._writers: dict[int, Life] = {}
+
+    def take(self, told: bytes) -> None:
+        """Add the events in `told`, whole lines of the file."""
+        for event in trace_events(told):
             try:
                 if event["ph"] == "M":
                     life = _life(event)
-                    writers[life.pid] = lives.setdefault((life.pid, life.started), life)
+                    self._writers[life.pid] = self.found.setdefault((life.pid, life.started), life)
                 else:
-                    _take(writers[event["pid"]], event)
+                    _take(self._writers[event["pid"]], event)
             except (AttributeError, LookupError, TypeError, ValueError):
                 continue  # an event that is none of ours
-        found += lives.values()
-    return found
+
+
+class Appended:
+    """What another process appends to the file `path`. `read` returns the whole lines that are new
+    since the last call; of a file that is read for the first time at most the last `most_bytes`.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path, self._most_bytes = path, most_bytes
+        self._file, self._end = (0, 0), 0
+
+    def read(self) -> tuple[bool, bytes]:
+        """(whether these lines are of another file than those before, or of one that was cut, so
+        that what was read before is void; the new lines). Raises `OSError`.
+        """
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            is_other = (found.st_dev, found.st_ino) != self._file or found.st_size < self._end
+            if is_other:
+                self._file = found.st_dev, found.st_ino
+                self._end = max(0, found.st_size - self._most_bytes)
+            file.seek(self._end)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._end += len(new)
+        return is_other, new
+
+
+class LatestLives:
+    """The newest start of each process of a run, for a reader that looks at `folder`, RUN/activity,
+    again and again: `read` parses only what the processes have written since the last call.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, tuple[Appended, _Lives]] = {}
+
+    def read(self) -> list[Life]:
+        """A `Life`, sorted by name, for the newest start of each process, of whose spans it has
+        those that have not ended. The objects are the same ones at each call. A file that cannot be
+        read has none.
+        """
+        paths = [one for one in self._folder.glob("*.json") if not one.stem.endswith(".1")]
+        known = {
+            path: self._files.get(path) or (Appended(path, MOST_BYTES), _Lives())
+            for path in sorted(paths, key=_order)
+        }
+        for path, (file, lives) in known.items():
+            is_other, new = True, b""
+            with suppress(OSError):
+                is_other, new = file.read()
+            begin = new.rfind(START)
+            if is_other or begin >= 0:  # what is known is of an earlier start, or written again
+                lives = _Lives()
+            lives.take(new[max(0, begin) :])
+            for life in lives.found.values():
+                life.spans = {key: one for key, one in life.spans.items() if "end" not in one}
+            known[path] = file, lives
+        self._files = known
+        return [life for _, lives in known.values() for life in lives.found.values()]
 
 
 def of_run(lives: list[Life]) -> list[Life]:

@@ -12,12 +12,14 @@ are removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.files import parse_json
 from megarl.observe.sinks import MetricsFile, read_records
 
 PART_BYTES = 64 * 2**20
@@ -114,22 +116,55 @@ class RotatedFile:
         self._file.close()
 
 
-def ends(path: Path) -> list[dict[str, Any]]:
-    """The records of the first step and of the last step in the rotated file `path`, its full parts
-    included, each as a dict with `step`. Of the full parts, only the first and the newest are read.
-    Empty without records.
+READ_BYTES = 16 * 2**20
+"""Bytes up to which `spread` reads everything."""
+PLACES = 32
+"""Steps of larger files that `spread` reads, at most."""
+
+
+def spread(path: Path, *, most_bytes: int = READ_BYTES) -> list[dict[str, Any]]:
+    """Records of steps from the whole run, each a dict with `step`, read from the rotated file
+    `path` and its full parts: all of them if the files have at most `most_bytes`. Of larger files
+    about so many bytes are read, at places that lie evenly over the files: records of the first
+    step, of the last one and of at most 30 between, and of a step with very many records not all.
     """
-    places = [*(part.path for part in parts_of(path)), path]
-    by_step = itemgetter("step")
-    first = next((list(group) for _, group in groupby(_records(places), by_step)), [])
-    last = first
-    for _, group in groupby(_records(places[-2:]), by_step):  # a new part may have no record yet
-        last = list(group)
-    if not first or by_step(first[0]) == by_step(last[0]):
-        return first
-    return first + last
+    places = [*(part.path for part in parts_of(path)), *([path] if path.exists() else [])]
+    sizes = [place.stat().st_size for place in places]
+    total, around = sum(sizes), most_bytes // PLACES
+    if total <= most_bytes:
+        return [record for place in places for record in read_records(place)]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for number in range(PLACES):
+        at, is_last = (total - 1) * number // (PLACES - 1), number == PLACES - 1
+        for place, size in zip(places, sizes, strict=True):
+            if at < size:
+                break
+            at -= size
+        steps = _window(place, max(0, at - around) if is_last else at, around)
+        # Of the first step in a window the beginning may be missing.
+        chosen = steps[-1:] if is_last else steps[1:2] if number and len(steps) > 1 else steps[:1]
+        for step in chosen:
+            found.setdefault(step[0]["step"], step)
+    return [record for step in sorted(found) for record in found[step]]
 
 
-def _records(paths: list[Path]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        yield from read_records(path)
+def _window(place: Path, begin: int, length: int) -> list[list[dict[str, Any]]]:
+    """The records, by step, of the whole lines from byte `begin` of a file on, until `length` bytes
+    are read, but at least of one line; of the last whole line if there is none after `begin`.
+    """
+    found = []
+    with place.open("rb") as file:
+        file.seek(begin)
+        if begin:
+            file.readline()
+        while file.tell() < begin + length or not found:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                break
+            with suppress(ValueError):
+                record = parse_json(line)
+                found += [record] if isinstance(record, dict) and "step" in record else []
+    if not found and begin:
+        longer = 4 * length + 4096
+        return _window(place, max(0, begin - longer), length + longer)[-1:]
+    return [list(group) for _, group in groupby(found, itemgetter("step"))]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.observe.observer import EVALUATIONS, METRICS, PROVENANCE, TRANSCRIPTS
-from megarl.observe.rotated import ends
+from megarl.observe.rotated import spread
 from megarl.observe.sinks import read_records
 
 ENDS = 5
@@ -52,8 +52,8 @@ class Run:
     evaluations: list[Evaluation]
     """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]
-    """Transcripts of the first and the last step that has any: dicts with step, prompt, answer and
-    rollouts."""
+    """Transcripts of rollouts in training, by step: dicts with step, prompt, answer and rollouts.
+    Of a long run those of some steps, evenly over the run, the first and the last one included."""
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """([n] steps, [n] values), float64 arrays, of the training metric `name` over the n steps
@@ -90,9 +90,8 @@ def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarr
 
 def read_run(folder: Path, *, transcripts: bool = True) -> Run:
     """Read the run folder `folder`. Returns a `Run`: the metrics of each step as dicts, the
-    evaluations, and transcripts of the first and last step. If several lines of a file have the
-    same step, the last one counts. `transcripts`: read `transcripts.jsonl` too; otherwise the run
-    has no `groups`.
+    evaluations, and transcripts of rollouts. If several lines of a file have the same step, the
+    last one counts. `transcripts`: read `transcripts.jsonl` too; otherwise the run has no `groups`.
 
     Raises `ValueError` where the folder has no `metrics.jsonl`, or a file is damaged before its
     last line.
@@ -104,7 +103,7 @@ def read_run(folder: Path, *, transcripts: bool = True) -> Run:
     return Run(
         metrics=[metrics[step] for step in sorted(metrics)],
         evaluations=_read_evaluations(folder / EVALUATIONS),
-        groups=ends(folder / TRANSCRIPTS) if transcripts else [],
+        groups=spread(folder / TRANSCRIPTS) if transcripts else [],
     )
 
 

@@ -11,12 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.documented import undocumented
 from support.report_page import Page
 
 import megarl
+from megarl.apps.runs import page as pages
 from megarl.apps.runs import report
 from megarl.apps.runs.report import write_report
 from megarl.apps.runs.report_compare import main as report_command
@@ -256,17 +256,16 @@ def test_charts_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     accuracy = page_of(tmp_path).charts["Accuracy"]
     assert (accuracy["span"], accuracy["percent"], accuracy["wide"]) == ([0, 1], True, True)
-    found = {one["label"]: (one["steps"], one["values"]) for one in accuracy["series"]}
+    found = {one["label"]: (one["steps"], *one["rows"]) for one in accuracy["series"]}
     assert found == {
         "rollouts": ([1, 2, 3], [0.0, 0.5, 1.0]),
         "held out, sampled": ([0], [0.2]),
         "held out, greedy": ([0, 3], [0.174, 0.994]),
     }
-    assert (
-        page_of(tmp_path).charts["Critic's loss (critics.b)"]["series"][0]["values"] == [0.25] * 3
-    )
+    critic = page_of(tmp_path).charts["Critic's loss (critics.b)"]
+    assert critic["series"][0]["rows"] == [[0.25] * 3]
     series = page_of(tmp_path).charts["Time of a step"]["series"]
-    phases = {one["label"]: one["values"][0] for one in series}
+    phases = {one["label"]: one["rows"][0][0] for one in series}
     assert phases.pop("other") == pytest.approx(1.0 - 0.5 - 0.4 - 0.02)
     assert list(phases.values()) == [0.5, 0.4, 0.02, 0.8]
 
@@ -278,19 +277,21 @@ def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
          "entropy": float(step % 2)} for step in range(1007)
     ))  # fmt: skip
     charts = page_of(tmp_path).charts
-    raw, mean = charts["Gradient norm"]["series"]
-    assert len(raw["values"]) == len(mean["values"]) == len(raw["steps"]) <= report.DRAWN
-    assert max(raw["values"]) == 9.0 and None not in raw["values"]
-    assert max(charts["Do trainer and engine agree?"]["series"][0]["values"]) == 0.5
-    assert charts["Entropy"]["series"][1]["values"][50] == pytest.approx(0.5, abs=0.02)
-    assert (tmp_path / "report.html").stat().st_size < 1_000_000
-    assert (raw["steps"][0], raw["each"]) == (3.5, 6) and raw["steps"][-1] <= 1007
+    (norm,) = charts["Gradient norm"]["series"]
+    assert len(norm["spikes"]) == len(norm["rows"][0]) == len(norm["steps"]) <= pages.DRAWN
+    assert max(norm["spikes"]) == 9.0 and None not in norm["spikes"]
+    assert max(charts["Do trainer and engine agree?"]["series"][0]["rows"][0]) == 0.5
+    assert charts["Entropy"]["series"][0]["rows"][0][50] == pytest.approx(0.5, abs=0.2)
+    assert (norm["steps"][:2], norm["each"]) == ([2, 5], 3) and norm["steps"][-1] <= 1007
 
 
-def test_smooth_is_the_mean_of_the_neighbours() -> None:
-    found = report.smooth(np.array([0.0, 3.0, np.nan, 6.0]), 3)
-    np.testing.assert_allclose(found, [1.5, 1.5, 4.5, 6.0])
-    np.testing.assert_allclose(report.smooth(np.array([2.0]), 1), [2.0])
+def test_own_metrics_come_first(tmp_path: Path) -> None:
+    names = ["own/a", "environment/b", *(f"own/m{number:02d}" for number in range(60))]
+    observe(tmp_path, [dict.fromkeys([*names, "accuracy", "source/x/accuracy"], 0.5)] * 2)
+    titles = list(page_of(tmp_path).charts)
+    assert titles[:2] == ["a", "m00"] and titles[report.MOST_OWN :] == [
+        "Accuracy", "Accuracy by source"
+    ]  # fmt: skip
 
 
 def test_report_has_everything(tmp_path: Path) -> None:
@@ -301,7 +302,7 @@ def test_report_has_everything(tmp_path: Path) -> None:
     for text in (*shown, "Sums <with> carries", "before training", "right"):
         assert text in page.text, text
     assert page.count("figure", "chart") >= 8
-    assert page.count("article", "problem") == 1
+    assert page.count("details", "problem") == 1
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
@@ -325,7 +326,7 @@ def test_text_of_the_model_is_only_text(tmp_path: Path) -> None:
             observer.evaluation(step, {"eval/accuracy": 0.5}, weird)
     (tmp_path / "recipe.yaml").write_bytes(b"name: </pre><script>alert(3)</script>\xff")
     page = page_of(tmp_path, WEIRD)
-    assert page.charts[WEIRD]["series"][0]["values"] == [1.0]
+    assert page.charts[WEIRD]["series"][0]["rows"] == [[1.0]]
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not [one for one in ("<script>alert", "<img", "\x00", "\x1b") if one in text]
     assert "你好 🎉 ﷽" in page.text
@@ -348,15 +349,15 @@ def test_report_of_supervised_training(tmp_path: Path) -> None:
             observer.step(StepReport(step, values))
         observer.evaluation(30, {"eval/loss": 0.25}, [])
     page = page_of(tmp_path)
-    assert page.charts["Learning rate"]["series"][0]["values"][:3] == [3e-3, None, 3e-3]
-    assert page.charts["Loss"]["series"][-1]["values"] == [0.25]
+    assert page.charts["Learning rate"]["series"][0]["rows"][0][:3] == [3e-3, None, 3e-3]
+    assert page.charts["Loss"]["series"][-1]["rows"] == [[0.25]]
     assert page.count("figure", "wide") == 1
     # Loss, throughput, learning rate; the norm was never finite.
     assert page.count("figure", "chart") == 3
     assert "Accuracy" not in page.text
 
 
-def test_report_shows_training_groups_where_nothing_was_evaluated(tmp_path: Path) -> None:
+def test_report_shows_rollouts_of_training(tmp_path: Path) -> None:
     always = {"tokens": 5, "finish": "stop", "versions": [[0, 5]]}
     rollouts = [
         {"response": f"#93{i}", "reward": float(i), "correct": i > 0, **always} for i in range(2)
@@ -367,8 +368,28 @@ def test_report_shows_training_groups_where_nothing_was_evaluated(tmp_path: Path
             group = {"ordinal": step, "prompt": f"p{step}", "answer": "931", "rollouts": rollouts}
             observer.transcripts(step, [group])
     page = page_of(tmp_path)
-    assert page.count("article", "problem") == 2
-    assert [name in page.text for name in ("p0", "p1", "p2")] == [True, False, True]
+    assert page.count("details", "problem") == 6
+    assert all(name in page.text for name in ("p0", "p1", "p2"))
+
+
+def test_the_page_stays_small_however_much_a_run_writes(tmp_path: Path) -> None:
+    """Most characters of a hostile text take five in HTML; there are many turns, steps and metrics."""
+    hostile = "<'\"&" * 1500
+    turns = [{"by": "model", "text": hostile, "tokens": 1}] * 50
+    one = answer(True, hostile, hostile) | {"turns": turns, "answer": hostile, "detail": hostile}
+    names = [f"own/{number}" for number in range(50)]
+    with Observer(QUIET, tmp_path, total_steps=600) as observer:
+        for step in range(600):
+            observer.step(StepReport(step, numbers(step, 600) | dict.fromkeys(names, step / 7)))
+            if step % 200 == 0:
+                group = {"prompt": hostile, "answer": "", "environment": hostile}
+                observer.transcripts(step, [group | {"rollouts": [one] * 4}])
+        for step in (0, 600):
+            short = [answer(step > 0, f"{number}", "x" * 900) for number in range(1000)]
+            observer.evaluation(step, {"eval/accuracy": 0.5}, [one, *short])
+    page = page_of(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 4 * 2**20
+    assert page.count("details", "problem") > 300 and "of 1,001" in page.text
 
 
 def test_zeros_on_the_logarithmic_chart_are_said(tmp_path: Path) -> None:
@@ -443,5 +464,5 @@ def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:
             observer.step(StepReport(step, numbers(step, 2) | {"verifier/errors": 16.0}))
     text = page_of(tmp_path).text
     assert "Verifier failures" in text and "32 errors" in text
-    assert "not judged: verifier error" in text and "TypeError: takes <1> argument" in text
+    assert "not judged" in text and "verifier error: TypeError: takes <1> argument" in text
     assert "\N{BALLOT X} wrong" not in text

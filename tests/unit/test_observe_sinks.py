@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import UserError
+from megarl.observe import rotated
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
-from megarl.observe.rotated import RotatedFile, ends, parts_of
+from megarl.observe.rotated import RotatedFile, parts_of, spread
 from megarl.observe.sinks import MetricsFile, read_records
 from megarl.types import StepReport
 
@@ -195,8 +196,30 @@ def test_a_run_of_several_starts(
     for part in parts_of(path):
         steps_of = [record["step"] for record in read_records(part.path)]
         assert (min(steps_of), max(steps_of)) == (part.first, part.last)
-    edges = {wanted[0]["step"], wanted[-1]["step"]} if wanted else set()
-    assert ends(path) == [record for record in wanted if record["step"] in edges]
+    assert spread(path) == wanted
+    # Of files that are too large to read: whole records, in order, of steps from the first to the
+    # last one.
+    found = spread(path, most_bytes=len(wanted) * 20)
+    assert all(record in wanted for record in found)
+    steps_of = [record["step"] for record in found]
+    assert steps_of == sorted(steps_of)
+    assert steps_of[:1] + steps_of[-1:] == [one["step"] for one in wanted[:1] + wanted[-1:]]
+
+
+def test_of_large_files_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RotatedFile(tmp_path / FILE, keep_until_step=0, most_bytes=10**9, part_bytes=10**6)
+    for step in range(1, 2001):
+        for index in range(2):
+            file.write(step, {"index": index, "text": "x" * 1000})
+    file.close()
+    parsed, parse = [], rotated.parse_json
+    monkeypatch.setattr(rotated, "parse_json", lambda line: parsed.append(len(line)) or parse(line))
+    found = spread(tmp_path / FILE, most_bytes=320_000)
+    assert sum(parsed) < 500_000 < sum(one.stat().st_size for one in tmp_path.iterdir()) / 8
+    steps = sorted({record["step"] for record in found})
+    assert steps[0] == 1 and steps[-1] == 2000 and len(steps) == rotated.PLACES
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) < 2 * 2000 / rotated.PLACES
+    assert all([one["step"] for one in found].count(step) == 2 for step in steps), "whole steps"
 
 
 def test_of_too_many_parts_the_first_and_the_newest_stay(tmp_path: Path) -> None:
@@ -208,7 +231,8 @@ def test_of_too_many_parts_the_first_and_the_newest_stay(tmp_path: Path) -> None
     parts = parts_of(path)
     assert parts[0].first == 1 and parts[-1].last == 39
     assert sum(part.path.stat().st_size for part in parts) <= 600
-    assert [record["step"] for record in ends(path)] == [1, 40]
+    steps = [record["step"] for record in spread(path, most_bytes=32)]
+    assert (steps[0], steps[-1]) == (1, 40)
     # A run that goes on from a removed part keeps what is left before it.
     RotatedFile(path, keep_until_step=5, most_bytes=500, part_bytes=100).close()
     assert [record["step"] for record in everything(path)] == [1]

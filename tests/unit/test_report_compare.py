@@ -53,10 +53,11 @@ def test_runs_that_differ_in_the_seed_are_one_band(
     page = Page(Path("compare.html").read_text(encoding="utf-8"))
     seeds, other = page.charts["Reward"]["series"]
     assert (seeds["label"], other["label"]) == ("lr 0.1 (2 runs)", "lr 0.2")
-    assert (seeds["steps"], seeds["values"]) == ([1, 2], [0.5, 1.5]), "up to the shortest run's end"
-    assert (seeds["low"], seeds["high"]) == ([0.0, 1.0], [1.0, 2.0])
-    assert other["values"] == [3.0] * 3 and "low" not in other
-    assert page.charts["Held-out accuracy"]["series"][0]["values"] == [0.25]
+    assert seeds["steps"] == [1, 2], "up to the shortest run's end"
+    assert seeds["rows"] == [[0.0, 1.0], [1.0, 2.0]] and seeds["smooth"]
+    assert other["rows"] == [[3.0] * 3]
+    held_out = page.charts["Held-out accuracy"]["series"][0]
+    assert held_out["rows"] == [[0.25], [0.25]] and not held_out["smooth"]
     assert page.charts["Held-out accuracy"]["series"][0]["kind"] == "points"
     assert {"Reward", "Held-out accuracy", "Time of a step"} == set(page.charts)
     shown = ("2.5 (2 to 3)", "62.5% (50.0% to 75.0%)", "100.0%", "0.500 (0.000 to 1.000)", "2.000")
@@ -69,10 +70,11 @@ def test_runs_that_differ_in_the_seed_are_one_band(
 def test_a_short_run_beside_a_long_one(runs: list[Path], tmp_path: Path) -> None:
     long = make_run(tmp_path / "long", [4.0] * 400, 0.5, "lr: 0.3\n")
     page = Page(write_comparison([*runs, long], tmp_path / "x.html").read_text(encoding="utf-8"))
+    (main,) = (attributes for tag, attributes in page.seen if tag == "main")
+    assert main["data-steps"] == "[0, 400, 21]"
     reward = page.charts["Reward"]
-    assert reward["note"].endswith("mean of 21 steps")
-    assert [len(one["values"]) for one in reward["series"]] == [2, 3, 200]
-    assert reward["series"][1]["values"] == [3.0] * 3
+    assert [len(one["steps"]) for one in reward["series"]] == [2, 3, 400]
+    assert reward["series"][1]["rows"] == [[3.0] * 3]
 
 
 def test_other_code_is_told(runs: list[Path], tmp_path: Path) -> None:

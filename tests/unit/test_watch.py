@@ -14,6 +14,7 @@ from rich.console import Console
 from support.commands import ROOT
 
 from megarl import cli
+from megarl.activity import files, recording
 from megarl.activity.recording import Recording
 from megarl.activity.spans import activity, step_begins
 from megarl.apps.runs import watch
@@ -303,6 +304,47 @@ def test_only_new_lines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watch, "PART_BYTES", 30)
     path.write_text('{"step": 1}\n' * 4)
     assert [record["step"] for record in Tail(path).read()] == [1, 1]
+
+
+def test_only_new_activity_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of each process is what a reader of the whole file knows, also after the file
+    was put away as too large, and after a new start.
+    """
+    records, folder, parsed = Recording.of(run, "run", enabled=True), run / "activity", []
+    assert records is not None
+    records.make(keep=False)
+    close, latest, parse = records.open("rank0"), files.LatestLives(folder), files.parse_json
+    monkeypatch.setattr(files, "parse_json", lambda text: parsed.append(text) or parse(text))
+
+    def told(lines: int) -> list[str]:
+        parsed.clear()
+        (life,) = latest.read()
+        assert len(list(filter(None, parsed))) == lines
+        (whole,) = files.read_lives(folder, only_last=True)
+        assert (life.closed, life.last, life.steps) == (whole.closed, whole.last, whole.steps)
+        assert life.open == whole.open and set(life.spans) >= {one["span"] for one in life.open}
+        return [one["name"] for one in life.open]
+
+    assert told(1) == []
+    step_begins(1, 0)
+    with activity("rollouts", kind="wait", of="service", deadline_s=90):
+        assert told(2) == ["rollouts"] and told(0) == ["rollouts"]
+        with activity("inner", kind="train"):
+            assert told(1) == ["inner"]
+        monkeypatch.setattr(recording, "MAX_BYTES", 100)
+        with activity("put away", kind="train"):
+            assert (folder / "rank0.1.json").exists()
+            monkeypatch.setattr(recording, "MAX_BYTES", 2**20)
+            assert told(4) == ["put away"]
+        assert told(1) == ["rollouts"]
+    assert told(1) == [] and not latest.read()[0].spans, "what has ended is forgotten"
+    close()
+    records.open("rank0")
+    assert told(1) == [] and not latest.read()[0].closed, "of the new start alone"
+    recording.close_recording()
+    assert told(1) == [] and latest.read()[0].closed
+    (folder / "rank0.json").unlink()
+    assert latest.read() == []
 
 
 # ------------------------------------------------------------------------------------------- errors

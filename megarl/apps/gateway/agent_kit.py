@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 
 from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent
-from megarl.apps.gateway.calls import ApiError, AgentCall, Choice, call_id
+from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
 from megarl.apps.gateway.conversations import Conversations, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megarl.apps.gateway.calls import ApiError, AgentCall, Choice
+from megarl.apps.gateway.calls import AgentCall, ApiError, Choice
 from megarl.apps.gateway.conversations import RAW, plain
 
 Event = tuple[str, dict[str, Any] | str]

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
-from megarl.apps.gateway.calls import ApiError, AgentCall, Choice
+from megarl.apps.gateway.calls import AgentCall, ApiError, Choice
 from megarl.apps.gateway.forms import Asked, Event, OpenAIForm, chat_asked, new_id, token_counts
 
 

@@ -1,30 +1,36 @@
 """`report.html`: a run on one page that opens from disk and loads nothing.
 
-    run folder --read--> charts, examples, numbers --report.html.j2--> page
+    run folder --read--> charts, rollouts, numbers --report.html.j2--> page
 
 The page's own script draws the charts from JSON in the page. To add a chart, add a line to
 `learning`, `systems` or `optimisation`. A chart is left out if the run lacks its metrics.
+The size of the page is bounded: at most 500 values a line, 40 charts of own metrics, 1 MiB a list of
+rollouts.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import functools
-import hashlib
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jinja2
 import numpy as np
 
 from megarl.apps.runs.lanes import last_steps
-from megarl.files import UNFINISHED
+from megarl.apps.runs.page import (
+    TEMPLATE,
+    Chart,
+    Series,
+    chart,
+    farthest,
+    pages,
+    series,
+    write_page,
+)
+from megarl.apps.runs.report_rollouts import histograms, listings
 from megarl.observe.summary import (
-    Evaluation,
     Run,
     read_run,
     read_starts,
@@ -35,17 +41,8 @@ from megarl.recipe_file import read_tree
 
 FILE = "report.html"
 """Name of the page in the run folder."""
-EXAMPLES = 10
-"""Number of problems whose responses before and after training are shown."""
-DRAWN = 200
-"""Most values of a series in the page; longer series are reduced to so many."""
-
-Chart = dict[str, Any]
-"""JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
-else `chart` was given."""
-Series = dict[str, Any]
-"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`, `colour`,
-`kind`, `each` (steps that one value stands for), `steps` and `values` (None where unknown)."""
+MOST_OWN = 40
+"""Most charts of metrics of the user's own functions and environments."""
 
 
 def write_report(folder: Path, *, title: str, target: Path | None = None) -> Path:
@@ -65,27 +62,30 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
     settings: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # missing or damaged
         settings = read_tree(recipe)
-    shown = functools.partial(
-        template().render,
-        title=title,
-        steps=steps_of([run]),
-        tables=[],
-        warnings=warnings(run, settings),
-        made_by=provenance(read_starts(folder)),
-        numbers=summarise_run(run),
-        failures=run.failures,
-        learning=learning(run),
-        systems=systems(run),
-        processes=last_steps(folder),
-        optimisation=optimisation(run),
-        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.exists() else None,
+    page = (
+        pages()
+        .get_template(TEMPLATE)
+        .render(
+            title=title,
+            steps=steps_of([run]),
+            tables=[],
+            warnings=warnings(run, settings),
+            made_by=provenance(read_starts(folder)),
+            numbers=summarise_run(run),
+            failures=run.failures,
+            own=[own_chart(run, name) for name in own_names([run])],
+            learning=learning(run),
+            histograms=histograms(run),
+            listings=listings(run),
+            systems=systems(run),
+            processes=last_steps(folder),
+            optimisation=optimisation(run),
+            recipe=recipe.read_text(encoding="utf-8", errors="replace")
+            if recipe.exists()
+            else None,
+        )
     )
-    try:
-        text = shown(examples=examples(run))
-    except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        # Transcripts of another program.
-        text = shown(examples=(f"The transcripts cannot be shown: {error!r}", None, []))
-    return write_page(target or folder / FILE, text)
+    return write_page(target or folder / FILE, page)
 
 
 LATE = 20
@@ -149,190 +149,29 @@ def provenance(
     return "Made by", "A + after the commit: files differed from it.", heads, rows
 
 
-def steps_of(runs: Sequence[Run]) -> tuple[int, int]:
-    """(first, last) step of which any of `runs` has metrics or an evaluation; (0, 0) without."""
+def steps_of(runs: Sequence[Run]) -> tuple[int, int, int]:
+    """(first, last) step of which any of `runs` has metrics or an evaluation, (0, 0) without, and
+    the number, odd, of steps over which the page takes moving means at first: a twentieth of the
+    longest run.
+    """
     steps = [record["step"] for run in runs for record in run.metrics]
     steps += [one.step for run in runs for one in run.evaluations]
-    return min(steps, default=0), max(steps, default=0)
-
-
-def write_page(target: Path, text: str) -> Path:
-    """Write the page `text` to the file `target`, in one atomic rename; returns `target`."""
-    # Not synced: a run writes it again and again, and waits for no disk.
-    being_written = target.with_name(f".report.{os.getpid()}{UNFINISHED}")
-    # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
-    being_written.write_text(text, encoding="utf-8", errors="replace")
-    being_written.replace(target)
-    return target
-
-
-@functools.cache
-def template() -> jinja2.Template:
-    """The jinja2 template of a run's report page, loaded once in a process. Every value that it is
-    given is escaped as HTML, with control characters, which HTML forbids, as visible symbols.
-    """
-    controls = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-
-    def visible(value: Any) -> Any:
-        if type(value) is not str:  # HTML of the template is a class of its own
-            return value
-        return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
-
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["count"] = "{:,}".format
-    pages.filters["sha256"] = lambda text: base64.b64encode(
-        hashlib.sha256(text.encode()).digest()
-    ).decode()
-    return pages.get_template("report.html.j2")
-
-
-# --------------------------------------------------------------------------------------- examples
-
-
-def examples(run: Run) -> tuple[str, Counter[tuple[bool, bool]] | None, list[tuple]]:
-    """The example problems that the report page shows: (heading in words, "" without problems;
-    counts; problems). Counts: {(right at the first, right at the last evaluation): number of
-    problems}, None with fewer than two evaluations. A problem: (transcript with its prompt, [(when,
-    in words; transcript of a response), ...]), with a response of the first and of the last
-    evaluation. Without evaluations, the problems are groups of rollouts of the first and the last
-    step. A transcript is a record of the run's files, a dict with `prompt`, `response`, `correct`
-    and so on.
-    """
-    written = [one for one in run.evaluations if one.transcripts]
-    if not written:
-        about = "Rollouts trained on at the first and the last step, at most four of each group."
-        problems = [
-            (group, [(f"step {group['step']:,}", one) for one in group["rollouts"][:4]])
-            for group in run.groups
-        ]
-        return about if problems else "", None, problems
-    ends = (written[0], written[-1])[: len(written)]
-    pairs, moves = [(one,) for one in ends[0].transcripts], None
-    about = f"The first {min(EXAMPLES, len(pairs))} held-out problems, in their order."
-    if len(ends) == 2:
-        pairs = same_problems(ends[0].transcripts, ends[1].transcripts)
-        about = (
-            "Held-out problems at the first and the last evaluation: the first"
-            f" {min(EXAMPLES, len(pairs))}, in their order; none was picked."
-        )
-        moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
-    problems = [(pair[0], list(zip(map(when, ends), pair, strict=True))) for pair in pairs]
-    return about if problems else "", moves, problems[:EXAMPLES]
-
-
-def when(one: Evaluation) -> str:
-    """When the evaluation `one` took place, in words: "before training" or "after 1,000 steps"."""
-    plural = "" if one.step == 1 else "s"
-    return f"after {one.step:,} step{plural}" if one.step else "before training"
-
-
-def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[tuple]:
-    """Pairs (transcript in `first`, transcript in `last`) of the same prompt in two evaluations, in
-    the order of `first`. A prompt that occurs several times is matched in order; one that only one
-    list has is left out.
-    """
-    waiting: dict[str, list[dict[str, Any]]] = {}
-    for one in last:
-        waiting.setdefault(one["prompt"], []).append(one)
-    return [(one, waiting[one["prompt"]].pop(0)) for one in first if waiting.get(one["prompt"])]
+    longest = max((len(run.metrics) for run in runs), default=0)
+    return min(steps, default=0), max(steps, default=0), (longest // 20) | 1
 
 
 # ----------------------------------------------------------------------------------------- charts
 
 
-def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart | None:
-    """Data of a chart over the steps for the script of a report page, as a dict for JSON; None
-    where no series has a finite value.
-
-    Args:
-        title: what is shown.
-        note: unit of the vertical axis, and how to read it.
-        drawn: the series, made by `series`; bars are stacked in this order.
-        how: `wide` for the whole width of the page; `percent` for fractions from 0 to 1, shown as
-            percentages; `zero` where the vertical axis begins at 0; `span` for its (lowest,
-            highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
-            are not drawn.
-    """
-    drawn = [one for one in drawn if any(value is not None for value in one["values"])]
-    if not drawn:
-        return None
-    if how.get("log") and not any(value for one in drawn for value in one["values"]):
-        note += "; every one of these is exactly 0"
-    return {"title": title, "note": note, "series": drawn, "wide": False} | how
-
-
-def series(
-    label: str,
-    steps: np.ndarray,
-    values: np.ndarray,
-    colour: int,
-    kind: Literal["line", "faint", "dashed", "points", "rings", "bars"] = "line",
-    pick: Callable[..., np.ndarray] = np.ma.mean,
-) -> Series:
-    """A series of a report's chart as a dict for JSON: [n] `values` at [n] ascending `steps`, NaN
-    where unknown. Of more than 200 values, several consecutive ones become one, by `pick`, a
-    function of a masked array [m, k] and `axis=1` that returns [m], such as `np.ma.mean`.
-
-    `label`: its name on the page. `colour`: 1 to 10, of the page's palette. `kind`: "faint" for raw
-    values under a smoothed line; "points" and "rings" for separate measurements, joined by a thin
-    line; "bars" are stacked.
-    """
-    each = max(1, -(-len(steps) // DRAWN))
-
-    def rows(one: np.ndarray) -> np.ma.MaskedArray:
-        padded = np.pad(one, (0, -len(one) % each), constant_values=np.nan)
-        return np.ma.masked_invalid(padded.reshape(-1, each))
-
-    picked = np.ma.filled(pick(rows(values), axis=1), np.nan)
-    return {
-        "label": label,
-        "colour": colour,
-        "kind": kind,
-        "each": each,
-        "steps": [float(f"{step:.8g}") for step in rows(steps).mean(axis=1)],
-        "values": [float(f"{value:.5g}") if np.isfinite(value) else None for value in picked],
-    }
-
-
-def farthest(rows: np.ma.MaskedArray, *, axis: int) -> np.ndarray:
-    """Of each of the n rows of `rows` [n, k] the value farthest from the row's mean: returns [n].
-    It reduces many values of a chart to few and keeps spikes, which a mean would hide. `axis` is 1.
-    """
-    gaps = abs(rows - rows.mean(axis=axis, keepdims=True))
-    return rows[np.arange(len(rows)), gaps.argmax(axis=axis)]
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Moving mean: [n] means over the `window` (odd) values around each of `values` [n], over fewer
-    at the ends; NaN values are left out.
-    """
-    known = np.isfinite(values)
-    sums, counts = (
-        np.convolve(one, np.ones(window), "same") for one in (np.where(known, values, 0), known)
-    )
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
-
-
 def smoothed(run: Run, name: str, label: str) -> list[Series]:
-    """The series of the metric `name` over the run's steps, as JSON data: its moving mean over the
-    faint raw values; for runs of fewer than 40 steps the raw values alone. `label`: the metric's
-    name on the page.
+    """The series of the metric `name` over the run's steps, as JSON data, of which the page draws a
+    moving mean over the faint raw values. `label`: the metric's name on the page.
     """
     steps, values = run.series(name)
-    window = (len(steps) // 20) | 1
-    if window == 1:
-        return [series(label, steps, values, 1)]
-    return [
-        series(f"{label}, each step", steps, values, 1, "faint", farthest),
-        series(f"{label}, mean of {window} steps", steps, smooth(values, window), 1),
-    ]
+    found = series(label, steps, values, 1) | {"smooth": True, "raw": True}
+    if found["each"] > 1:  # a mean would hide single steps that are far off
+        found["spikes"] = series(label, steps, values, 1, "line", farthest)["rows"][0]
+    return [found]
 
 
 def line(run: Run, name: str, label: str, colour: int, *how: Any) -> Series:
@@ -345,18 +184,9 @@ def line(run: Run, name: str, label: str, colour: int, *how: Any) -> Series:
 
 
 def learning(run: Run) -> list[Chart | None]:
-    """Charts, as JSON data for the page, of what the model learns: accuracy, reward, length, the
-    environment's own metrics, or the loss of supervised training. None stands for a chart whose
-    metrics the run lacks.
+    """Charts, as JSON data for the page, of what the model learns: accuracy, reward, length, or the
+    loss of supervised training. None stands for a chart whose metrics the run lacks.
     """
-
-    def learnt(title: str, note: str, name: str, **how: Any) -> Chart | None:
-        evaluated = [
-            series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
-            series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
-        ]
-        return chart(title, note, smoothed(run, name, "rollouts") + evaluated, **how)
-
     failed = [
         line(run, f"verifier/{name}", name, colour, "line", np.ma.max)
         for colour, name in enumerate(run.failures, start=1)
@@ -364,21 +194,55 @@ def learning(run: Run) -> list[Chart | None]:
     ]
     loss = smoothed(run, "loss", "loss")
     loss.append(series("held out", *run.evaluated("eval/loss"), 2, "points"))
-    own = sorted({one for record in run.metrics for one in record if one.startswith(ENVIRONMENT)})
+    names = sorted({name for record in run.metrics for name in record if SOURCE.fullmatch(name)})
+    sources = [
+        line(run, name, name.split("/")[1], 1 + number % 10) | {"smooth": True}
+        for number, name in enumerate(names)
+    ]
     accuracy = {"percent": True, "span": (0, 1), "wide": True}
     without_verdict = "rollouts without a verdict; they got the reward of a wrong answer"
     return [
-        learnt("Accuracy", "share of responses judged right", "accuracy", **accuracy),
-        learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
+        learnt(run, "Accuracy", "share of responses judged right", "accuracy", **accuracy),
+        learnt(run, "Reward", "mean of a response, length penalty included", "reward/mean"),
+        chart("Accuracy by source", "share of rollouts judged right", sources, percent=True),
         chart("Verifier failures", without_verdict, failed, zero=True, whole=True),
-        learnt("Response length", "mean tokens", "length/mean", zero=True),
-        *(learnt(one.removeprefix(ENVIRONMENT), "mean, of the environment", one) for one in own),
+        learnt(run, "Response length", "mean tokens", "length/mean", zero=True),
         None if is_rl(run) else chart("Loss", "", loss, wide=True),
     ]
 
 
-ENVIRONMENT = "environment/"
-"""Beginning of the names of metrics that an environment itself returns."""
+SOURCE = re.compile("source/.+/accuracy")
+
+
+def learnt(run: Run, title: str, note: str, name: str, **how: Any) -> Chart | None:
+    """The chart, as JSON data, of the metric `name` in training and in evaluations; None where the
+    run lacks it. `title`, `note` and `how`: as `chart` takes them.
+    """
+    evaluated = [
+        series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
+        series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
+    ]
+    label = "training" if name.startswith("own/") else "rollouts"
+    return chart(title, note, smoothed(run, name, label) + evaluated, **how)
+
+
+OWN = {"own/": "of your own function", "environment/": "mean, of the environment"}
+"""{beginning of the names of metrics that a user's functions and environments return: note of their
+charts}"""
+
+
+def own_names(runs: Iterable[Run]) -> list[str]:
+    """Names of the metrics that the user's own functions and environments return in `runs`, those of
+    functions first; at most 40.
+    """
+    names = {name for run in runs for record in run.metrics for name in record}
+    return [name for begin in OWN for name in sorted(names) if name.startswith(begin)][:MOST_OWN]
+
+
+def own_chart(run: Run, name: str) -> Chart | None:
+    """The chart, as JSON data, of the user's own metric `name`."""
+    begin, _, title = name.partition("/")
+    return learnt(run, title, OWN[begin + "/"], name)
 
 
 def is_rl(run: Run) -> bool:

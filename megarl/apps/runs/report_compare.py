@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 
 from megarl.apps.runs import report
-from megarl.apps.runs.report import ZERO, Chart, Series, chart, series, smooth
+from megarl.apps.runs.page import (
+    DRAWN,
+    TEMPLATE,
+    Chart,
+    Series,
+    chart,
+    pages,
+    series,
+    write_page,
+)
+from megarl.apps.runs.report import OWN, ZERO
 from megarl.apps.runs.target import runs_and_target, writing
 from megarl.console import result
 from megarl.errors import UserError, shortened
@@ -41,6 +51,8 @@ OF_ONE_RUN = {"seed", "folder", "resume"}
 COLOURS = (1, 2, 3, 4, 6, 8, 9, 7, 10, 5)
 """Colours of the page's palette in the order of the groups; later groups are dashed."""
 UNKNOWN = "\N{EN DASH}"
+VALUES = 6000
+"""Most values of a chart in the page, of all runs together."""
 NOTHING = Run([], [], [])
 """Stands in a chart for a run that is left out."""
 
@@ -108,6 +120,10 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
     def charts(*wanted: tuple[str, str, str, dict[str, Any]]) -> list[Chart | None]:
         return [compared(losses[True] if one[0] == "loss" else drawn, *one) for one in wanted]
 
+    own = [
+        (name, name.partition("/")[2], OWN[name.partition("/")[0] + "/"], {})
+        for name in report.own_names(runs.values())
+    ]
     rows_of_numbers = end_numbers(drawn)
     rows_of_numbers["runs"] = ["\n".join(map(str, one)) for one in groups.values()]
     spread = "The mean of a group's runs; with several runs (lowest to highest)."
@@ -118,21 +134,27 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
         ("Numbers", spread, heads, rows_of_numbers),
         ("Settings", differ if rows else alike, heads, rows),
     ]
-    page = report.template().render(
-        title=f"Comparison of {len(folders)} runs",
-        steps=report.steps_of(list(runs.values())),
-        tables=tables,
-        warnings=[],
-        numbers=None,
-        learning=[*charts(*LEARNT), compared(losses[False], "loss", "Training loss", "", {})],
-        examples=("", None, []),
-        systems=charts(*SYSTEMS),
-        processes=None,
-        optimisation=charts(*report.OPTIMISATION),
-        recipe=None,
-        made_by=("Made by", "What differs in code and machine.", heads, makers(groups)),
+    page = (
+        pages()
+        .get_template(TEMPLATE)
+        .render(
+            title=f"Comparison of {len(folders)} runs",
+            steps=report.steps_of(list(runs.values())),
+            tables=tables,
+            warnings=[],
+            numbers=None,
+            own=charts(*own),
+            learning=[*charts(*LEARNT), compared(losses[False], "loss", "Training loss", "", {})],
+            histograms=None,
+            listings=[],
+            systems=charts(*SYSTEMS),
+            processes=None,
+            optimisation=charts(*report.OPTIMISATION),
+            recipe=None,
+            made_by=("Made by", "What differs in code and machine.", heads, makers(groups)),
+        )
     )
-    return report.write_page(target, page)
+    return write_page(target, page)
 
 
 def settings_of(folder: Path) -> dict[str, str]:
@@ -248,50 +270,35 @@ def compared(
     groups: Mapping[str, Sequence[Run]], name: str, title: str, note: str, how: Mapping[str, Any]
 ) -> Chart | None:
     """Data, for JSON, of a chart of the metric `name` over the steps, with a line for each of
-    `groups`, {label: runs}. None where no run has the metric. Metrics of steps are smoothed by a
-    moving mean over a twentieth of the longest run; evaluations and the learning rate are not.
-    `title`, `note`, `how`: as `chart` takes them.
+    `groups`, {label: runs}. None where no run has the metric. The page takes moving means of the
+    metrics of steps; not of evaluations and the learning rate. `title`, `note`, `how`: as `chart`
+    takes them.
     """
     evaluated = name.startswith("eval")
-    found = {
-        label: [run.evaluated(name) if evaluated else run.series(name) for run in runs]
-        for label, runs in groups.items()
-    }
-    longest = max(len(steps) for several in found.values() for steps, _ in several)
-    window = 1 if evaluated or name == "learning_rate" else (longest // 20) | 1
-    if window > 1:
-        note = ", ".join(filter(None, [note, f"mean of {window} steps"]))
-    drawn = [
-        band(label, several, COLOURS[number % 10], "points" if evaluated else "line", window)
-        | ({"kind": "dashed"} if number >= 10 else {})
-        for number, (label, several) in enumerate(found.items())
-    ]
+    most = max(50, min(DRAWN, VALUES // sum(map(len, groups.values()))))
+    drawn = []
+    for number, (label, runs) in enumerate(groups.items()):
+        found = [run.evaluated(name) if evaluated else run.series(name) for run in runs]
+        kind = "points" if evaluated else "line" if number < 10 else "dashed"
+        one = band(label, found, COLOURS[number % 10], kind, most)
+        drawn.append(one | {"smooth": not evaluated and name != "learning_rate"})
     return chart(title, note, drawn, **how)
 
 
 def band(
-    label: str, found: Sequence[tuple[np.ndarray, np.ndarray]], colour: int, kind: Any, window: int
+    label: str, found: Sequence[tuple[np.ndarray, np.ndarray]], colour: int, kind: Any, most: int
 ) -> Series:
-    """The series, as a dict for JSON, of the mean of several runs over their steps, with the lists
-    `low` and `high` of the lowest and highest run where there are several. `found`: ([n] steps, [n]
-    values) of each run; at a step that some runs lack, the others count, and the series ends at the
-    last step that all runs have (runs without any step left out). `window`: number, odd, of the
-    values of a run of which a moving mean is taken first. `label`, `colour`, `kind`: as `series`
-    takes them.
+    """The series, as a dict for JSON, of several runs over their steps, with a row of values for
+    each run. `found`: ([n] steps, [n] values) of each run; at a step that a run lacks, its value is
+    None, and the series ends at the last step that all runs have (runs without any step left out).
+    `label`, `colour`, `kind`, `most`: as `series` takes them.
     """
     found = [one for one in found if len(one[0])] or found[:1]
     shared = functools.reduce(np.intersect1d, [at for at, _ in found])
     steps = np.unique(np.concatenate([at for at, _ in found]))
     rows = np.full((len(found), len(steps)), np.nan)
     for row, (at, values) in zip(rows, found, strict=True):
-        around = min(window, len(values) - 1 | 1)  # odd, and no longer than a short run
-        row[np.searchsorted(steps, at)] = smooth(values, around) if len(values) else values
+        row[np.searchsorted(steps, at)] = values
     if len(shared):
         steps, rows = steps[steps <= shared[-1]], rows[:, steps <= shared[-1]]
-    known = np.ma.masked_invalid(rows)
-    mean, low, high = (
-        series(label, steps, np.ma.filled(pick(known, axis=0), np.nan), colour, kind, pick)
-        for pick in (np.ma.mean, np.ma.min, np.ma.max)
-    )
-    edges = {"low": low["values"], "high": high["values"]}
-    return mean | (edges if len(found) > 1 else {})
+    return series(label, steps, rows, colour, kind, most=most)

@@ -2,14 +2,12 @@
 
     metrics.jsonl, evaluations.jsonl, transcripts.jsonl, activity/ --RunView.view--> rows of text
 
-Nothing is written. Of the JSON-lines files only lines that are new since the last look are read;
-the files in activity/, at most 8 MiB a process, are read anew at each look. In text from files
-control characters are shown as escapes, and what looks like rich's markup is plain text.
+Nothing is written. Of each file only lines that are new since the last look are read. In text from
+files control characters are shown as escapes, and what looks like rich's markup is plain text.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import Counter, deque
@@ -26,7 +24,15 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
-from megarl.activity.files import FOLDER, Life, of_run, read_lives, seconds, waits_on
+from megarl.activity.files import (
+    FOLDER,
+    Appended,
+    LatestLives,
+    Life,
+    of_run,
+    seconds,
+    waits_on,
+)
 from megarl.apps.runs.status import owner_state
 from megarl.checkpoints.lease import newest
 from megarl.checks.folder_checks import RECIPE
@@ -110,22 +116,17 @@ class Tail:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._end = path, (0, 0), 0
+        self._file = Appended(path, PART_BYTES)
         self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def read(self) -> list[dict[str, Any]]:
         """The newest records, at most `KEPT`, the newest last; empty while there is no file. Lines
         that are not whole, or no object with a `step`, are passed over. Raises `OSError`.
         """
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
-                self._file = found.st_dev, found.st_ino
-                self._end = max(0, found.st_size - PART_BYTES)
+        with suppress(FileNotFoundError):
+            is_other, new = self._file.read()
+            if is_other:
                 self._records.clear()
-            file.seek(self._end)
-            new = file.read()
-            self._end += new.rfind(b"\n") + 1
             for line in new.split(b"\n")[:-1][-KEPT:]:
                 with suppress(ValueError):
                     record = parse_json(line)
@@ -144,6 +145,8 @@ class RunView:
     def __init__(self, run: Path) -> None:
         self._run, self.has_ended = run, False
         self._tails = [Tail(run / name) for name in (METRICS, EVALUATIONS, TRANSCRIPTS)]
+        self._lives = LatestLives(run / FOLDER)
+        self._recipe: tuple[Any, dict[str, Any]] = None, {}
 
     def view(self, size: ConsoleDimensions) -> Group:
         """Read the folder and return what to show, as rows of a line each, for a terminal of `size`
@@ -154,9 +157,7 @@ class RunView:
         found = ({name: one[name] for name in one if _is_small(one[name])} for one in metrics)
         steps = {one["step"]: one for one in found if "step" in one}
         run, done = Run([steps[step] for step in sorted(steps)], [], []), max(steps, default=0)
-        recipe: dict[str, Any] = {}
-        with suppress(ValueError):  # not written yet
-            recipe = read_tree(self._run / RECIPE)
+        recipe = self._read_recipe()
         owner, total = newest(self._run)[1], recipe.get("steps")
         state = owner_state(owner) if owner else "ended"
         total = total if isinstance(total, int) and 0 < total < 2**63 else None
@@ -170,9 +171,21 @@ class RunView:
         rows += _metrics(run, recipe) if steps else []
         rows += _evaluation(evaluations)
         last = [answer for one in groups[-1:] for answer in _answers(one, size.width)]
-        lives = of_run(read_lives(self._run / FOLDER, only_last=True))
+        lives = of_run(self._lives.read())
         room = 0 if finished else max(4, size.height - len(rows) - len(ROWS) - 5)
         return Group(*rows, *_processes(lives, room, self._run), *last)
+
+    def _read_recipe(self) -> dict[str, Any]:
+        """The recipe as data, parsed only where it is another file; empty if there is none yet."""
+        path, stamp = self._run / RECIPE, None
+        with suppress(OSError):
+            found = path.stat()
+            stamp = found.st_ino, found.st_mtime_ns, found.st_size
+        if stamp is None or stamp != self._recipe[0]:
+            self._recipe = stamp, {}
+            with suppress(ValueError):  # not written yet
+                self._recipe = stamp, read_tree(path)
+        return self._recipe[1]
 
 
 def _visible(text: object) -> str:
