@@ -1,0 +1,53 @@
+"""The environment that OpenEnv gives its users to begin with (`openenv init`), behind its server.
+
+    python echo_server.py FOLDER PORT MOST_ENVIRONMENTS [ignores_seeds]
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: str, port: str, most: str, *more: str) -> None:
+    """Write the environment to `folder` and serve it."""
+    import openenv
+    import uvicorn
+
+    assert openenv.__file__ is not None
+    template = Path(openenv.__file__).parent / "cli" / "templates" / "openenv_env"
+    for source in (template / "models.py", *(template / "server").glob("*_environment.py")):
+        text = source.read_text()
+        for mark, name in {"CLASS_NAME": "Echo", "TITLE_NAME": "Echo", "NAME": "echo"}.items():
+            text = text.replace(f"__ENV_{mark}__", name)
+        (Path(folder) / source.name.replace("__ENV_NAME__", "echo")).write_text(text)
+    sys.path.insert(0, folder)
+    environment: Any = importlib.import_module("echo_environment")
+    models: Any = importlib.import_module("models")
+    if more:
+        begun = itertools.count()
+        reset = environment.EchoEnvironment.reset
+
+        def numbered(self: Any) -> Any:
+            found = reset(self)
+            found.echoed_message += f" {next(begun)}"
+            return found
+
+        environment.EchoEnvironment.reset = numbered
+    serve: Any = importlib.import_module("openenv.core.env_server.http_server").create_fastapi_app
+    app = serve(
+        environment.EchoEnvironment,
+        models.EchoAction,
+        models.EchoObservation,
+        max_concurrent_envs=int(most),
+    )
+    server = uvicorn.Server(uvicorn.Config(app, port=int(port), log_level="warning"))
+    print("serving", flush=True)
+    server.run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
