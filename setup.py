@@ -55,7 +55,7 @@ setup(
         "cuda": ["vllm==0.32.0"],
         # All its releases are pre-releases, which pip takes only where one is named.
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
-        # What adapters to environments of other libraries are written for: apps/adapters/packages.py.
+        # What the adapters to other libraries are written for: apps/adapters/packages.py.
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "gymnasium": ["gymnasium==1.4.0"],
         "textarena": ["textarena==0.7.4"],

@@ -1,6 +1,8 @@
 """The environment that OpenEnv gives its users to begin with (`openenv init`), behind its server.
 
     python echo_server.py FOLDER PORT MOST_ENVIRONMENTS [ignores_seeds]
+
+With the last word, every episode begins with another text.
 """
 
 from __future__ import annotations
