@@ -110,9 +110,9 @@ def test_a_missing_or_another_package_is_one_error_that_says_what_to_install(
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_rows(f"{module}:a", "train", None, "prompts", arguments=arguments)
     load: Any = load_session if module in SESSIONS else load_verifier
-    environment = {"session" if module in SESSIONS else "verifier": module}
+    named: Any = {"session" if module in SESSIONS else "verifier": module}
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(config.from_tree(EnvironmentConfig, environment))
+        load(EnvironmentConfig(**named))
 
 
 def test_each_package_has_an_extra_of_the_adapters_version() -> None:
@@ -178,7 +178,7 @@ async def test_an_observation_becomes_a_turn_of_the_user(
         assert "start returned an observation with a role" in refused.detail
 
 
-RECIPES = {"reasoning_gym": 6, "textarena": 4, "gymnasium": 5, "openenv": 4}
+RECIPES = {"reasoning_gym": 5, "textarena": 4, "gymnasium": 5, "openenv": 4}
 """{recipe: lines that name the environment}"""
 
 
@@ -205,7 +205,7 @@ PAGES = {
 @pytest.mark.parametrize("name", [pytest.param(one, marks=needs(PAGES[one])) for one in PAGES])
 def test_the_recipe_of_a_page_makes_its_prompts(name: str) -> None:
     tree = yaml.safe_load(block(f"yaml {name}"))
-    read: Any = config.from_tree(RunConfig, tree)
+    read: Any = config.from_tree(RunConfig, tree, where=name)
     found = load_prompts(read.prompts, tokenizer_of(CHATML), seed=1)
     assert len(found) == sum(part.arguments["size"] for part in read.prompts.parts)
 
@@ -307,7 +307,7 @@ async def test_a_game_is_rewarded_as_textarena_rewards_it() -> None:
     library, rewards = package("textarena"), []
     async with playing("textarena") as pool:
         for number, found in enumerate(prompts):
-            guesses = [f"I say [{3 * guess + number}]." for guess in range(6)]
+            guesses = [f"I say [{(7 * turn + number) % 20 + 1}]." for turn in range(10)]
             game = library.make("GuessTheNumber-v0-raw")
             game.reset(num_players=1, seed=7 + number)
             _, rules = game.get_observation()
@@ -325,7 +325,7 @@ async def test_a_game_is_rewarded_as_textarena_rewards_it() -> None:
                 hint = game.get_observation()[1][-1][1]
                 assert read == f"\n<|im_start|>user\n{hint}<|im_end|>\n<|im_start|>assistant\n"
                 assert outcome.reward == 0.0
-    assert len(set(rewards)) > 1
+    assert len(rewards) == 5 and len(set(rewards)) > 1
 
 
 @needs("textarena")
@@ -384,7 +384,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 class Parrot(gymnasium.Env):
-    observation_space, action_space = Text(40), Text(40)
+    observation_space = action_space = Text(40, charset="no: Saywhat?0123456789")
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.word = str(self.np_random.integers(1000))
