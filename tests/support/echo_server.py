@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.documented import block
+
 
 def main(folder: str, port: str, most: str, *more: str) -> None:
-    """Write the environment to `folder` and serve it."""
+    """Write the environment to `folder` and serve it as docs/howto/openenv.md does."""
     import openenv
     import uvicorn
 
@@ -29,6 +32,8 @@ def main(folder: str, port: str, most: str, *more: str) -> None:
     sys.path.insert(0, folder)
     environment: Any = importlib.import_module("echo_environment")
     models: Any = importlib.import_module("models")
+    named = {"EchoEnvironment": environment.EchoEnvironment}
+    named |= {name: getattr(models, name) for name in ("EchoAction", "EchoObservation")}
     if more:
         begun = itertools.count()
         reset = environment.EchoEnvironment.reset
@@ -39,14 +44,8 @@ def main(folder: str, port: str, most: str, *more: str) -> None:
             return found
 
         environment.EchoEnvironment.reset = numbered
-    serve: Any = importlib.import_module("openenv.core.env_server.http_server").create_fastapi_app
-    app = serve(
-        environment.EchoEnvironment,
-        models.EchoAction,
-        models.EchoObservation,
-        max_concurrent_envs=int(most),
-    )
-    server = uvicorn.Server(uvicorn.Config(app, port=int(port), log_level="warning"))
+    exec(block("python openenv_server").replace("256", most), named)  # noqa: S102
+    server = uvicorn.Server(uvicorn.Config(named["app"], port=int(port), log_level="warning"))
     print("serving", flush=True)
     server.run()
 

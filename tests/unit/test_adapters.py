@@ -462,6 +462,8 @@ ECHO = {"action": "message", "observation": "echoed_message"}
 @needs("openenv")
 async def test_rollouts_share_the_environments_of_a_server(server: str) -> None:
     """Five at a time where the server has room for two; each turn has the server's reward."""
+    shown = yaml.safe_load(block("yaml openenv"))["prompts"]["arguments"]
+    assert shown == {"size": 64, **ECHO}
     made = await asyncio.to_thread(prompts_of, f"openenv:{server}", "chat", size=5, **ECHO)
     assert "Echo environment ready!" in made.at(0).text
     async with playing("openenv") as pool:
