@@ -55,6 +55,11 @@ setup(
         "cuda": ["vllm==0.32.0"],
         # All its releases are pre-releases, which pip takes only where one is named.
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
+        # What the adapters to other libraries are written for: apps/adapters/packages.py.
+        "reasoning-gym": ["reasoning-gym==0.1.25"],
+        "gymnasium": ["gymnasium==1.4.0"],
+        "textarena": ["textarena==0.7.4"],
+        "openenv": ["openenv-core==0.3.0"],
         # The documentation as a site: mkdocs build -f tools/mkdocs.yml.
         "docs": ["mkdocs-material"],
     },

@@ -35,8 +35,9 @@ CLOSING = re.compile(
     re.IGNORECASE,
 )
 """A closing tag of thoughts in a chat template, such as `</think>` and `[/THINK]`."""
-SAID = "MEGARLWROTETHIS"
-"""What a turn of the model is in conversations rendered to learn a template's markup."""
+SAID, HEARD = "MEGARLWROTETHIS", "MEGARLREADTHIS"
+"""What a turn of the model, and the user's reply to it, are in conversations rendered to learn a
+template's markup."""
 
 
 def end_of_turn(
@@ -184,6 +185,23 @@ class ChatTemplate:
                 f"{place}: the chat template refuses this chat: {error}; mend the chat or the"
                 " template"
             ) from error
+
+    def around_reply(self) -> tuple[str, str]:
+        """What the template writes around a turn of the user that replies to the model: (from
+        behind the token that ends the model's turn to the user's text, from there to where the next
+        turn of the model begins). Raises `ValueError` if the template refuses such a chat, or
+        leaves one of the two turns out.
+        """
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        text = self.text([*chat, {"role": "user", "content": HEARD}], self.setting, asks=True)
+        before, found, after = text.partition(SAID)[2].partition(HEARD)
+        require(
+            found,
+            f"{self.setting}: the chat template does not write a turn of the user behind one of the"
+            " model; use another one, or set a template of 'none'",
+        )
+        end = before.find(self._end)
+        return before[end + len(self._end) if end >= 0 else 0 :], after
 
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
         """Render a chat whose last turn is the assistant's as (prompt, answer). The prompt ends

@@ -3,6 +3,9 @@
 The core imports no app (`megarl.apps`). What it asks of one is named here, or in another table: the
 commands in `command_line/table.py`, the verifiers in `environments/verifiers.py`. So a run needs
 only the apps that its recipe uses, and `megarl.apps.runs`, which writes its report.
+
+To add an environment of another library, write an adapter in `megarl/apps/adapters` and name it in
+`SOURCES`, and in `SESSIONS` or in the verifiers.
 """
 
 from __future__ import annotations
@@ -23,6 +26,23 @@ OF_APPS = {
     "plain_number": "megarl.apps.verifiers.notation:plain_number",
 }
 """{function or class: where it is} of what the core uses of apps."""
+
+SOURCES = {
+    "reasoning_gym": "megarl.apps.adapters.reasoning:rows",
+    "gymnasium": "megarl.apps.adapters.gym:rows",
+    "textarena": "megarl.apps.adapters.arena:rows",
+    "openenv": "megarl.apps.adapters.openenv:rows",
+}
+"""{what stands before the colon of `prompts.source: reasoning_gym:NAME`: function (NAME,
+`prompts.arguments`, most rows or None) -> rows, dicts with `prompt` and `answer`}. It raises
+`ValueError` that says what to set."""
+SESSIONS = {
+    "gymnasium": "megarl.apps.adapters.gym:sessions",
+    "textarena": "megarl.apps.adapters.arena:sessions",
+    "openenv": "megarl.apps.adapters.openenv:sessions",
+}
+"""{built-in name of `environment.session`: function () -> the session's class}. It raises
+`ValueError` if a package is missing."""
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -131,8 +131,9 @@ def check_run(
         )
     if prompts is not None:
         with_steps(config, len(prompts))
-        variables = config.prompts.parts[0].template_variables
-        try_verifier(config.environment, prompts, tokenizer, variables)
+        first = config.prompts.parts[0]
+        chats, variables = first.template == "chat", first.template_variables
+        try_verifier(config.environment, prompts, tokenizer, variables, chats=chats)
         try_filter(config, prompts)
     parts = [part for _, part in sources(config) if part.names_data]
     ends = [end_of_turn(tokenizer, one.template, one.template_variables) for one in parts]

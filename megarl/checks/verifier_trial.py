@@ -41,18 +41,21 @@ def try_verifier(
     prompts: PromptList,
     tokenizer: PreTrainedTokenizerBase,
     variables: Variables | None = None,
+    *,
+    chats: bool = False,
 ) -> None:
     """Try the recipe's verifier (`environment.verifier`) on some rows of `prompts`, with the
     reference answer as the response. If rollouts have several turns (tools, or a session class that
     answers the model), a session is begun and takes one step instead. Each verifier of
     `environment.mixture` (verifiers for parts of the data) is tried. `variables`: {name: value}
-    that the chat template reads besides.
+    that the chat template reads besides. `chats`: prompts are chats.
 
     Raises `ValueError` with the first failure's message if, of one verifier, at least the fraction
     `environment.max_failure_share` of the calls fail. Scores do not matter, except that `math` must
     find every reference answer equal to itself.
     """
-    codec = Codec.of(tokenizer, whole=config.needs_template, variables=variables)
+    chats = chats and bool(config.session)
+    codec = Codec.of(tokenizer, whole=config.needs_template, variables=variables, chats=chats)
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
         part, where = config, "environment"

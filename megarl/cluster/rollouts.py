@@ -291,6 +291,7 @@ def start_service(
         inputs.tokenizer,
         whole=config.environment.needs_template,
         variables=config.prompts.parts[0].template_variables,
+        chats=bool(config.environment.session) and config.prompts.parts[0].template == "chat",
     )
     engines.service = cluster.start_service(
         functools.partial(

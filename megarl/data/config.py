@@ -3,7 +3,7 @@ columns of a row are read.
 """
 
 from fractions import Fraction
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from megarl.limits import MOST_TOKENS
 from megarl.recipe_paths import PathText
@@ -16,6 +16,9 @@ chat template has written them already, special tokens included."""
 
 TemplateVariables = dict[str, bool | int | float | str]
 """{name: value} of variables that a chat template reads, such as enable_thinking."""
+
+Arguments = dict[str, Any]
+"""{name: value} for a source that makes its rows."""
 
 TooLong = Literal["refuse", "drop", "truncate_left"]
 """What becomes of rows that are too long: an error, left out, or prompts that begin later."""
@@ -34,6 +37,8 @@ class PromptSourceConfig(Config):
     """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
     weight: Annotated[float, Range(1e-6, 1.0)]
     """Fraction of the prompts that come from this source; the weights of a mixture add up to 1."""
+    arguments: Arguments | None = None
+    """Of a source that makes its rows, such as `reasoning_gym:NAME`; null: `prompts.arguments`."""
     environment: str | None = None
     """Name in `environment.mixture` of the verifier for the rows of this source."""
     environment_column: str | None = None
@@ -107,7 +112,11 @@ class PromptsConfig(DataSetConfig):
     """
 
     source: Annotated[PathText, Excludes("sources")] = ""
-    """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub."""
+    """A .json, .jsonl, .parquet or .csv file, or the name of a data set on the Hugging Face hub.
+    `reasoning_gym:NAME`, `gymnasium:NAME`, `textarena:NAME` and `openenv:http://host:port` make
+    their rows (docs/howto/environments_of_others.md)."""
+    arguments: Arguments = {}
+    """Of a source that makes its rows: `{size: 500, seed: 1}` and settings of its own."""
     sources: tuple[PromptSourceConfig, ...] = ()
     """Several sources, used instead of `source`: `[{source: a.jsonl, weight: 0.7, environment:
     math}, ...]`. Of any n consecutive prompts of training, each source gives its weight x n, with

@@ -54,8 +54,8 @@ class Reading(Generic[C]):
         sets with other column names, such as `megarl.data.forms.prompts_as_read`. Raises
         `ValueError` for a source that cannot be read or a chat template that does not fit.
         """
-        subset = getattr(config, "subset", "")
-        table = read_rows(config.source, config.split, config.limit, setting, subset)
+        subset, arguments = getattr(config, "subset", ""), getattr(config, "arguments", None)
+        table = read_rows(config.source, config.split, config.limit, setting, subset, arguments)
         self.config, table = as_read(config, as_written(table, config.tools_column), setting)
         self.tokenizer, self.setting, self.seed = tokenizer, setting, seed
         self.template = self._chat_template()

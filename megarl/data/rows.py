@@ -20,7 +20,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -31,6 +31,7 @@ import xxhash
 from megarl import console
 from megarl.data.config import DataSetConfig
 from megarl.data.hub import hub_state, why_absent
+from megarl.lookup import SOURCES, load
 from megarl.schema import require
 from megarl.third_party import opening, quiet
 from megarl.third_party import said as in_words
@@ -228,15 +229,33 @@ TEXTS = (".csv", ".json", ".jsonl")
 and times."""
 
 
-def read_rows(source: str, split: str, limit: int | None, setting: str, subset: str = "") -> Table:
+def read_rows(
+    source: str,
+    split: str,
+    limit: int | None,
+    setting: str,
+    subset: str = "",
+    arguments: Mapping[str, Any] | None = None,
+) -> Table:
     """Read all rows, or the first `limit`, of `source`: a file whose suffix determines the format,
     a folder, a pattern such as data/*.jsonl, or the name of a data set on the Hugging Face hub, of
     which `split` and `subset` (configuration, or "") are read. Returns a `Table`: rows as dicts
     {column: value}, and where each was found. Raises `ValueError` that names file and line, also if
     there is no row.
 
-    `setting`: the section of the recipe ("prompts"), for messages.
+    `setting`: the section of the recipe ("prompts"), for messages. `arguments`: for a source that
+    makes its rows, such as `reasoning_gym:NAME` (see `megarl.lookup.SOURCES`); of others empty.
     """
+    kind, colon, name = source.partition(":")
+    if colon and kind in SOURCES:
+        made = load(SOURCES[kind])(name, dict(arguments or {}), limit)
+        require(bool(made), f"{setting}.arguments makes no row; set size to 1 or more")
+        return Table.of(source, made)
+    require(
+        not arguments,
+        f"{setting}.arguments is for a source that makes its rows ({':NAME, '.join(SOURCES)}:NAME),"
+        f" but {setting}.source is '{source}'; leave it out",
+    )
     path = Path(source)
     if path.is_dir():
         files, others = _of_folder(path, split, subset, setting)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_template import TAGS, Variables, end_of_turn, tags_of
+from megarl.chat_template import TAGS, ChatTemplate, Variables, end_of_turn, tags_of
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,28 @@ class Codec:
     decoded, although it need not be a special token of the tokenizer."""
     variables: Variables = field(default_factory=dict)
     """Variables of the chat template, with which the results of tool calls are written."""
+    around: tuple[str, str] = ("", "")
+    """What the chat template writes before and after a turn of the user that replies to the model:
+    from behind the token that ends the model's turn to where its next turn begins. Empty texts
+    where prompts are no chats."""
 
     @classmethod
     def of(
-        cls, tokenizer: Any, *, whole: bool = False, variables: Variables | None = None
+        cls,
+        tokenizer: Any,
+        *,
+        whole: bool = False,
+        variables: Variables | None = None,
+        chats: bool = False,
     ) -> Codec:
         """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. The codec
         holds only the inner `tokenizers.Tokenizer` if that decodes to the same text. Otherwise, or
         with `whole`, the codec holds `tokenizer` itself; tools need this, since they use its chat
-        template. `variables`: values of the chat template's variables, None for none.
+        template. `variables`: values of the chat template's variables, None for none. `chats`:
+        prompts are chats, so that `around` is set; `ValueError` if the template allows no second
+        turn of the user.
         """
+        around = ChatTemplate(tokenizer, variables).around_reply() if chats else ("", "")
         kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
         kept = frozenset(one for one, token in special if token.special and str(token) in tags)
@@ -56,8 +68,8 @@ class Codec:
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()
             bare.no_padding()
-            return cls(bare, True, tags, kept, frozenset(ends))
-        return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}))
+            return cls(bare, True, tags, kept, frozenset(ends), around=around)
+        return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}), around)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of one sequence of token ids, [T], without a last token that ends a turn and

@@ -134,7 +134,7 @@ NO_SESSIONS: dict[str, Any] = {
 """{setting of `EnvironmentConfig`: value} of an environment without sessions."""
 SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
 """Names of verifiers whose settings are a section of the same name."""
-MARKED = ("exact_match", "numeric", "choice")
+MARKED = ("exact_match", "numeric", "choice", "reasoning_gym")
 """Verifiers that read `answer_after`."""
 OWN_TOOLS = "but a session class brings its own tools"
 TURNS = Of(
@@ -156,6 +156,7 @@ class EnvironmentConfig(Config):
     )
     """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
     `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/reference_rewards.md),
+    `reasoning_gym` (the scorer of the prompts' own data set),
     `path/to/file.py:function` for a user's function (docs/rewards.md),
     `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
     reward."""
@@ -177,7 +178,8 @@ class EnvironmentConfig(Config):
     """How responses travel to reward servers."""
     session: Annotated[CodeText, Excludes("tools.are_used", OWN_TOOLS)] = ""
     """`path/to/file.py:Class` for a multi-turn environment (docs/environments.md); it scores its
-    rollouts itself, or leaves that to `verifier` or `rewards`."""
+    rollouts itself, or leaves that to `verifier` or `rewards`. `gymnasium`, `textarena` or
+    `openenv`: the environment of a prompt that `prompts.source` of that name has made."""
     max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
     """With a session or tools: most turns of the model in a rollout; a rollout that would need more
     is cut off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
@@ -203,8 +205,8 @@ class EnvironmentConfig(Config):
     code: CodeConfig = section(CodeConfig)
     """How the verifier `code` runs programs."""
     answer_after: str = ""
-    """`exact_match`, `numeric` and `choice` read only the text after the last occurrence of this
-    marker in the response; if empty, the whole response."""
+    """`exact_match`, `numeric`, `choice` and `reasoning_gym` read only the text after the last
+    occurrence of this marker in the response; if empty, the whole response."""
     thinking: tuple[str, ...] | None = ()
     """Opening and closing tag of what the model thinks before it answers, such as `[<think>,
     </think>]`: the built-in verifiers read only what follows the last closing tag, and nothing if
@@ -355,7 +357,7 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether the verifier `exact_match`, `numeric` or `choice` is used. These read the setting
+        """Whether a verifier of `MARKED`, such as `exact_match`, is used. These read the setting
         `answer_after`: a marker, only the text after which is the answer. False if `mixture` is
         set.
         """

@@ -10,7 +10,7 @@ limit on each call.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,11 +25,14 @@ class Observation:
     """
 
     text: str
-    """The text, including the chat template's markup. It is tokenised without adding special
-    tokens. It may be empty only at the start, where it means no observation."""
+    """The text; without `role`, including the chat template's markup. It is tokenised without
+    adding special tokens. It may be empty only at the start, where it means no observation."""
     reward: float = 0.0
     """Reward for the turn that the observation replies to. The rewards of all turns add up with the
     score at the end."""
+    role: Literal["", "user"] = ""
+    """"user", of an observation of `step`: where prompts are chats (`prompts.template: chat`), the
+    text becomes a turn of the user in the markup of the chat template. Empty: the text as it is."""
     follows: int | None = None
     """Which segment of the rollout the text continues, for an environment whose conversations
     branch: a number from 0 in the order of time, where the observation of `start` is segment 0

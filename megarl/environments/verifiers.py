@@ -75,10 +75,12 @@ VERIFIERS = {
     "format": "megarl.apps.verifiers.matching:format",
     "length": "megarl.apps.verifiers.length:length_reward",
     "none": "megarl.environments.verifiers:no_verifier",
+    "reasoning_gym": "megarl.apps.adapters.reasoning:verifier",
 }
 """{name of a built-in verifier: "module:function" that makes it, (configuration) -> `Verifier`}"""
 OTHERS = f"one of {', '.join(VERIFIERS)}, or to "
-"""What a setting may be besides a user's function, for messages."""
+OTHER_SESSIONS = f"one of {', '.join(lookup.SESSIONS)}, or to "
+"""What a setting may be besides a user's function, or session class, for messages."""
 
 
 def import_built_in(config: EnvironmentConfig) -> None:
@@ -150,8 +152,10 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
     missing or a name is unknown.
     """
     setting = setting_of(config)
+    if config.session in lookup.SESSIONS:
+        return []
     if config.session:
-        return [split_name(config.session, setting)[0]]
+        return [split_name(config.session, setting, OTHER_SESSIONS)[0]]
     if config.tools.are_used:
         functions = config.tools.functions
         return list(
@@ -322,15 +326,16 @@ def _with_parts(name: str, count: int) -> str:
 
 
 def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> Callable[[], Any]:
-    """Import the class that `config.session` names, `path/to/file.py:Class`; each rollout gets an
-    instance, made without arguments. `sources`: {absolute path: content} of files to be run from
-    there instead of from the disk. Raises `ValueError` if the file or class cannot be loaded, or a
-    method `start` or `step` is missing.
+    """Import the class that `config.session` names, a built-in name or `path/to/file.py:Class`;
+    each rollout gets an instance, made without arguments. `sources`: {absolute path: content} of
+    files to be run from there instead of from the disk. Raises `ValueError` if the file or class
+    cannot be loaded, or a method `start` or `step` is missing.
     """
     setting = "environment.session"
-    made = load_by_path(
-        *split_name(config.session, setting), setting, "class", inspect.isclass, sources
-    )
+    if config.session in lookup.SESSIONS:
+        return lookup.load(lookup.SESSIONS[config.session])()
+    place = split_name(config.session, setting, OTHER_SESSIONS)
+    made = load_by_path(*place, setting, "class", inspect.isclass, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
     require(
         not missing,

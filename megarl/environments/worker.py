@@ -351,6 +351,11 @@ class Host:
                 raise TypeError(said)
             if found.reward != 0.0:
                 raise ValueError("the session's start returned a reward, but no turn was taken yet")
+            if found.role:
+                raise ValueError(
+                    "the session's start returned an observation with a role, but the prompt has"
+                    " begun the model's turn; leave role out"
+                )
             reply = await self._observation(found)
             goes_on = True
         finally:
@@ -447,6 +452,9 @@ class Host:
                 f" {MOST_CHARACTERS:,}; shorten it"
             )
         reward = read_score(found.reward).reward
+        if found.role:
+            before, after = self._codec.around
+            text = f"{before}{text}{after}"
         ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
         return {"observation": ids, "reward": reward} | place
