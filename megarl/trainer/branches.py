@@ -1,12 +1,12 @@
 """A sample that is a tree, as documents in which every token is computed once.
 
-    tokens      p p a b c d e f     e continues the last p, and f continues b
-    documents   p p a b c d | p e | f      the second p is there twice: it predicts a and e
+    tokens      p p a b c d e F     e continues the last p, and F continues b
+    documents   p p a b c d | p e | F      the second p is there twice: it predicts a and e
     begins           0         1    4      tokens of the first document that they attend to
 
 A token's state depends on the tokens that it continues alone: what branches have in common is
 computed once, and all of them attend to it. A state predicts one trained token; each further one
-has a copy of the token that it continues before it.
+has a copy of the token that it continues before it. F, of the environment, needs none.
 """
 
 from __future__ import annotations
