@@ -169,6 +169,7 @@ class AttentionPlan:
         device: torch.device,
         *,
         parents: Sequence[int] = (),
+        begins: Sequence[int] = (),
         ulysses: int = 1,
         block: str | None = None,
     ) -> AttentionPlan:
@@ -184,6 +185,8 @@ class AttentionPlan:
                 continues its prompt), or -1. A document's tokens attend to those of its parent, and
                 of the parent's parents, too. A parent comes before its children, and between them
                 only its other descendants. Empty where no document continues another.
+            begins: for each document, the number of tokens before it that it continues, where these
+                are not all tokens of its parents; see `Positions.of`.
             ulysses: ranks of a Ulysses group; divides the number of ranks.
             block: a name in `BLOCKS`; None for "triton" on GPUs and "cpu" elsewhere.
 
@@ -202,7 +205,7 @@ class AttentionPlan:
             )
         groups = range(0, len(indices), ulysses)
         joined = [torch.cat(list(indices[start : start + ulysses])) for start in groups]
-        positions = [Positions.of(index, starts, parents) for index in joined]
+        positions = [Positions.of(index, starts, parents, begins) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)
         longest = max((_longest(own) for own in positions), default=0)

@@ -9,8 +9,9 @@ implementation, write a class with the three methods of `Block` and list it in
 `megarl.kernels.attention_plan.BLOCKS`.
 
 A document may continue another one, its parent, as the responses of a group continue their prompt.
-Its tokens then attend to the parent's tokens too, and to those of the parent's parent. For each of
-these levels a block is called once more, with the positions that `Positions.views` gives.
+Its tokens then attend to the parent's tokens too, all of them or only the first ones, and to those
+that the parent attends to. For each of these levels a block is called once more, with the positions
+that `Positions.views` gives.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ class Positions:
     first: the ancestor of each token's document."""
 
     @staticmethod
-    def of(index: torch.Tensor, starts: torch.Tensor, parents: Sequence[int] = ()) -> Positions:
+    def of(
+        index: torch.Tensor,
+        starts: torch.Tensor,
+        parents: Sequence[int] = (),
+        begins: Sequence[int] = (),
+    ) -> Positions:
         """Positions of some tokens of a packed sequence that consists of D documents.
 
         Args:
@@ -55,22 +61,28 @@ class Positions:
             parents: [D] for each document, the number of the document that it continues, or -1;
                 empty where no document continues another. A parent comes before its children, and
                 between them only its other descendants (depth-first order).
+            begins: [D] for each document, the number of tokens before it that it continues: those
+                before its parent, and the first ones of the parent, at least one. Empty where
+                documents continue all tokens of their parents.
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
         # `right` skips empty documents that begin at the same position.
         document = torch.searchsorted(edges, index.contiguous(), right=True) - 1
-        begins = _sample_positions(edges, parents)
-        levels = []
-        for ancestor in ancestors(parents):
+        depth = torch.tensor(begins) if len(begins) else _sample_positions(edges, parents)
+        levels, above = [], ancestors(parents)
+        for level, ancestor in enumerate(above):
             mine = ancestor[document]
             has_one = mine >= 0
+            # The document of the same sample that continues the ancestor.
+            below = above[level + 1][document] if level + 1 < len(above) else mine.new_tensor(-1)
+            below = torch.where(below >= 0, below, document)
             first = torch.where(has_one, edges[mine], index + 1)
-            distance = index - edges[document] + begins[document] - begins[mine]
+            distance = index - edges[document] + depth[document] - depth[mine]
             levels.append(
                 Level(
                     first,
-                    torch.where(has_one, edges[mine + 1] - 1, index),
+                    torch.where(has_one, first + depth[below] - depth[mine] - 1, index),
                     torch.where(has_one, first + distance, index),
                 )
             )
@@ -97,10 +109,10 @@ class Positions:
 
 class Level(NamedTuple):
     """For L tokens, the positions [L] int64 of an ancestor of each token's document: its first
-    token (`first`) and its last token (`last`). An ancestor is a document that the token's document
-    continues, directly or through others. `as_if` is the token's own position if the documents of
-    its sample followed each other without a gap from `first` on; a sliding window ends there.
-    Without an ancestor `first` is `last` + 1, so that no key is attended to.
+    token (`first`) and the last one that it attends to (`last`). An ancestor is a document that the
+    token's document continues, directly or through others. `as_if` is the token's own position if
+    the tokens that it attends to followed each other without a gap from `first` on; a sliding
+    window ends there. Without an ancestor `first` is `last` + 1, so that no key is attended to.
 
     There is one `Level` for each level of ancestors; level 0 has the documents that continue no
     other.
@@ -110,7 +122,8 @@ class Level(NamedTuple):
     """[L] int64 position of the ancestor's first token; where there is no ancestor, the position
     after the token's own."""
     last: torch.Tensor
-    """[L] int64 position of the ancestor's last token; without an ancestor the token's own."""
+    """[L] int64 position of the ancestor's last token that the token attends to; without an
+    ancestor the token's own."""
     as_if: torch.Tensor
     """[L] int64 position that the token would have if its sample went on from the ancestor's first
     token without a gap; without an ancestor the token's own."""

@@ -416,9 +416,9 @@ class MicroBatch:
     """Samples concatenated into one packed sequence without padding, with next-token labels already
     shifted: the input of one forward and backward pass. Made by `megarl.trainer.packing`.
 
-    With sequence parallelism a rank has T tokens of the packed sequence. Five fields describe the
-    whole packed sequence: `starts` and `parents` (its documents), `ends` (last tokens of samples),
-    `indices` (which tokens each rank has) and `members` (ids of the samples).
+    With sequence parallelism a rank has T tokens of the packed sequence. Six fields describe the
+    whole packed sequence: `starts`, `parents` and `begins` (its documents), `ends` (last tokens of
+    samples), `indices` (which tokens each rank has) and `members` (ids of the samples).
     """
 
     token_ids: torch.Tensor
@@ -434,7 +434,8 @@ class MicroBatch:
     starts: torch.Tensor
     """[D + 1] int32 position of the first token of each of D documents, then the sequence's
     length. A document is a sample; with shared prefixes it is a prefix that several samples have
-    in common, or the rest of a sample, and of a sample that is a tree a part without branches."""
+    in common, or the rest of a sample. Of a sample that is a tree it is the tokens from the start
+    of a branch to a last token of the tree."""
     sample_ids: torch.Tensor
     """[T] int64 index in the step of the sample that each token belongs to; -1 for tokens of
     shared prefixes, and padding."""
@@ -455,6 +456,9 @@ class MicroBatch:
     parents: tuple[int, ...] = ()
     """[D] for each document, the number of the document that it continues and whose tokens its
     tokens attend to, or -1. Empty where no document continues another."""
+    begins: tuple[int, ...] = ()
+    """[D] for each document, the number of tokens before it that it continues: of its parent the
+    first ones, or all, and those that the parent continues. Empty as `parents` is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,14 +134,14 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
     for one, start in zip(samples, offsets[:-1].tolist(), strict=True):
         branches.append(one.branches)
         branches[-1][branches[-1] >= 0] += start
-        end = start + len(one.prompt_ids)
+        first, end = start, start + len(one.prompt_ids)
         made["token_ids"][start:end] = one.prompt_ids
         answered = end - 1
         for part in one.segments:
             start, end = end, end + part.num_tokens
             token_ids, logprobs = next(arrays)
             made["token_ids"][start:end] = token_ids
-            if one.is_trained and part.reward:
+            if one.is_trained and part.reward and answered >= first:
                 made["rewards"][answered] += part.reward
             if part.kind == "model":
                 made["engine_logprobs"][start:end] = logprobs
@@ -298,8 +298,11 @@ def _sizes(
         return [Size(one.computed) for one in samples]
     prompts = [np.asarray(group.prompt.token_ids[:-1], np.int32) for group in groups]
     prefixes = chains(prompts)
-    pairs = zip(samples, group_of, strict=True)
-    return [Size(one.computed, prefixes[group]) for one, group in pairs]
+    return [
+        # A rollout may begin with a conversation of its own, without the prompt.
+        Size(one.computed, prefixes[group] if len(one.prompt_ids) else ())
+        for one, group in zip(samples, group_of, strict=True)
+    ]
 
 
 def _plans(groups: list[Group]) -> list[SamplePlan]:

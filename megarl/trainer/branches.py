@@ -1,12 +1,12 @@
 """A sample that is a tree, as documents in which every token is computed once.
 
-    tokens      p p a b c d e f     e continues the last p, and f continues b
-    documents   p | p a b | c d | f | p e      the second p is there twice: it predicts a and e
-    parents      -1    0     1    1    0
+    tokens      p p a b c d e F     e continues the last p, and F continues b
+    documents   p p a b c d | p e | F      the second p is there twice: it predicts a and e
+    begins           0         1    4      tokens of the first document that they attend to
 
-A token's state depends on the tokens that it continues alone: what branches have in common is one
-document, to which all of them attend. A state predicts one trained token; each further one has a
-copy of the token that it continues before it.
+A token's state depends on the tokens that it continues alone: what branches have in common is
+computed once, and all of them attend to it. A state predicts one trained token; each further one
+has a copy of the token that it continues before it. F, of the environment, needs none.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Part(NamedTuple):
     parent: int
     """Number, in the list of the sample's parts, of the part that this one continues; ABOVE for the
     tokens before them, NONE for a conversation of its own."""
+    begin: int
+    """Number of tokens before it that this part continues."""
 
 
 def next_tokens(samples: Samples) -> tuple[np.ndarray, set[int]]:
@@ -82,12 +84,18 @@ def parts_of(
         count += is_copied + end - start
         places.append(np.arange(start, end))
         targets.append(following[start:end])
-    return _joined(np.concatenate(places), np.concatenate(targets), links)
+    return _joined(np.concatenate(places), np.concatenate(targets), links, begin)
 
 
-def _joined(places: np.ndarray, targets: np.ndarray, links: dict[int, int]) -> list[Part]:
-    """The nodes as parts: each as long as one node alone continues each. `links`: {node: the one
-    that it continues}; others continue the node before them.
+def _joined(
+    places: np.ndarray, targets: np.ndarray, links: dict[int, int], begin: int
+) -> list[Part]:
+    """The nodes as parts, each up to a last token of the tree. `links`: {node: the one that it
+    continues}; others continue the node before them. `begin`: tokens ABOVE the nodes.
+
+    Where several nodes continue one, the part goes on with that behind which the most branches are:
+    so a part of a sample with n branches has at most log2(n) + 1 above it, for each of which
+    attention is called once more.
     """
     cuts = sorted({*links, *(link + 1 for link in links.values() if link >= 0)} - {len(places)})
     children: dict[int, list[int]] = {ABOVE: [], NONE: []} | {
@@ -97,13 +105,21 @@ def _joined(places: np.ndarray, targets: np.ndarray, links: dict[int, int]) -> l
         link = links.get(cut, cut - 1)
         children[bisect_right(cuts, link) - 1 if link >= 0 else link].append(piece)
     ends, found = [*cuts[1:], len(places)], list[Part]()
-    waiting = [(piece, root) for root in (NONE, ABOVE) for piece in reversed(children[root])]
+    leaves = [0] * len(cuts)  # of the tree behind each piece
+    for piece in reversed(range(len(cuts))):
+        leaves[piece] = sum(leaves[child] for child in children[piece]) or 1
+    waiting = [(piece, NONE, 0) for piece in reversed(children[NONE])]
+    waiting += [(piece, ABOVE, begin) for piece in reversed(children[ABOVE])]
     while waiting:
-        piece, parent = waiting.pop()
-        chain = [piece]
-        while len(children[chain[-1]]) == 1:
-            chain += children[chain[-1]]
-        nodes = np.concatenate([np.arange(cuts[one], ends[one]) for one in chain])
-        waiting += [(child, len(found)) for child in reversed(children[chain[-1]])]
-        found.append(Part(places[nodes], targets[nodes], parent))
+        piece, parent, depth = waiting.pop()
+        nodes, aside, end = list[np.ndarray](), list[tuple[int, int, int]](), depth
+        while piece is not None:
+            nodes.append(np.arange(cuts[piece], ends[piece]))
+            end += ends[piece] - cuts[piece]
+            following = max(children[piece], key=lambda one: leaves[one], default=None)
+            aside += [(one, len(found), end) for one in children[piece] if one != following]
+            piece = following
+        waiting += reversed(aside)
+        chosen = np.concatenate(nodes)
+        found.append(Part(places[chosen], targets[chosen], parent, depth))
     return found

@@ -210,6 +210,7 @@ class RoleModel(nn.Module):
             return AttentionPlan.of(
                 *(indices, batch.starts, device),
                 parents=batch.parents,
+                begins=batch.begins,
                 ulysses=self._inner.size,
                 block=named,
             )

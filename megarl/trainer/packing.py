@@ -18,7 +18,7 @@ from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
 from megarl.trainer.config import SharePrefix
-from megarl.trainer.prefixes import depths, must_save, tree_of
+from megarl.trainer.prefixes import must_save, tree_of
 from megarl.types import MicroBatch, Samples
 
 
@@ -51,8 +51,7 @@ def pack(
     positions_of_targets = np.arange(samples.offsets[-1]) if places is None else places
     tree = tree_of(samples, saves=must_save(share))
     lengths = np.diff(tree.starts)
-    before = depths(tree.starts, tree.parents)
-    positions = np.arange(tree.starts[-1]) - np.repeat(tree.starts[:-1] - before, lengths)
+    positions = np.arange(tree.starts[-1]) + np.repeat(tree.begins - tree.starts[:-1], lengths)
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
@@ -78,6 +77,7 @@ def pack(
         places=tensor(of_target(positions_of_targets), torch.int64),
         ends=tensor(np.flatnonzero(np.isin(tree.places, samples.offsets[1:] - 1)), torch.int64),
         parents=tree.parents,
+        begins=tuple(tree.begins.tolist()) if tree.parents else (),
     )
 
 

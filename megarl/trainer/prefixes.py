@@ -36,8 +36,9 @@ it, the further call of attention for every layer costs more than the tokens."""
 class Tree:
     """The tokens of several samples as a tree of documents, in which each prefix that samples have
     in common is one document and computed once. A document is a shared prefix, or the rest of one
-    sample, or of a sample that is a tree a part without branches. `tree_of` makes it; its arrays
-    list the documents depth first, each one before those that continue it.
+    sample, or of a sample that is a tree the tokens from one of its branches to a last token.
+    `tree_of` makes it; its arrays list the documents depth first, each one before those that
+    continue it.
     """
 
     places: np.ndarray
@@ -50,6 +51,8 @@ class Tree:
     """[D + 1] int64 first token of each document; then C."""
     parents: tuple[int, ...]
     """[D] number of the document that each document continues, or -1; empty where none does."""
+    begins: np.ndarray
+    """[D] int64 number of tokens before each document that it continues."""
     owners: np.ndarray
     """[D] int64 index of each document's sample; -1 for a shared prefix."""
 
@@ -163,7 +166,7 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
         numbers.append(len(made))
         if one.is_shared or edges[one.sample] == edges[one.sample + 1]:
             places = np.arange(one.begin, one.end) + offsets[one.sample]
-            made.append(Part(places, following[places], above))
+            made.append(Part(places, following[places], above, one.begin))
             owners.append(-1 if one.is_shared else one.sample)
             continue
         parts = parts_of(samples, one.sample, one.begin, following, copies)
@@ -177,10 +180,11 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
         owners += [sample] * len(parts)
     parents = tuple(one.parent for one in made)
     return Tree(
-        places=np.concatenate([one.places for one in made]),
-        targets=np.concatenate([one.targets for one in made]),
+        places=np.concatenate([following[:0], *(one.places for one in made)]),
+        targets=np.concatenate([following[:0], *(one.targets for one in made)]),
         starts=np.cumsum([0, *(len(one.places) for one in made)]),
         parents=parents if any(parent >= 0 for parent in parents) else (),
+        begins=np.array([one.begin for one in made], np.int64),
         owners=np.array(owners),
     )
 
@@ -190,24 +194,15 @@ def _numbered(parts: Sequence[Part], by: int, above: int) -> list[Part]:
     return [one._replace(parent=one.parent + by if one.parent >= 0 else above) for one in parts]
 
 
-def depths(starts: Sequence[int] | np.ndarray, parents: Sequence[int]) -> np.ndarray:
-    """[D] int64: for each document, the number of tokens of all documents that it continues. For
-    the arguments see `saved_tokens`.
-    """
-    lengths = np.diff(starts)
-    found = np.zeros(len(lengths), np.int64)
-    for document, parent in enumerate(parents):
-        if parent >= 0:
-            found[document] = found[parent] + lengths[parent]
-    return found
-
-
-def saved_tokens(starts: Sequence[int], parents: Sequence[int]) -> int:
+def saved_tokens(starts: Sequence[int], parents: Sequence[int], begins: Sequence[int]) -> int:
     """How many tokens of a packed sequence need not be computed, because what samples, or branches
-    of a sample, have in common is computed once: compared with a sequence for each document that no
-    other continues. `starts` [D + 1]: index of the first token of each document in the packed
-    sequence, then the length of the packed sequence. `parents` [D]: index of the document that each
-    document continues, or -1.
+    of a sample, have in common is computed once: compared with a sequence of its own for each
+    document, but not for those that others continue from their end. `starts` [D + 1]: index of the
+    first token of each document in the packed sequence, then the length of the packed sequence.
+    `parents` and `begins` [D]: for each document, the one that it continues, or -1, and the number
+    of tokens before it that it continues.
     """
-    is_prefix = np.isin(np.arange(len(parents)), parents)
-    return int(depths(starts, parents)[~is_prefix].sum() - np.diff(starts)[is_prefix].sum())
+    ends = np.asarray(begins) + np.diff(starts)
+    inner = {one for one, at in zip(parents, begins, strict=True) if one >= 0 and at == ends[one]}
+    lengths = np.diff(starts).tolist()
+    return sum(-lengths[one] if one in inner else at for one, at in enumerate(begins))

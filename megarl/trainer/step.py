@@ -230,7 +230,7 @@ def computed_tokens(
         metrics.add(computed=len(micro.token_ids))
         # Every rank of the sequence axis knows the documents of the whole packed sequence.
         if micro.parents and role.mesh.sequence.rank == 0:
-            metrics.add(saved=saved_tokens(micro.starts.tolist(), micro.parents))
+            metrics.add(saved=saved_tokens(micro.starts.tolist(), micro.parents, micro.begins))
     value = metrics.reduce(role.mesh.gradient)
     return {
         "tokens/computed": epochs * value["computed"],

@@ -77,7 +77,9 @@ def test_the_matrix(model: str, alone: Any, size: int) -> None:
             assert saved > 0 or case["layout"][0] > 1, "prompts were repeated"
             if saved:
                 computed = reports[0]["tokens/computed"]
-                assert computed + saved == oracle[0][0]["tokens/computed"]
+                # 2 of padding where a data rank has a packed sequence less.
+                padding = computed + saved - oracle[0][0]["tokens/computed"]
+                assert padding == 0 or (padding == 2 and case["layout"][0] > 1 and "trees" in case)
 
 
 GRANITE = dict(

@@ -4,6 +4,7 @@ and every head trains under every axis as on one rank.
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from support.policy import joined, make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
 from support.rollouts import dealt
 from support.tiny import groups, write_model
+from support.trees import branched
 
 from megarl.parallel import launcher
 from megarl.parallel.collectives import gather_objects
@@ -45,7 +47,10 @@ TEMPERATURE = 0.8
 def step(num_data_ranks: int, sequence: int) -> SharePlan:
     tokens = 40 * sequence
     sizes: Any = {"num_data_ranks": num_data_ranks, "num_mini_batches": 2}
-    return dealt(groups(3, 4, seed=3), micro_batch_tokens=tokens, **sizes)
+    draw, made = random.Random(3), groups(3, 4, seed=3)
+    for group in made:  # every second rollout is a tree
+        group.rollouts[1::2] = [branched(draw, one) for one in group.rollouts[1::2]]
+    return dealt(made, micro_batch_tokens=tokens, **sizes)
 
 
 def frozen(*given: Any, stage: int = 0) -> Role:

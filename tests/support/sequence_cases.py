@@ -37,6 +37,7 @@ class Case:
     window: int | None = None
     cap: float | None = None
     has_sinks: bool = False
+    begins: tuple[int, ...] = ()
 
     @property
     def starts(self) -> torch.Tensor:
@@ -52,7 +53,9 @@ class Case:
 
     def positions(self) -> Positions:
         """Those of the whole sequence."""
-        return Positions.of(torch.arange(int(self.starts[-1])), self.starts, self.parents)
+        return Positions.of(
+            torch.arange(int(self.starts[-1])), self.starts, self.parents, self.begins
+        )
 
     def seen(self) -> torch.Tensor:
         """Number of keys that each token attends to."""
@@ -95,11 +98,16 @@ def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
     ranks, ulysses, heads = draw(degrees())
     lengths = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=7)))
     parents: list[int] = []
-    if draw(st.booleans()):
-        for document in range(len(lengths)):
-            # In depth-first order a document continues the one before it, or one of its ancestors.
-            path = [-1] if not document else [document - 1, *_path(parents, document - 1)]
-            parents.append(draw(st.sampled_from(path)))
+    begins: list[int] = []
+    how_much = draw(st.sampled_from(["nothing", "all", "a part"]))
+    for document in range(len(lengths) if how_much != "nothing" else 0):
+        # In depth-first order a document continues the one before it, or one of its ancestors.
+        path = [-1] if not document else [document - 1, *_path(parents, document - 1)]
+        parents.append(draw(st.sampled_from(path)))
+        if how_much == "a part" and (parent := parents[-1]) >= 0:
+            begins.append(begins[parent] + draw(st.integers(1, lengths[parent])))
+        elif how_much == "a part":
+            begins.append(0)
     how = draw(st.sampled_from([*CUTS, "permuted"]))
     widths = st.sampled_from([1, 3, 8]) if width is None else st.just(width)
     return Case(
@@ -116,6 +124,7 @@ def cases(draw: st.DrawFn, longest: int = 24, width: int | None = None) -> Case:
         draw(st.none() | st.integers(2, 40)),
         draw(st.sampled_from([None, None, 0.7, 4.0])),
         draw(st.booleans()),
+        tuple(begins),
     )
 
 
@@ -150,6 +159,7 @@ def make_plan(case: Case, block: str) -> AttentionPlan:
     plan = AttentionPlan.of(
         *(case.indices(), case.starts, CPU),
         parents=case.parents,
+        begins=case.begins,
         ulysses=case.ulysses,
         block=block,
     ).within(case.window)

@@ -76,20 +76,20 @@ def test_a_tree_by_hand() -> None:
     assert dict(enumerate(samples.rewards.tolist())) == dict.fromkeys(range(17), 0.0) | paid
     micro = pack(samples, CPU)
     # Copied: 22, which predicts 13 and 16. The conversation of its own comes last.
-    want = [[1, 2, 3, 11, 12], [21], [22, 13, 14, 15], [22, 16], [23, 18, 19], [31, 32, 17]]
+    want = [[1, 2, 3, 11, 12, 21, 22, 13, 14, 15], [23, 18, 19], [22, 16], [31, 32, 17]]
     assert micro.token_ids.tolist() == [token for part in want for token in part]
-    assert micro.starts.tolist() == [0, 5, 6, 10, 12, 15, 18]
-    assert micro.parents == (-1, 0, 1, 1, 0, -1)
-    depths = [[0, 1, 2, 3, 4], [5], [6, 7, 8, 9], [6, 7], [5, 6, 7], [0, 1, 2]]
-    assert micro.position_ids.tolist() == [depth for part in depths for depth in part]
-    predicts = {2: 3, 3: 4, 6: 7, 7: 8, 8: 9, 10: 10, 12: 15, 13: 16, 16: 13}  # computed: given
+    assert micro.starts.tolist() == [0, 10, 13, 15, 18]
+    assert (micro.parents, micro.begins) == ((-1, 0, 0, -1), (0, 5, 6, 0))
+    depths = [*range(10), *(5, 6, 7), *(6, 7), *(0, 1, 2)]
+    assert micro.position_ids.tolist() == depths
+    predicts = {2: 3, 3: 4, 6: 7, 7: 8, 8: 9, 10: 15, 11: 16, 13: 10, 16: 13}  # computed: given
     assert micro.mask.nonzero()[:, 0].tolist() == list(predicts)
     assert micro.places[micro.mask].tolist() == list(predicts.values())
     for name in ("token_ids", "engine_logprobs", "rewards"):
         column = getattr(micro, "targets" if name == "token_ids" else name)
         assert column[micro.mask].tolist() == getattr(samples, name)[[*predicts.values()]].tolist()
-    assert micro.ends.tolist() == [14] and set(micro.sample_ids.tolist()) == {0}
-    assert saved_tokens(micro.starts.tolist(), micro.parents) == (5 + 6 + 5) - 5 - 1
+    assert micro.ends.tolist() == [12] and set(micro.sample_ids.tolist()) == {0}
+    assert saved_tokens(micro.starts.tolist(), micro.parents, micro.begins) == 5 + 6
 
 
 def test_a_group_shares_its_prompt_beside_its_branches() -> None:
@@ -101,9 +101,8 @@ def test_a_group_shares_its_prompt_beside_its_branches() -> None:
     micro = pack(samples, CPU, share="on")
     want = [[1, 2], [3, 11], [3, 12, 13], [3, 11, 12, 13]]
     assert micro.token_ids.tolist() == [token for part in want for token in part]
-    assert (
-        micro.parents == (-1, 0, 0, 0) and micro.sample_ids.tolist() == [-1] * 2 + [0] * 5 + [1] * 4
-    )
+    assert (micro.parents, micro.begins) == ((-1, 0, 0, 0), (0, 2, 2, 2))
+    assert micro.sample_ids.tolist() == [-1] * 2 + [0] * 5 + [1] * 4
     assert micro.ends.tolist() == [6, 10]
 
 
@@ -115,6 +114,17 @@ def test_a_branch_may_go_on_where_nothing_else_does() -> None:
     assert micro.token_ids.tolist() == [1, 11, 21, 13, 31, 12, 14]
     assert micro.starts.tolist() == [0, 4, 7] and micro.parents == ()
     assert micro.places[micro.mask].tolist() == [1, 5, 3, 6]
+
+
+def test_a_turn_that_is_tried_twice_again_and_again_is_one_level_deep() -> None:
+    """Two answers to each of 40 observations, the second of which is gone on with."""
+    made = [environment([20])]
+    for _ in range(40):
+        seen = len(made) - 1
+        made += [segment([11]), environment([], follows=seen), segment([12]), environment([21, 22])]
+    micro = pack(samples_of(group(0, [5], [*made, segment([13])])), CPU)
+    assert micro.parents == (-1, *[0] * 40)
+    assert len(micro.token_ids) == 2 + 40 * (1 + 1 + 1 + 2) + 1  # with a copy for each second one
 
 
 def test_what_may_be_shared_ends_at_the_first_branch() -> None:
@@ -171,7 +181,9 @@ def _paths(micro: MicroBatch) -> list[list[int]]:
     for document in range(len(edges) - 1):
         parent = micro.parents[document] if micro.parents else -1
         assert parent < document
-        above = found[edges[parent + 1] - 1] if parent >= 0 else []
+        above = list[int]()
+        if parent >= 0:
+            above = found[edges[parent] + micro.begins[document] - micro.begins[parent] - 1]
         for node in range(edges[document], edges[document + 1]):
             found.append([*above, *range(edges[document], node + 1)])
     return found
@@ -193,7 +205,9 @@ def test_attention_is_that_of_a_mask_over_the_tree(
     samples = samples_of(*drawn(seed, 1))
     micro, tree = pack(samples, CPU), tree_of(samples, saves=must_save("off"))
     lengths = tuple(micro.starts.diff().tolist())
-    case = Case(lengths, *ranks[:2], how, (2, 2), 3, 0.35, seed, micro.parents, window)
+    case = Case(
+        lengths, *ranks[:2], how, (2, 2), 3, 0.35, seed, micro.parents, window, begins=micro.begins
+    )
     draw = torch.Generator().manual_seed(seed)
     count, shape = len(samples.token_ids), (len(samples.token_ids), 2, 3)
     q, k, v, upstream = torch.randn(4, *shape, dtype=torch.float64, generator=draw)

@@ -4,6 +4,7 @@ groups whose prompts begin alike, divided by the rollout service.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +87,7 @@ def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
         assert wanted == len(samples.token_ids)
         return
     assert wanted < len(samples.token_ids)
-    saved = saved_tokens(tree.starts.tolist(), tree.parents)
+    saved = saved_tokens(tree.starts.tolist(), tree.parents, tree.begins.tolist())
     assert saved == len(samples.token_ids) - wanted
     assert sorted(tree.owners[tree.owners >= 0].tolist()) == list(range(len(samples)))
     for document, owner in enumerate(tree.owners.tolist()):
@@ -350,7 +351,11 @@ def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
         parents = case.parents or (-1,) * len(case.lengths)
         for document in range(len(parents)):
             path = [*reversed(chain(parents, document)), document]
-            index = torch.cat([torch.arange(edges[d], edges[d + 1]) for d in path])
+            ends = [edges[d + 1] for d in path]
+            for place, (one, below) in enumerate(itertools.pairwise(path) if case.begins else ()):
+                ends[place] = edges[one] + case.begins[below] - case.begins[one]
+            spans = zip((edges[d] for d in path), ends, strict=True)
+            index = torch.cat([torch.arange(*span) for span in spans])
             heads: Any = [x[index].transpose(0, 1)[None] for x in (q, k, v)]
             distance = torch.arange(len(index))[:, None] - torch.arange(len(index))
             mask = (distance >= 0) & (distance < (case.window or len(index)))
