@@ -36,6 +36,10 @@ RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Setting that, on Linux too, has Ray take the host's address to be 127.0.0.1, and listen there
 only."""
 
+KEPT_ENGINES = "MEGARL_ENGINES"
+"""Name of the environment variable of runs whose engines stay (`megarl.KeptEngines`): the
+Ray namespace in which the engines have names."""
+
 ENGINE_RANKS = "megarl_engine_ranks"
 """Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
 many engine ranks a node may have. A Ray without it has no such limit."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -17,10 +19,11 @@ import ray
 from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.activity.recording import Recording
 from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
 from megarl.cluster.placement import Seat
-from megarl.cluster.process_env import use_cluster_token, without_variable
+from megarl.cluster.process_env import KEPT_ENGINES, use_cluster_token, without_variable
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
@@ -84,9 +87,29 @@ STOP_TIMEOUT_S = 5.0
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Minimum size of Ray's object store. Memory is only used as objects are stored."""
 
+BYTES_PER_TOKEN = 8
+"""Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """Seconds an engine or the rollout service has to stop before it is killed, in a run that ends by a
 signal or an error."""
+
+
+def object_store_bytes(rollout: RolloutConfig) -> int:
+    """Size in bytes of Ray's object store: the token arrays of all rollouts that may be kept at the
+    same time under the settings `rollout`, but at most a third of the free shared memory, and at
+    least `MIN_OBJECT_STORE_BYTES` (512 MiB).
+    """
+    draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
+    groups = draws * max(
+        rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
+    )
+    tokens = groups * rollout.group_size * rollout.max_new_tokens
+    wanted = int(tokens * BYTES_PER_TOKEN)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return max(MIN_OBJECT_STORE_BYTES, min(wanted, free // 3))
 
 
 class Cluster:
@@ -173,18 +196,30 @@ class Cluster:
         keyword arguments of the engine class (`megarl.rollout.engine.Engine`), the same for all.
         """
 
+        namespace, kept = os.environ.get(KEPT_ENGINES), kept_engines(arguments.get("recording"))
+
         def start(number: int) -> ActorHandle:
-            actor = ray.remote(EngineActor).options(
-                max_concurrency=100_000, **seats[number].options
+            if (handle := kept.pop(number, None)) is not None:
+                return handle
+            options: dict[str, Any] = {"max_concurrency": 100_000} | seats[number].options
+            if namespace:
+                name = f"{number}-{secrets.token_hex(4)}"
+                options |= {"name": name, "namespace": namespace, "lifetime": "detached"}
+            handle = (
+                ray.remote(EngineActor)
+                .options(**options)
+                .remote(
+                    number=number, environment=environment | seats[number].environment, **arguments
+                )
             )
-            handle = actor.remote(
-                number=number, environment=environment | seats[number].environment, **arguments
-            )
-            self._owned.append(handle)
+            if not namespace:
+                self._owned.append(handle)
             return handle
 
-        self._groups.append(EngineGroup(len(seats), start, timeout_s, fewest=fewest))
-        return self._groups[-1]
+        group = EngineGroup(len(seats), start, timeout_s, fewest=fewest)
+        if not namespace:
+            self._groups.append(group)
+        return group
 
     def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:
         """Start a thread that watches started engines from now on, and replaces those that die or
@@ -247,6 +282,19 @@ class Cluster:
             # The other ranks fail once the service is gone, and torchrun then sends SIGTERM here.
             ignore_while_closing()
         self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
+
+
+def kept_engines(recording: Recording | None) -> dict[int, ActorHandle]:
+    """{engine number: Ray actor} of the engines that earlier runs have left for this one (see
+    `megarl.KeptEngines`), which from now on record what they do in `recording`.
+    """
+    namespace, found = os.environ.get(KEPT_ENGINES), dict[int, ActorHandle]()
+    for one in ray.util.list_named_actors(all_namespaces=True) if namespace else ():
+        if one["namespace"] == namespace:
+            number = int(one["name"].partition("-")[0])
+            found[number] = ray.get_actor(one["name"], namespace)
+            found[number].record.remote(recording)
+    return found
 
 
 SHUTDOWN_S = 15.0

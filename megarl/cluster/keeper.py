@@ -1,0 +1,60 @@
+"""The process that keeps Ray for the runs of one `megarl.KeptEngines`, until it is told to end:
+
+    python -m megarl.cluster.keeper COMMAND RECIPE.yaml
+
+Once Ray runs it prints, as one JSON object, the environment variables by which runs find Ray and
+the engines that stay there (`process_env.KEPT_ENGINES`). The runs start these engines, and Ray's
+end is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+from megarl import config as configs
+from megarl import signals
+from megarl.cluster.process_env import KEPT_ENGINES, own_cluster_token, prepare_environment
+from megarl.config import RunConfig
+from megarl.private_folder import MARK, run_folder
+
+END_WITHIN_S = 30.0
+"""Seconds that Ray and the engines have to end."""
+
+
+def main() -> None:
+    """Start Ray for runs of the recipe that the command line names, and keep it until SIGINT,
+    SIGTERM or SIGHUP, at which it ends Ray and all engines and exits.
+    """
+    signals.handle()
+    signals.guard(END_WITHIN_S)
+    command, recipe = sys.argv[1:]
+    kind = next(kind for kind, name in configs.COMMANDS.items() if name == command)
+    config = configs.read(kind, recipe)
+    assert isinstance(config, RunConfig)
+    prepare_environment(1)
+    from megarl.cluster.ray_cluster import Cluster, object_store_bytes
+
+    namespace, token = f"megarl-engines-{os.getpid()}", own_cluster_token()
+    os.environ.pop("RAY_ADDRESS", None)
+    with (
+        run_folder(),
+        Cluster(
+            namespace=namespace,
+            token=token,
+            object_store_bytes=object_store_bytes(config.rollout),
+            hidden=config.environment.remote.token_variable,
+        ) as cluster,
+    ):
+        found = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": token, KEPT_ENGINES: namespace}
+        print(json.dumps(found | {MARK: os.environ[MARK]}), flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt as caught:
+        sys.exit(128 + signals.ending(caught).number)
