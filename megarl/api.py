@@ -261,11 +261,13 @@ class KeptEngines:
             "engines that stay hold memory of the GPUs that a colocated trainer shares; set"
             " rollout.placement to disaggregated, or leave engines out",
         )
-        now = _engine_settings(config)
+        if self._keeper is not None and self._keeper.is_over(0):  # Ray was ended from outside
+            self.close()
+        there = self._settings if self._keeper is not None else _engine_settings(config)
         others = [
-            f"{name} ({shortened(str(self._settings[name]))} there, {shortened(str(value))} here)"
-            for name, value in now.items()
-            if self._keeper is not None and self._settings.get(name) != value
+            f"{name} ({shortened(str(there.get(name)))} there, {shortened(str(value))} here)"
+            for name, value in _engine_settings(config).items()
+            if there.get(name) != value
         ]
         require(
             not others,
@@ -284,20 +286,18 @@ class KeptEngines:
             f"the engines are in use by the run in {self._used_by}; end its loop first",
         )
         self.refuse(config)
-        if self._keeper is not None and self._keeper.is_over(0):  # Ray was ended from outside
-            self.close()
         if self._keeper is None:
-            self._start(config)
-        assert self._keeper is not None
+            self._keeper = self._started(config)
         self._used_by = config.folder
         try:
             yield json.loads(self._keeper.printed())
         finally:
             self._used_by = ""
 
-    def _start(self, config: AnyConfig) -> None:
+    def _started(self, config: AnyConfig) -> RunProcess:
         """Start the process that keeps Ray, and wait until Ray runs."""
         assert isinstance(config, RunConfig)
+        self._settings = _engine_settings(config)
         keeper = RunProcess(configs.COMMANDS[type(config)], config, module="megarl.cluster.keeper")
         try:
             while not keeper.printed().endswith(b"\n"):
@@ -307,7 +307,7 @@ class KeptEngines:
         except BaseException:
             keeper.close()
             raise
-        self._keeper, self._settings = keeper, _engine_settings(config)
+        return keeper
 
     def close(self) -> None:
         """End Ray and the engines; a second call does nothing. The next run starts others."""

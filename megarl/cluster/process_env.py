@@ -24,6 +24,8 @@ RAY_SETTINGS = {
     # engines.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
+    # Ray would start a process for each core, of which a run needs one for each actor.
+    "RAY_prestart_worker_first_driver": "0",
     # No pages of metrics, which Ray shows to whoever connects.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",

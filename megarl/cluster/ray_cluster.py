@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import node as ray_node
 from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.activity.recording import Recording
 from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
+from megarl.cluster.keeper import kept_engines
 from megarl.cluster.placement import Seat
 from megarl.cluster.process_env import KEPT_ENGINES, use_cluster_token, without_variable
 from megarl.cluster.processes import Process, end, with_descendants
@@ -52,6 +53,19 @@ def _leave() -> None:
 os.register_at_fork(after_in_child=_leave)
 
 
+class SmallNode(ray_node.Node):
+    """Ray's node of this machine without two processes that do nothing in a run: the autoscaler,
+    since the machines of a run are fixed, and the server of the dashboard, which a run has not, but
+    which `ray.init` would wait for.
+    """
+
+    def start_monitor(self) -> None:
+        """Start no autoscaler."""
+
+    def start_api_server(self, **_: object) -> None:
+        """Start no server of the dashboard."""
+
+
 def start_ray(folder: Path, **options: Any) -> None:
     """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
     until it runs. `folder`: absolute path of a folder with mode 700; Ray's files go to its
@@ -65,6 +79,7 @@ def start_ray(folder: Path, **options: Any) -> None:
     does not start.
     """
     global _leaves_group
+    ray_node.Node = SmallNode
     for attempt in range(1, RAY_ATTEMPTS + 1):
         _leaves_group = True
         try:
@@ -282,19 +297,6 @@ class Cluster:
             # The other ranks fail once the service is gone, and torchrun then sends SIGTERM here.
             ignore_while_closing()
         self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
-
-
-def kept_engines(recording: Recording | None) -> dict[int, ActorHandle]:
-    """{engine number: Ray actor} of the engines that earlier runs have left for this one (see
-    `megarl.KeptEngines`), which from now on record what they do in `recording`.
-    """
-    namespace, found = os.environ.get(KEPT_ENGINES), dict[int, ActorHandle]()
-    for one in ray.util.list_named_actors(all_namespaces=True) if namespace else ():
-        if one["namespace"] == namespace:
-            number = int(one["name"].partition("-")[0])
-            found[number] = ray.get_actor(one["name"], namespace)
-            found[number].record.remote(recording)
-    return found
 
 
 SHUTDOWN_S = 15.0

@@ -102,7 +102,7 @@ class EngineActor(ChannelActor):
         keep_blocked_signals()  # vLLM starts processes
         made = function_of(config.kind, ENGINES, "rollout.engine.kind", is_class=True)
         self.engine: InferenceEngine = made(config=config, **arguments)
-        self._number, self._is_ready = arguments["number"], False
+        self._number, self._is_ready, self._start = arguments["number"], False, asyncio.Lock()
 
     async def process(self) -> Process:
         """(host name, process id, time at which the process started) of the process that this Ray
@@ -116,10 +116,11 @@ class EngineActor(ChannelActor):
         "seconds": that the start took}.
         """
         began = time.monotonic()
-        if not self._is_ready:
-            with activity("start of the engine", kind="load"):
-                await self.engine.start()
-        self._is_ready = True
+        async with self._start:  # a run that was ended may have begun it
+            if not self._is_ready:
+                with activity("start of the engine", kind="load"):
+                    await self.engine.start()
+            self._is_ready = True
         seconds = time.monotonic() - began
         return {"processes": with_descendants(own_process()), "seconds": seconds}
 

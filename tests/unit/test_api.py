@@ -300,7 +300,7 @@ def test_engines_stay_until_they_are_closed(tmp_path: Path, rays: Path) -> None:
         assert next(second.steps())["step"] > 2
         (kept,) = rays.read_text().split()
         os.kill(int(kept), 9)
-        until(lambda: engines._keeper is None or engines._keeper.is_over(0))
+        until(lambda: not engines._keeper or engines._keeper.is_over(0))
         Trainer(recipe(tmp_path), engines=engines).train()
     _, again = rays.read_text().split()
     assert not Path("/proc", again).exists()
