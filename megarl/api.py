@@ -10,17 +10,10 @@ folder, which the run reads. Nothing here imports torch until checkpoints are lo
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,35 +28,20 @@ from megarl.config import (
     RunConfig,
     SftConfig,
 )
-from megarl.files import ROOT, new_file
+from megarl.config_checks import sources
+from megarl.python.inputs import GivenObjects, Rows
+from megarl.python.process import GrowingFile, RunProcess, last_start
 from megarl.recipe_file import put
 from megarl.recipe_kind import recipe_kind
-from megarl.schema import Config, require, shortened
+from megarl.schema import Config, leaves, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
 Recipe = str | Path | dict[str, Any]
 """A recipe: the path of a YAML file, or nested dicts as YAML has them."""
-Rows = Iterable[Mapping[str, Any]]
-"""Data: a list of dicts, a `datasets.Dataset`, or anything else that yields a dict for each row."""
 EVENTS = ("on_start", "on_rollouts", "on_step", "on_evaluation", "on_end")
 """Names of the methods that a callback of `Trainer` may have."""
-INPUTS = "inputs"
-"""Folder in the run folder with what the caller of `Trainer` has given as Python objects."""
 LOOK_S = 0.1
 """Seconds between two looks at the files of a run."""
-# A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
-# SIGTERM, on which it saves a checkpoint and ends.
-PROGRAM = """import signal, sys
-sys.path.append(sys.argv[1])
-from megarl.signals import become
-become(int(sys.argv[2]), sys.argv[3:], signal.SIGTERM)"""
-BY_VALUE = """# Written by megarl.Trainer: its arguments {names}, functions by value.
-import pickle
-import sys
-
-sys.path += [path for path in {paths!r} if path not in sys.path]
-({names},) = pickle.loads({pickled!r})
-"""
 
 
 @dataclass(frozen=True)
@@ -252,6 +230,123 @@ def open_run(folder: str | Path) -> Result:
     return Result(Path(folder), summary(Path(folder)))
 
 
+class KeptEngines:
+    """Ray and inference engines that stay from one run to the next: give one object to several
+    trainers, or call a trainer's `train` again. They start with the first run, also where that is
+    left early, and end with the `with` block, with `close`, or with this process.
+
+        with KeptEngines() as engines:
+            first = Trainer(recipe, engines=engines).train()
+            second = Trainer(recipe, engines=engines, folder="runs/second", reward=other).train()
+
+    One run at a time uses them. All runs must have the same settings of model and engines
+    (`ENGINE_SETTINGS`, and the most tokens of a sequence).
+    """
+
+    def __init__(self) -> None:
+        self._keeper: RunProcess | None = None
+        self._settings = dict[str, object]()
+        self._used_by = ""
+
+    def refuse(self, config: AnyConfig) -> None:
+        """Raise `ValueError` if a run of the recipe `config` cannot use these engines."""
+        require(
+            isinstance(config, RunConfig),
+            f"engines is given, but megarl {configs.COMMANDS[type(config)]} has no engines; leave"
+            " it out",
+        )
+        assert isinstance(config, RunConfig)
+        require(
+            config.rollout.placement == "disaggregated",
+            "engines that stay hold memory of the GPUs that a colocated trainer shares; set"
+            " rollout.placement to disaggregated, or leave engines out",
+        )
+        if self._keeper is not None and self._keeper.is_over(0):  # Ray was ended from outside
+            self.close()
+        there = self._settings if self._keeper is not None else _engine_settings(config)
+        others = [
+            f"{name} ({shortened(str(there.get(name)))} there, {shortened(str(value))} here)"
+            for name, value in _engine_settings(config).items()
+            if there.get(name) != value
+        ]
+        require(
+            not others,
+            f"the engines that stay were started with other settings: {', '.join(others)}; set"
+            " these as there, or call close() of the engines first",
+        )
+
+    @contextmanager
+    def lent(self, config: AnyConfig) -> Iterator[Mapping[str, str]]:
+        """A context manager for one run of the recipe `config`: yields the environment variables
+        {name: value} with which the run's process finds Ray and the engines. Starts Ray if it does
+        not run. Raises `ValueError` if another run uses the engines, or has started others.
+        """
+        require(
+            not self._used_by,
+            f"the engines are in use by the run in {self._used_by}; end its loop first",
+        )
+        self.refuse(config)
+        if self._keeper is None:
+            self._keeper = self._started(config)
+        self._used_by = config.folder
+        try:
+            yield json.loads(self._keeper.printed())
+        finally:
+            self._used_by = ""
+
+    def _started(self, config: AnyConfig) -> RunProcess:
+        """Start the process that keeps Ray, and wait until Ray runs."""
+        assert isinstance(config, RunConfig)
+        self._settings = _engine_settings(config)
+        keeper = RunProcess(configs.COMMANDS[type(config)], config, module="megarl.cluster.keeper")
+        try:
+            while not keeper.printed().endswith(b"\n"):
+                if keeper.is_over(LOOK_S):
+                    keeper.close()
+                    keeper.summary()
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
+
+    def close(self) -> None:
+        """End Ray and the engines; a second call does nothing. The next run starts others."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+ENGINE_SETTINGS = (
+    *("model", "rollout.engine", "rollout.num_engines", "rollout.placement", "rollout.sampling"),
+    *("rollout.stop", "training.lora"),
+)
+"""Sections and keys of a recipe that say which engines its run has."""
+
+
+def _engine_settings(config: RunConfig) -> dict[str, object]:
+    """{dotted key: value} of the settings that say which engines a run of `config` has, with a
+    name in place of a key for what several keys decide.
+    """
+    found = {
+        name: value
+        for name, value in leaves(config.model_dump(mode="json"))
+        if any(f"{name}.".startswith(f"{one}.") for one in ENGINE_SETTINGS)
+    }
+    # These say what ends a response.
+    templates = {f"{part.template} {part.template_variables or ''}" for _, part in sources(config)}
+    tokens = configs.longest_request(config)
+    return found | {
+        "prompts.template": ", ".join(sorted(map(str.strip, templates))),
+        "the most tokens of a sequence": tokens,
+    }
+
+
 class Trainer:
     """A training run from Python: any recipe, with reward, data, advantage and loss as Python
     objects, metrics while it goes on, and callbacks. `train` runs it to its end; `steps` yields the
@@ -274,6 +369,8 @@ class Trainer:
             on_step(row), on_evaluation(row) and on_end(result), called in this process by `steps`
             and `train`. An exception in one ends the run, with a checkpoint.
         ranks: number of training processes on this machine.
+        engines: a `KeptEngines`, whose Ray and inference engines are used and stay after the run;
+            without it a run starts its own.
         changes: values of single settings, by key: `training__optimizer__learning_rate=1e-5`.
 
     Raises:
@@ -292,12 +389,13 @@ class Trainer:
         loss: Callable[..., Any] | None = None,
         callbacks: Sequence[Any] = (),
         ranks: int = 1,
+        engines: KeptEngines | None = None,
         **changes: Any,
     ) -> None:
         for one in callbacks:
             known = any(hasattr(one, event) for event in EVENTS)
             require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
-        self.callbacks, self.ranks = callbacks, ranks
+        self.callbacks, self.ranks, self.engines = callbacks, ranks, engines
         self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
         kind = type(recipe) if isinstance(recipe, AnyConfig) else recipe_kind(tree)
@@ -306,13 +404,15 @@ class Trainer:
             for name in ("demonstrations", "preferences", "prompts")
             if name in kind.model_fields
         )
-        given = _Inputs(tree)
+        given = GivenObjects(tree)
         algorithm = {"advantage": advantage, "loss": loss}
         given.functions({"reward": reward}, {"reward": "environment.verifier"})
         given.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
         given.rows("data", data, f"{of_data}.source")
         given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
         self.config = configs.from_tree(kind, tree, where=where, beside=beside)
+        if engines is not None:
+            engines.refuse(self.config)
         given.write()
 
     def train(self) -> Result:
@@ -336,14 +436,18 @@ class Trainer:
 
         self._tell("on_start", self.config)
         folder = Path(self.config.folder)
-        files = [_Growing(folder / name, self._told) for name in (EVALUATIONS, METRICS)]
-        before = _last_start(folder)
-        with _Command(configs.COMMANDS[type(self.config)], self.config, self.ranks) as run:
+        files = [GrowingFile(folder / name, self._told) for name in (EVALUATIONS, METRICS)]
+        before = last_start(folder)
+        command, engines = configs.COMMANDS[type(self.config)], self.engines
+        with (
+            engines.lent(self.config) if engines is not None else nullcontext({}) as environment,
+            RunProcess(command, self.config, ranks=self.ranks, environment=environment) as run,
+        ):
             is_over = False
             while not is_over:
                 is_over = run.is_over(LOOK_S)
                 # From its start on the run's files have what counts of an earlier one, and grow.
-                if (start := _last_start(folder)) == before and not is_over:
+                if (start := last_start(folder)) == before and not is_over:
                     continue
                 done = json.loads(start)["step"] if start != before else math.inf
                 found = [row for file in files for row in file.read(done)]
@@ -356,7 +460,7 @@ class Trainer:
                     self._tell_rollouts(folder, row["step"])
                     self._tell("on_step", row)
                     yield row
-        self._result = run.result()
+        self._result = Result(folder, run.summary())
         self._tell("on_end", self._result)
 
     def _tell(self, event: str, *values: Any) -> None:
@@ -378,221 +482,11 @@ class Trainer:
         self._tell("on_rollouts", step, [one for one in found if one["step"] == step])
 
 
-class _Inputs:
-    """What the caller gives as Python objects: named in the settings `tree`, and written to files
-    of the run folder that are named by their content. So a file never changes, and a resumed run
-    knows by the name whether it has the same one.
-    """
-
-    def __init__(self, tree: dict[str, Any]) -> None:
-        self._tree, self._files = tree, dict[Path, bytes]()
-        folder = str(tree.get("folder", ""))
-        with contextlib.suppress(ValueError):  # which reading the recipe tells with its key
-            folder = recipe_paths.expanded(folder)
-        self._folder = Path(folder).absolute() / INPUTS
-
-    def functions(self, given: dict[str, Callable[..., Any] | None], keys: dict[str, str]) -> None:
-        """Set settings to functions that run in one process, where those that are copied share
-        their globals. `given`: {argument of `Trainer`: function, or None to leave the setting};
-        `keys`: {argument: key of the setting}.
-        """
-        copied: dict[str, Callable[..., Any]] = {}
-        for name, function in given.items():
-            if function is None:
-                continue
-            said = f"{name} is {shortened(repr(function))}, which is no function"
-            require(callable(function), f"{said}; set {keys[name]} for a name")
-            if found := _importable(function):
-                put(self._tree, keys[name].split("."), found)
-            else:
-                copied[name] = function
-        if copied:
-            names, pickled = ", ".join(copied), _pickled(copied)
-            content = BY_VALUE.format(names=names, paths=_folders(), pickled=pickled)
-            file = self._add("-".join([*copied, "{}.py"]), content.encode())
-            for name in copied:
-                put(self._tree, keys[name].split("."), f"{file}:{name}")
-
-    def rows(self, name: str, given: Rows | None, key: str) -> None:
-        """Set the setting `key` to a file of rows, the argument `name` of `Trainer`; None: leave
-        it.
-        """
-        if given is not None:
-            lines = [_json_line(row, f"{name}[{n}]") for n, row in enumerate(given)]
-            put(self._tree, key.split("."), self._add(f"{name}-{{}}.jsonl", b"".join(lines)))
-
-    def _add(self, name: str, content: bytes) -> str:
-        digest = hashlib.blake2b(content, digest_size=6).hexdigest()
-        path = self._folder / name.format(digest)
-        self._files[path] = content
-        return str(path)
-
-    def write(self) -> None:
-        """Write the files that are not there. Raises `ValueError` if that is not possible."""
-        try:
-            for path, content in self._files.items():
-                if not path.exists():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with new_file(path) as file:
-                        os.fchmod(file.fileno(), 0o600)  # a function may use a password
-                        file.write(content)
-        except OSError as error:
-            raise ValueError(
-                f"{self._folder} cannot be written ({error.strerror}); set folder to a folder of"
-                " your own"
-            ) from None
-
-
-def _importable(function: Any) -> str:
-    """`path/to/file.py:name`, under which other processes find a function that stands at the top of
-    a file of its own; "" for any other: of `__main__`, of a package, inside of another function.
-    """
-    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
-    file, name = getattr(module, "__file__", None) or "", getattr(function, "__qualname__", "")
-    # A file of a package may import its neighbours by a dot, which needs the package.
-    is_alone = module is not sys.modules["__main__"] and getattr(module, "__package__", None) == ""
-    is_there = name.isidentifier() and getattr(module, name, None) is function
-    path = os.path.abspath(file)
-    return f"{path}:{name}" if is_alone and is_there and file.endswith(".py") else ""
-
-
-def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
-    """cloudpickle's bytes of the list of `functions`. Raises `ValueError` if that is impossible."""
-    import cloudpickle
-
-    try:
-        return cloudpickle.dumps([*functions.values()])
-    except Exception as error:
-        said = shortened(f"{type(error).__name__}: {error}", 300)
-        found = ", ".join(getattr(one, "__qualname__", str(one)) for one in functions.values())
-        raise ValueError(
-            f"{', '.join(functions)}: {found} cannot be sent to the processes of a run ({said});"
-            " make what it uses inside of it, or import it from a .py file"
-        ) from None
-
-
-def _folders() -> list[str]:
-    """The folders from which this process imports, as absolute paths."""
-    return [os.path.abspath(path) for path in sys.path]
-
-
-def _json_line(row: Any, name: str) -> bytes:
-    """A row of data as a line of JSON; `name` is what messages call it."""
-    fix = "give a list of dicts of texts, numbers and lists"
-    require(isinstance(row, Mapping), f"{name} is {type(row).__name__}, not a dict; {fix}")
-    try:
-        return f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False)}\n".encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be written as JSON ({error}); {fix}") from None
-
-
-def _last_start(folder: Path) -> bytes:
-    """The newest line of provenance.jsonl, JSON with `step`, the steps done at a start; or b""."""
-    from megarl.observe.observer import PROVENANCE
-
-    with contextlib.suppress(FileNotFoundError):
-        return b"".join((folder / PROVENANCE).read_bytes().split(b"\n")[-2:-1])
-    return b""
-
-
-class _Growing:
-    """A JSON-lines file of a run folder that a run is about to write. `told`: {name of the file:
-    number of its lines that the caller has been told}; a file that is not there gets the number of
-    the lines that the run keeps of an earlier one.
-    """
-
-    def __init__(self, path: Path, told: dict[str, int]) -> None:
-        from megarl.observe.sinks import read_records
-
-        self._path, self._told, self._at = path, told, 0
-        self._old = [row["step"] for row in read_records(path)]
-
-    def read(self, done: float) -> list[dict[str, Any]]:
-        """The lines that have been added since the last call, each as a dict with `step`. `done`:
-        the steps that the run had done as it started, whose lines it has kept; infinity for all.
-        """
-        lines, known = list[bytes](), 0
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._at)
-            lines = [line for line in file if line.endswith(b"\n")]
-        if self._at == 0:
-            # A run that has done no step makes the evaluation before training again.
-            kept = sum(step <= (done or -1) for step in self._old)
-            known = min(kept, self._told.get(self._path.name, kept))
-            self._told[self._path.name] = known
-        self._at += sum(map(len, lines))
-        return [json.loads(line) for line in lines[known:]]
-
-
-class _Command:
-    """A command of megarl in a process of its own, whose standard error is passed on: a context
-    manager. At the end of the block a process that still runs is told to save and end, and waited
-    for.
-    """
-
-    def __init__(self, command: str, config: AnyConfig, ranks: int) -> None:
-        self._command, self._folder, self._said = command, Path(config.folder), ""
-        self._place = tempfile.TemporaryDirectory(prefix="megarl-")
-        recipe, self._printed = (Path(self._place.name, one) for one in ("recipe.yaml", "printed"))
-        recipe.write_text(configs.dump(config), encoding="utf-8")
-        launcher = ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
-        words = [*(launcher if ranks > 1 else []), "megarl", command, str(recipe)]
-        # -P: a file beside the caller's must not hide a library.
-        before = ["-P", "-c", PROGRAM, str(ROOT), str(os.getpid()), sys.executable, "-m"]
-        with self._printed.open("wb") as printed:
-            self._process = subprocess.Popen(
-                [sys.executable, *before, *words],
-                stdout=printed,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                # A notebook or terminal interrupts its whole group; the caller passes that on once.
-                start_new_session=True,
-            )
-        self._reader = threading.Thread(target=self._pass_on, daemon=True)
-        self._reader.start()
-
-    def _pass_on(self) -> None:
-        for line in self._process.stderr or ():
-            sys.stderr.write(line)
-            self._said = line.strip() if line.startswith("megarl: error") else self._said
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            with contextlib.suppress(KeyboardInterrupt):  # once more: the run ends at once
-                self._process.wait()
-        self._reader.join()
-        self._summary = self._printed.read_bytes()
-        self._place.cleanup()
-
-    def is_over(self, within_s: float | None) -> bool:
-        """Whether the process has ended, waiting for that at most so many seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(within_s)
-        return self._process.returncode is not None
-
-    def result(self) -> Result:
-        """What the command has produced, after the block. Raises `ValueError` for a mistake of the
-        user and `RuntimeError` for any other failure.
-        """
-        code = self._process.returncode
-        if code == 2:
-            said = self._said.removeprefix("megarl: error: ")
-            raise ValueError(said.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
-        if code != 0:
-            raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
-        return Result(self._folder, json.loads(self._summary))
-
-
 def _run(command: str, kind: type[AnyConfig], config: AnyConfig, ranks: int) -> Result:
     require(
         isinstance(config, kind),
         f"megarl {command} needs a {kind.__name__}, found {type(config).__name__}",
     )
-    with _Command(command, config, ranks) as run:
+    with RunProcess(command, config, ranks=ranks) as run:
         run.is_over(None)
-    return run.result()
+    return Result(Path(config.folder), run.summary())

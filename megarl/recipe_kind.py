@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megarl import presets
 from megarl.config import COMMANDS, AnyConfig, PreferenceConfig, unknown_keys
 from megarl.recipe_file import override
 
@@ -32,7 +33,7 @@ def _count_mistakes(kind: type[AnyConfig], tree: dict[str, Any], words: Sequence
     `words` of a command line have replaced settings in a copy of it.
     """
     changed = copy.deepcopy(tree)
-    override(changed, kind, words)
+    override(changed, kind, [presets.long_word(word) for word in words])
     try:
         kind.model_validate(changed)
     except ValidationError as error:

@@ -79,10 +79,14 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
     configuration) is placed, are different ranks of a job of `num_ranks` ranks, ascending and as
     many as `layout` needs. Raises `ValueError`, with what to set, if not.
     """
-    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"{name}.ranks is {list(ranks)}, but each must be named once; mend it")
+    if max(ranks) >= num_ranks:
+        own = f"set it to some of 1 to {num_ranks - 1}" if num_ranks > 1 else "leave it out"
         raise ValueError(
-            f"{name}.ranks is {list(ranks)}, but each must be named once and be one of the"
-            f" {num_ranks} ranks of this run; set it to some of 0 to {num_ranks - 1}"
+            f"{name}.ranks is {list(ranks)}, but this run has {num_ranks}"
+            f" rank{'s' if num_ranks > 1 else ''}, counted from 0; {own}, or start"
+            f" {max(ranks) + 1} ranks (torchrun --nproc-per-node)"
         )
     if list(ranks) != sorted(ranks):
         raise ValueError(

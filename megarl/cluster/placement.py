@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from megarl.cluster.process_env import ENGINE_RANKS
+from megarl.cluster.process_env import ENGINE_RANKS, KEPT_ENGINES
 
 SLIVER = 0.001
 """CPUs that an engine rank reserves in Ray where there are no GPUs. The value is close to 0, so
@@ -80,8 +80,11 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
     that no trainer rank uses), each with `tensor` ranks on one node. Returns a `Seat` for each:
     where its Ray actor is to run. Blocks until they are reserved.
 
-    Raises `RuntimeError` if the cluster cannot reserve them within `timeout_s` seconds.
+    Nothing is reserved for engines that stay after the run. Raises `RuntimeError` if the cluster
+    cannot reserve the resources within `timeout_s` seconds.
     """
+    if KEPT_ENGINES in os.environ:  # one machine, and a reservation would end with this run
+        return [Seat(engine_bundle(tensor, gpus=gpus)[1]) for _ in range(count)]
     limited = not gpus and ENGINE_RANKS in ray.cluster_resources()
     bundle, asked = engine_bundle(tensor, gpus=gpus, limited=limited)
     group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")

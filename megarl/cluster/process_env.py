@@ -24,6 +24,8 @@ RAY_SETTINGS = {
     # engines.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
+    # Ray would start a process for each core, of which a run needs one for each actor.
+    "RAY_prestart_worker_first_driver": "0",
     # No pages of metrics, which Ray shows to whoever connects.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
@@ -35,6 +37,10 @@ RAY_SETTINGS = {
 RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Setting that, on Linux too, has Ray take the host's address to be 127.0.0.1, and listen there
 only."""
+
+KEPT_ENGINES = "MEGARL_ENGINES"
+"""Name of the environment variable of runs whose engines stay (`megarl.KeptEngines`): the
+Ray namespace in which the engines have names."""
 
 ENGINE_RANKS = "megarl_engine_ranks"
 """Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how

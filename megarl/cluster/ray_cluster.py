@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -14,13 +16,15 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import node as ray_node
 from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
+from megarl.cluster.keeper import kept_engines
 from megarl.cluster.placement import Seat
-from megarl.cluster.process_env import use_cluster_token, without_variable
+from megarl.cluster.process_env import KEPT_ENGINES, use_cluster_token, without_variable
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.remote import EngineActor
@@ -49,6 +53,19 @@ def _leave() -> None:
 os.register_at_fork(after_in_child=_leave)
 
 
+class SmallNode(ray_node.Node):
+    """Ray's node of this machine without two processes that do nothing in a run: the autoscaler,
+    since the machines of a run are fixed, and the server of the dashboard, which a run has not, but
+    which `ray.init` would wait for.
+    """
+
+    def start_monitor(self) -> None:
+        """Start no autoscaler."""
+
+    def start_api_server(self, **_: object) -> None:
+        """Start no server of the dashboard."""
+
+
 def start_ray(folder: Path, **options: Any) -> None:
     """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
     until it runs. `folder`: absolute path of a folder with mode 700; Ray's files go to its
@@ -62,6 +79,7 @@ def start_ray(folder: Path, **options: Any) -> None:
     does not start.
     """
     global _leaves_group
+    ray_node.Node = SmallNode
     for attempt in range(1, RAY_ATTEMPTS + 1):
         _leaves_group = True
         try:
@@ -84,9 +102,29 @@ STOP_TIMEOUT_S = 5.0
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Minimum size of Ray's object store. Memory is only used as objects are stored."""
 
+BYTES_PER_TOKEN = 8
+"""Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
 IMPATIENT_STOP_TIMEOUT_S = 0.5
 """Seconds an engine or the rollout service has to stop before it is killed, in a run that ends by a
 signal or an error."""
+
+
+def object_store_bytes(rollout: RolloutConfig) -> int:
+    """Size in bytes of Ray's object store: the token arrays of all rollouts that may be kept at the
+    same time under the settings `rollout`, but at most a third of the free shared memory, and at
+    least `MIN_OBJECT_STORE_BYTES` (512 MiB).
+    """
+    draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
+    groups = draws * max(
+        rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
+    )
+    tokens = groups * rollout.group_size * rollout.max_new_tokens
+    wanted = int(tokens * BYTES_PER_TOKEN)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return max(MIN_OBJECT_STORE_BYTES, min(wanted, free // 3))
 
 
 class Cluster:
@@ -173,18 +211,30 @@ class Cluster:
         keyword arguments of the engine class (`megarl.rollout.engine.Engine`), the same for all.
         """
 
+        namespace, kept = os.environ.get(KEPT_ENGINES), kept_engines(arguments.get("recording"))
+
         def start(number: int) -> ActorHandle:
-            actor = ray.remote(EngineActor).options(
-                max_concurrency=100_000, **seats[number].options
+            if (handle := kept.pop(number, None)) is not None:
+                return handle
+            options: dict[str, Any] = {"max_concurrency": 100_000} | seats[number].options
+            if namespace:
+                name = f"{number}-{secrets.token_hex(4)}"
+                options |= {"name": name, "namespace": namespace, "lifetime": "detached"}
+            handle = (
+                ray.remote(EngineActor)
+                .options(**options)
+                .remote(
+                    number=number, environment=environment | seats[number].environment, **arguments
+                )
             )
-            handle = actor.remote(
-                number=number, environment=environment | seats[number].environment, **arguments
-            )
-            self._owned.append(handle)
+            if not namespace:
+                self._owned.append(handle)
             return handle
 
-        self._groups.append(EngineGroup(len(seats), start, timeout_s, fewest=fewest))
-        return self._groups[-1]
+        group = EngineGroup(len(seats), start, timeout_s, fewest=fewest)
+        if not namespace:
+            self._groups.append(group)
+        return group
 
     def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:
         """Start a thread that watches started engines from now on, and replaces those that die or

@@ -102,6 +102,7 @@ class EngineActor(ChannelActor):
         keep_blocked_signals()  # vLLM starts processes
         made = function_of(config.kind, ENGINES, "rollout.engine.kind", is_class=True)
         self.engine: InferenceEngine = made(config=config, **arguments)
+        self._number, self._is_ready, self._start = arguments["number"], False, asyncio.Lock()
 
     async def process(self) -> Process:
         """(host name, process id, time at which the process started) of the process that this Ray
@@ -110,14 +111,26 @@ class EngineActor(ChannelActor):
         return own_process()
 
     async def start(self) -> dict[str, Any]:
-        """Start the engine and return once it is ready: {"processes": [(host, process id, start
-        time)] of the actor and all processes below it, "seconds": that the start took}.
+        """Start the engine, unless an earlier run has done so, and return once it is ready:
+        {"processes": [(host, process id, start time)] of the actor and all processes below it,
+        "seconds": that the start took}.
         """
         began = time.monotonic()
-        with activity("start of the engine", kind="load"):
-            await self.engine.start()
+        async with self._start:  # a run that was ended may have begun it
+            if not self._is_ready:
+                with activity("start of the engine", kind="load"):
+                    await self.engine.start()
+            self._is_ready = True
         seconds = time.monotonic() - began
         return {"processes": with_descendants(own_process()), "seconds": seconds}
+
+    async def record(self, recording: Recording | None) -> None:
+        """From now on, record in the folder of another run what this process does; None: no more.
+        The process in which vLLM computes goes on in the folder of the run that has started it.
+        """
+        close_recording()
+        if recording is not None:
+            recording.open(engine_name(self._number))
 
     async def serve(self, request: GenerateRequest) -> Segment:
         """Coroutine: generate the model's next turn of a rollout. The returned `Segment` holds at

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
-from megarl.cluster.ray_cluster import MIN_OBJECT_STORE_BYTES, Cluster
+from megarl.cluster.ray_cluster import Cluster, object_store_bytes
 from megarl.cluster.service_process import service_arguments
 from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
@@ -36,18 +35,12 @@ from megarl.ledger.journal import FILE
 from megarl.parallel.collectives import broadcast_object, gather_objects, on_first
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.batch import shares
-from megarl.rollout.config import RolloutConfig
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
 from megarl.types import START, Group
-
-BYTES_PER_TOKEN = 8
-"""Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -167,21 +160,6 @@ def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> li
             " that a step might find too old"
         )
     return store(groups)
-
-
-def object_store_bytes(rollout: RolloutConfig) -> int:
-    """Size in bytes of Ray's object store: the token arrays of all rollouts that may be kept at the
-    same time under the settings `rollout`, but at most a third of the free shared memory, and at
-    least `MIN_OBJECT_STORE_BYTES` (512 MiB).
-    """
-    draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
-    groups = draws * max(
-        rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
-    )
-    tokens = groups * rollout.group_size * rollout.max_new_tokens
-    wanted = int(tokens * BYTES_PER_TOKEN)
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    return max(MIN_OBJECT_STORE_BYTES, min(wanted, free // 3))
 
 
 def start_engines(

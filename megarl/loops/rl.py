@@ -403,6 +403,10 @@ def _evaluate(parts: Parts, step: int) -> bool:
         with activity(f"evaluation '{name}' after step {step}", kind="evaluate"):
             found = parts.rollouts.evaluate(temperature, name, partial(publish, parts, step))
         if found is None:
+            if parts.observer is not None:
+                console.say(
+                    f"the evaluation after step {step} was interrupted; --resume auto makes it"
+                )
             return False
         metrics, transcripts = found
         refuse_lost(parts, step)

@@ -12,6 +12,7 @@ is of the weights after n steps; one at step 0 is before training.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megarl import console
+from megarl.files import new_file
 from megarl.observe.config import ObserveConfig
 from megarl.observe.provenance import made_by
 from megarl.observe.rotated import RotatedFile
@@ -72,14 +74,7 @@ class Observer(contextlib.AbstractContextManager):
         # A new run evaluates at step 0 itself.
         self._evaluations = MetricsFile(folder / EVALUATIONS, keep_until_step=first_step or -1)
         self._progress = ProgressBar(total_steps, first_step) if config.progress else None
-        # Of a resumed run the earlier starts stay, also one that went beyond its last checkpoint.
-        keep = None if first_step else -1
-        path = folder / PROVENANCE
-        try:
-            with contextlib.closing(MetricsFile(path, keep_until_step=keep)) as starts:
-                starts.write(first_step, made_by())
-        except (OSError, ValueError) as error:  # a run can train without it
-            console.say(f"megarl: warning: who started this run is not written down: {error}")
+        add_start(folder / PROVENANCE, first_step)
 
     def step(self, report: StepReport) -> None:
         """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the
@@ -169,6 +164,18 @@ class Observer(contextlib.AbstractContextManager):
         numbers = {name: value for name, value in finite(metrics).items() if value is not None}
         for sink in self._sinks:
             sink.write(step, numbers)
+
+
+def add_start(path: Path, done: int) -> None:
+    """Add to the JSON-lines file `path` a line on the start of a run that has done `done` steps:
+    code, machine, command. With `done` 0 the file begins anew; otherwise its whole lines stay, also
+    damaged ones and that of a start that went beyond its last checkpoint. Raises `OSError` if the
+    file cannot be written.
+    """
+    before = path.read_bytes() if done and path.exists() else b""
+    line = json.dumps({"step": done} | finite(made_by()), ensure_ascii=False) + "\n"
+    with new_file(path) as file:
+        file.write(before[: before.rfind(b"\n") + 1] + line.encode(errors="backslashreplace"))
 
 
 class ProgressBar:

@@ -36,7 +36,8 @@ from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
 from megarl.host_memory import keep_freed_memory
 from megarl.kernels.linear import use_bfloat16x2
-from megarl.observe.observer import Observer
+from megarl.observe.observer import EVALUATIONS, Observer
+from megarl.observe.sinks import read_records
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
@@ -276,17 +277,38 @@ class RunContext:
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint to resume from is of the run's last step already, so that nothing
-        is left to train; rank 0 says so then on standard error. All ranks call it together and get
-        the same answer.
+        """Whether nothing is left to do: the checkpoint to resume from is of the run's last step
+        already, and the evaluation after that step is made; rank 0 says so then on standard error.
+        All ranks call it together and get the same answer.
         """
         done = self._steps_done() if self.is_main else None
-        if finished := done is not None and done >= self.config.steps:
+        finished = done is not None and done >= self.config.steps
+        if finished and done == self.config.steps and not self._is_evaluated():
+            finished = False
+            console.say(f"the evaluation after step {done}, the last, is missing; it is made now")
+        elif finished:
             console.say(
                 f"the run is finished: {self.inputs.resume_from} is of step {done}, and steps"
                 f" is {self.config.steps}; raise steps to go on"
             )
         return bool(broadcast_object(finished, mesh_module.all_ranks()))
+
+    def _is_evaluated(self) -> bool:
+        """Whether the run folder has the evaluations after the last step that the recipe asks for,
+        each with metrics named `eval/...` or `eval_sampled/...`; also true without held-out data.
+        """
+        asked, config = list[str](), self.config
+        if self.inputs.held_out is not None or self.inputs.held_out_rows is not None:
+            asked = ["eval/"]
+            if isinstance(config, RunConfig) and config.evaluation.sampled_too:
+                asked.append("eval_sampled/")
+        written = [
+            name
+            for record in read_records(self.folder / EVALUATIONS)
+            if record["step"] == config.steps
+            for name in record
+        ]
+        return all(any(name.startswith(kind) for name in written) for kind in asked)
 
     def _steps_done(self) -> int | None:
         """Steps of the checkpoint to resume from; None for a new run, and on other ranks than 0."""

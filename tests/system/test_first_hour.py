@@ -191,6 +191,7 @@ def test_the_cells_of_the_notebook_run(place: Path) -> None:
     """docs/tutorials/notebook.md with fewer steps: the functions are those of `__main__`."""
     code = "\n".join(blocks("python cell"))
     smaller = {'"steps": 40': '"steps": 4', "step[40]": "step[4]", '"] == 10': '"] == 1'}
+    smaller["steps=10"] = "steps=1"
     for usual, less in (smaller | {'"data/model"': repr(str(place / "model"))}).items():
         assert code.count(usual) == 1
         code = code.replace(usual, less)
@@ -200,6 +201,10 @@ def test_the_cells_of_the_notebook_run(place: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1].split()[0] == "1" and lines[2].split()[0] == "4"
     assert [line.split()[0] for line in lines[3:13]] == [f"{digit}=" for digit in range(10)]
+    assert lines[13] == "1 runs/notebook runs/exact"
+    engines = [place / "runs" / name / "activity/engine0.json" for name in ("notebook", "exact")]
+    pids = [set(re.findall(r'"pid": ?(\d+)', one.read_text())) for one in engines]
+    assert pids[0] == pids[1] and len(pids[0]) == 1, "three runs have had one engine"
     folder = place / "runs" / "notebook"
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     judged = [one for group in records(folder / "transcripts.jsonl") for one in group["rollouts"]]

@@ -16,7 +16,7 @@ import yaml
 from support.commands import ROOT, python, records, until
 
 import megarl
-from megarl import RunConfig, Trainer, api, config, load_recipe, open_run
+from megarl import KeptEngines, RunConfig, Trainer, api, config, load_recipe, open_run
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.user_code import function_of
 from megarl.environments.verifiers import load_functions
@@ -236,19 +236,99 @@ def test_mistakes_are_one_line_and_failures_another_error(
     assert str(error.value).endswith("steps is odd")
 
 
+@pytest.mark.parametrize(("call", "says"), [
+    ("resolve(data=1, sequence=1, tensor=2, num_ranks=1)", "or start 2 ranks"),
+    ("resolve_role('critic', Layout(), [2], 1)", "this run has 1 rank, counted from 0; leave it"
+     " out, or start 3 ranks"),
+    ("resolve_role('critic', Layout(), [2], 2)", "set it to some of 1 to 1, or start 3 ranks"),
+])  # fmt: skip
 def test_too_few_ranks_are_told_as_an_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, says: str
 ) -> None:
-    code = """
-from megarl.parallel.layout import resolve
+    code = f"""
+from megarl.parallel.layout import Layout, resolve, resolve_role
 try:
-    resolve(data=1, sequence=1, tensor=2, num_ranks=1)
+    {call}
 except ValueError as error:
-    sys.exit(print(f"megarl: error: {error}", file=sys.stderr) or 2)
+    sys.exit(print(f"megarl: error: {{error}}", file=sys.stderr) or 2)
 """
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path, code))
-    with pytest.raises(ValueError, match=r"or start 2 ranks \(the argument ranks\)$"):
-        Trainer(recipe(tmp_path), training__layout__tensor=2).train()
+    with pytest.raises(ValueError, match=rf"{says} \(the argument ranks\)$"):
+        Trainer(recipe(tmp_path)).train()
+
+
+# ------------------------------------------------------------------------ engines that stay
+
+KEEPER = """
+if "megarl.cluster.keeper" in sys.argv:
+    import signal
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    if "fails" in open(sys.argv[-1]).read():
+        sys.exit(print("megarl: error: no room", file=sys.stderr) or 2)
+    import json, os
+    open(RAYS, "a").write(f"{os.getpid()} ")
+    print(json.dumps({"RAY_ADDRESS": "here:1"}), flush=True)
+    signal.pause()
+import os
+assert os.environ["RAY_ADDRESS"] == "here:1"
+"""
+"""What takes the place of the process that keeps Ray."""
+
+
+@pytest.fixture
+def rays(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the ids of the processes that keep Ray; trainers start `RUN` beside them."""
+    folder = tmp_path_factory.mktemp("python")
+    code = f"RAYS = {str(folder / 'rays')!r}\n{KEEPER}\n{RUN}"
+    monkeypatch.setattr(sys, "executable", stand_in(folder, code))
+    return folder / "rays"
+
+
+def test_engines_stay_until_they_are_closed(tmp_path: Path, rays: Path) -> None:
+    """Also where a loop is left; one run at a time has them."""
+    with KeptEngines() as engines:
+        Trainer(recipe(tmp_path), engines=engines).train()
+        changes = {"folder": str(tmp_path / "second"), "steps": 10_000, "resume": "auto"}
+        second = Trainer(recipe(tmp_path) | changes, engines=engines)
+        for row in second.steps():
+            with pytest.raises(
+                ValueError, match=r"are in use by the run in .*second; end its loop"
+            ):
+                Trainer(recipe(tmp_path), engines=engines).train()
+            if row["step"] == 2:
+                break
+        assert next(second.steps())["step"] > 2
+        (kept,) = rays.read_text().split()
+        os.kill(int(kept), 9)
+        until(lambda: not engines._keeper or engines._keeper.is_over(0))
+        Trainer(recipe(tmp_path), engines=engines).train()
+    _, again = rays.read_text().split()
+    assert not Path("/proc", again).exists()
+    engines.close()
+    Trainer(recipe(tmp_path), engines=engines).train()
+    assert len(rays.read_text().split()) == 3, "the next run starts others"
+    engines.close()
+
+
+def test_engines_of_other_settings_are_refused(tmp_path: Path, rays: Path) -> None:
+    with KeptEngines() as engines:
+        Trainer(recipe(tmp_path), engines=engines).train()
+        for changes, says in (
+            ({"rollout__engine__dtype": "bfloat16", "prompts__template": "chat"},
+             r"rollout\.engine\.dtype \(float32 there, bfloat16 here\), prompts\.template \(none there, chat, none here\); set these"),
+            ({"rollout__max_new_tokens": 7}, "the most tokens of a sequence"),
+            ({"rollout__placement": "colocated"}, "memory of the GPUs that a colocated trainer"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=says):
+                Trainer(recipe(tmp_path), engines=engines, **changes)
+        alike = {"training__optimizer__learning_rate": 1.0, "seed": 3, "algorithm": "gspo"}
+        Trainer(recipe(tmp_path), engines=engines, reward=lambda prompt, response: 1.0, **alike)
+        sft = {"model": {"path": "nowhere"}, "folder": "x", "demonstrations": {"source": "x"}}
+        with pytest.raises(ValueError, match="megarl sft has no engines; leave it out"):
+            Trainer(sft, engines=engines)
+    with pytest.raises(ValueError, match="no room"):
+        Trainer(recipe(tmp_path, model={"path": "fails"}), engines=KeptEngines()).train()
+    assert len(rays.read_text().split()) == 1
 
 
 # ---------------------------------------------------------------------- functions and data

@@ -28,7 +28,7 @@ LAYERS = (
     {"checks"},
     {"loops"},
     {"apps"},
-    {"command_line"},
+    {"command_line", "python"},
     {"cli", "api"},
     {"__main__"},
 )

@@ -13,6 +13,7 @@ from support.ranks import run_ranks
 from support.tiny import sft_config
 
 from megarl.config import SftConfig, dump
+from megarl.observe.observer import EVALUATIONS
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.context import other_settings, rounding_line, steps_until_half_change
 
@@ -37,8 +38,12 @@ def test_settings_that_changed_or_are_of_another_version_are_listed(tmp_path: Pa
     )
 
 
-def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
-    """Start a run of which `done` steps are done: (whether it is finished, its recipe then)."""
+def start(
+    folder: str, steps: int, rate: float, done: int, evaluates: bool = False
+) -> tuple[bool, str]:
+    """Start a run of which `done` steps are done: (whether it is finished, its recipe then).
+    `evaluates`: it has held-out rows.
+    """
     from support.tiny import write_model
 
     from megarl.checkpoints.progress import Progress, write_progress
@@ -53,6 +58,7 @@ def start(folder: str, steps: int, rate: float, done: int) -> tuple[bool, str]:
     write_progress(place, Progress(done, done, 0, "", "", ""))
     tokenizer, described = load_tokenizer(config.model.path), load_model_config(config.model)
     resumes: Any = {"resume_from": place if done else None}
+    resumes |= {"held_out_rows": [1]} if evaluates else {}
     inputs = RunInputs(Layout(), tokenizer, described, [1], "", **resumes)
     with open_context(config, inputs) as context:
         return context.is_finished(), (place / "recipe.yaml").read_text()
@@ -65,6 +71,18 @@ def test_a_finished_run_keeps_the_recipe_that_it_was_trained_by(tmp_path: Path) 
     (_, first), *again, (_, further) = found
     assert "learning_rate: 0.25" in first and [recipe for _, recipe in again] == [first] * 2
     assert "learning_rate: 0.5" in further and "steps: 9" in further
+
+
+def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path: Path) -> None:
+    """As after an interrupt in that evaluation, or a kill before it."""
+
+    def is_finished(steps: int) -> bool:
+        return run_ranks(1, __file__, "start", str(tmp_path), steps, 0.25, 8, True)[0][0]
+
+    (tmp_path / EVALUATIONS).write_text('{"step": 4, "eval/loss": 1.0}\n')
+    assert [is_finished(8), is_finished(7)] == [False, True], "weights of step 7 are gone"
+    (tmp_path / EVALUATIONS).write_text('{"step": 8, "eval/loss": 1.0}\n')
+    assert is_finished(8)
 
 
 def changed(weights: torch.Tensor, moved: float) -> float:

@@ -39,7 +39,7 @@ from megarl.config import (
 )
 from megarl.errors import UserError
 from megarl.private_folder import marked_processes
-from megarl.recipe_kind import recipe_kind
+from megarl.recipe_kind import _count_mistakes, recipe_kind
 
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
@@ -232,6 +232,15 @@ def test_the_command_of_a_recipe_is_found_by_its_sections(recipe: Path) -> None:
     """That of `megarl serve-reward`, which trains nothing, is read as one of `train`, and refused."""
     kind = kind_of(recipe)
     assert recipe_kind(written_tree(recipe)) is (RunConfig if kind is ServeRewardConfig else kind)
+
+
+def test_short_words_are_counted_as_the_long_ones() -> None:
+    """`--algorithm NAME` is no mistake when the command of a recipe is looked for."""
+    tree = written_tree("quickstart")
+    found = [
+        _count_mistakes(RunConfig, tree, [f"--algorithm{end}", "dapo"]) for end in ("", ".preset")
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("arguments", "environment", "says"), [

@@ -4,6 +4,7 @@ the model wrote.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable
@@ -119,9 +120,7 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
     assert steps("provenance.jsonl") == [0]
 
 
-def test_a_run_tells_who_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/usr/bin/python", "-m", "megarl", "train", "r.yaml", "--hub_token", "hunter2"]
     monkeypatch.setattr(sys, "orig_argv", words)
     made_by.cache_clear()
@@ -137,9 +136,11 @@ def test_a_run_tells_who_made_it(
     (tmp_path / "provenance.jsonl").write_text("no JSON\n")
     check_run_files(tmp_path, None)
     assert "provenance.jsonl, line 1 is not JSON" in page_of(tmp_path).text
+    with Observer(QUIET, tmp_path, total_steps=3, first_step=2):
+        lines = (tmp_path / "provenance.jsonl").read_text().splitlines()
+    assert lines[0] == "no JSON" and json.loads(lines[1])["step"] == 2, "a resumed run adds its own"
     write_run(tmp_path, 2)
-    said = capsys.readouterr().err
-    assert said.count("provenance.jsonl, line 1 is not JSON") == 1, "and the run goes on"
+    assert [one["step"] for one in read_starts(tmp_path)] == ["0"], "a new run begins anew"
 
 
 def test_no_value_of_the_command_line_is_written_down() -> None:
