@@ -145,3 +145,10 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def canonical_json(value: Any) -> str:
+    """The value as one line of ASCII JSON with sorted keys, so that equal values give the same
+    text. What JSON has no type for is written as the text `str` makes of it.
+    """
+    return json.dumps(value, sort_keys=True, default=str)

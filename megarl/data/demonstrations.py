@@ -18,8 +18,9 @@ from megarl.data.config import DemonstrationsConfig
 from megarl.data.forms import demonstrations_as_read
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
-from megarl.data.rows import Cells, canonical_json, fingerprint, text_of
+from megarl.data.rows import Cells, fingerprint, text_of
 from megarl.data.tokens import TokenLists, response_tokens, text_tokens
+from megarl.files import canonical_json
 from megarl.schema import shortened
 from megarl.types import Demonstration
 

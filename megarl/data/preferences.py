@@ -25,8 +25,9 @@ from megarl.data.config import PreferencesConfig
 from megarl.data.forms import preferences_as_read, value_or_none
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
-from megarl.data.rows import Cells, canonical_json, fingerprint, text_of
+from megarl.data.rows import Cells, fingerprint, text_of
 from megarl.data.tokens import TokenLists, response_tokens
+from megarl.files import canonical_json
 from megarl.schema import require, shortened
 from megarl.types import Preference
 

@@ -31,6 +31,7 @@ import xxhash
 from megarl import console
 from megarl.data.config import DataSetConfig
 from megarl.data.hub import hub_state, why_absent
+from megarl.files import canonical_json
 from megarl.lookup import SOURCES, load
 from megarl.schema import require
 from megarl.third_party import opening, quiet
@@ -596,10 +597,3 @@ def framed(value: Any) -> bytes:
         return b"text %d:%b" % (len(text), text)
     text = canonical_json(value).encode()
     return b"json %d:%b" % (len(text), text)
-
-
-def canonical_json(value: Any) -> str:
-    """The value as one line of ASCII JSON with sorted keys, so that equal values give the same
-    text. What JSON has no type for is written as the text `str` makes of it.
-    """
-    return json.dumps(value, sort_keys=True, default=str)

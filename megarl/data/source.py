@@ -23,8 +23,9 @@ from megarl.data.config import PromptsConfig, exact
 from megarl.data.forms import prompts_as_read
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.reading import Reading, picked
-from megarl.data.rows import Cells, canonical_json, fingerprint, kind_of, text_of
+from megarl.data.rows import Cells, fingerprint, kind_of, text_of
 from megarl.data.tokens import TokenLists
+from megarl.files import canonical_json
 from megarl.schema import require
 from megarl.types import Prompt
 

@@ -23,7 +23,7 @@ from megarl.types import Samples
 ABOVE, NONE = -1, -2
 
 
-class Part(NamedTuple):
+class BranchPart(NamedTuple):
     """Tokens of a sample, each of which continues the one before it: a document."""
 
     places: np.ndarray
@@ -51,9 +51,9 @@ def next_tokens(samples: Samples) -> tuple[np.ndarray, set[int]]:
     return found, copies
 
 
-def parts_of(
+def branch_parts(
     samples: Samples, number: int, begin: int, following: np.ndarray, copies: Collection[int]
-) -> list[Part]:
+) -> list[BranchPart]:
     """The parts of sample `number` behind its first `begin` tokens, depth first: a part comes
     before those that continue it, conversations of their own come last. A branch that continues one
     of the first `begin` tokens continues the last of them, and begins with an untrained token.
@@ -89,7 +89,7 @@ def parts_of(
 
 def _joined(
     places: np.ndarray, targets: np.ndarray, links: dict[int, int], begin: int
-) -> list[Part]:
+) -> list[BranchPart]:
     """The nodes as parts, each up to a last token of the tree. `links`: {node: the one that it
     continues}; others continue the node before them. `begin`: tokens ABOVE the nodes.
 
@@ -104,7 +104,7 @@ def _joined(
     for piece, cut in enumerate(cuts):
         link = links.get(cut, cut - 1)
         children[bisect_right(cuts, link) - 1 if link >= 0 else link].append(piece)
-    ends, found = [*cuts[1:], len(places)], list[Part]()
+    ends, found = [*cuts[1:], len(places)], list[BranchPart]()
     leaves = [0] * len(cuts)  # of the tree behind each piece
     for piece in reversed(range(len(cuts))):
         leaves[piece] = sum(leaves[child] for child in children[piece]) or 1
@@ -121,5 +121,5 @@ def _joined(
             piece = following
         waiting += reversed(aside)
         chosen = np.concatenate(nodes)
-        found.append(Part(places[chosen], targets[chosen], parent, depth))
+        found.append(BranchPart(places[chosen], targets[chosen], parent, depth))
     return found

@@ -23,7 +23,7 @@ import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import DEEPEST, Size, chains, copied, documents
-from megarl.trainer.branches import NONE, Part, next_tokens, parts_of
+from megarl.trainer.branches import NONE, BranchPart, branch_parts, next_tokens
 from megarl.trainer.config import SharePrefix
 from megarl.types import Samples
 
@@ -158,18 +158,20 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
     following, copies = next_tokens(samples)
     offsets, branches = samples.offsets.tolist(), samples.branches
     edges = np.searchsorted(branches[:, 0], samples.offsets)
-    made, owners = list[Part](), list[int]()
-    apart = list[tuple[int, int, list[Part]]]()  # conversations of their own: of the last documents
+    made, owners = list[BranchPart](), list[int]()
+    apart = list[
+        tuple[int, int, list[BranchPart]]
+    ]()  # conversations of their own: of the last documents
     numbers = list[int]()
     for one in documents(sizes, range(len(sizes)), saves=saves, deepest=deepest):
         above = numbers[one.parent] if one.parent >= 0 else -1
         numbers.append(len(made))
         if one.is_shared or edges[one.sample] == edges[one.sample + 1]:
             places = np.arange(one.begin, one.end) + offsets[one.sample]
-            made.append(Part(places, following[places], above, one.begin))
+            made.append(BranchPart(places, following[places], above, one.begin))
             owners.append(-1 if one.is_shared else one.sample)
             continue
-        parts = parts_of(samples, one.sample, one.begin, following, copies)
+        parts = branch_parts(samples, one.sample, one.begin, following, copies)
         roots = [number for number, part in enumerate(parts) if part.parent == NONE]
         count = roots[0] if roots else len(parts)
         made += _numbered(parts[:count], len(made), above)
@@ -189,7 +191,7 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
     )
 
 
-def _numbered(parts: Sequence[Part], by: int, above: int) -> list[Part]:
+def _numbered(parts: Sequence[BranchPart], by: int, above: int) -> list[BranchPart]:
     """`parts` with their parents' numbers raised by `by`, or `above` for those that have none."""
     return [one._replace(parent=one.parent + by if one.parent >= 0 else above) for one in parts]
 

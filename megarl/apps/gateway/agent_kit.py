@@ -22,12 +22,12 @@ from megarl.apps.gateway.conversations import Conversations, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError, Schema
-from megarl.data.rows import canonical_json
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import LimitExceeded
 from megarl.environments.user_code import Sources, own_function
+from megarl.files import canonical_json
 from megarl.schema import require
 from megarl.types import Prompt
 

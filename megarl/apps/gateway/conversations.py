@@ -21,7 +21,7 @@ from typing import Any
 
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.chat_template import Tools, Turn
-from megarl.data.rows import canonical_json
+from megarl.files import canonical_json
 
 RAW = "text"
 """Role of a text that no chat template writes, the only message of its conversation."""

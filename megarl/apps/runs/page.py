@@ -126,12 +126,12 @@ def series(
         "kind": kind,
         "each": each,
         "smooth": False,
-        "steps": [short(step) for step in cut(steps).mean(axis=1)],
+        "steps": [short_step(step) for step in cut(steps).mean(axis=1)],
         "rows": [row(one) for one in np.atleast_2d(values)],
     }
 
 
-def short(step: float) -> float:
+def short_step(step: float) -> float:
     """A step as a number that is short in JSON."""
     return int(step) if step == int(step) else float(f"{step:.8g}")
 

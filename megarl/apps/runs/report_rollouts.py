@@ -91,7 +91,7 @@ def fitting(items: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------------- before and after
 
 
-def problems(run: Run) -> Listing | None:
+def problem_listing(run: Run) -> Listing | None:
     """The list of held-out problems with a response of the first and one of the last evaluation, in
     the order of the file; None for a run without evaluations.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.apps.tools.tool import Schema
 from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_turn
-from megarl.data.rows import canonical_json
+from megarl.files import canonical_json
 from megarl.schema import require
 
 SETTING = "environment.tools: the chat template"
