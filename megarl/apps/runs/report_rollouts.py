@@ -57,7 +57,7 @@ def listings(run: Run) -> list[Listing]:
     """The lists of rollouts that the report of `run` shows: held-out problems at the first and the
     last evaluation, and rollouts of training; without what the run lacks.
     """
-    return [one for one in (guarded(problems, run), guarded(rollouts, run)) if one is not None]
+    return [one for one in (guarded(problem_listing, run), guarded(rollouts, run)) if one is not None]
 
 
 def guarded(make: Any, run: Run) -> Listing | None:
@@ -67,7 +67,7 @@ def guarded(make: Any, run: Run) -> Listing | None:
     try:
         return make(run)
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        title = "Held-out problems" if make is problems else "Rollouts"
+        title = "Held-out problems" if make is problem_listing else "Rollouts"
         return Listing(title, f"The transcripts cannot be shown: {error!r}", {})
 
 
