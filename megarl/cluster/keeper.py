@@ -1,5 +1,4 @@
-"""Engines that stay from one run to the next (`megarl.KeptEngines`): the process that keeps Ray for
-these runs until it is told to end, and how a run finds the engines of an earlier one.
+"""The process that keeps Ray for the runs of one `megarl.KeptEngines`, until it is told to end:
 
     python -m megarl.cluster.keeper COMMAND RECIPE.yaml
 
@@ -14,13 +13,12 @@ import json
 import os
 import signal
 import sys
-from typing import Any
 
 from megarl import config as configs
-from megarl import signals
-from megarl.activity.recording import Recording
+from megarl import console, signals
 from megarl.cluster.process_env import KEPT_ENGINES, own_cluster_token, prepare_environment
 from megarl.config import RunConfig
+from megarl.errors import UserError
 from megarl.private_folder import MARK, run_folder
 
 END_WITHIN_S = 30.0
@@ -56,23 +54,11 @@ def main() -> None:
         signal.pause()
 
 
-def kept_engines(recording: Recording | None) -> dict[int, Any]:
-    """{engine number: Ray actor} of the engines that earlier runs have left for this one (see
-    `megarl.KeptEngines`), which from now on record what they do in `recording`.
-    """
-    import ray  # here: it reads variables that `main` sets
-
-    namespace, found = os.environ.get(KEPT_ENGINES), dict[int, Any]()
-    for one in ray.util.list_named_actors(all_namespaces=True) if namespace else ():
-        if one["namespace"] == namespace:
-            number = int(one["name"].partition("-")[0])
-            found[number] = ray.get_actor(one["name"], namespace)
-            found[number].record.remote(recording)
-    return found
-
-
 if __name__ == "__main__":
     try:
         main()
+    except UserError as error:
+        console.say(f"megarl: error: {error}")
+        sys.exit(2)
     except KeyboardInterrupt as caught:
         sys.exit(128 + signals.ending(caught).number)

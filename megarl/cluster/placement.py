@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from megarl.activity.recording import Recording
 from megarl.cluster.process_env import ENGINE_RANKS, KEPT_ENGINES
 
 SLIVER = 0.001
@@ -133,3 +134,17 @@ def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list
             )
         )
     return seats
+
+
+def kept_engines(recording: Recording | None) -> dict[int, Any]:
+    """{engine number: Ray actor} of the engines that earlier runs have left for this one (see
+    `megarl.KeptEngines`), which from now on record what they do in `recording`.
+    """
+    namespace, found = os.environ.get(KEPT_ENGINES), dict[int, Any]()
+    named: Any = ray.util.list_named_actors(all_namespaces=True) if namespace else ()
+    for one in named:
+        if one["namespace"] == namespace:
+            number = int(one["name"].partition("-")[0])
+            found[number] = ray.get_actor(one["name"], namespace)
+            found[number].record.remote(recording)
+    return found

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
 from megarl.cluster.engines import ActorHandle, EngineGroup
-from megarl.cluster.keeper import kept_engines
-from megarl.cluster.placement import Seat
+from megarl.cluster.placement import Seat, kept_engines
 from megarl.cluster.process_env import KEPT_ENGINES, use_cluster_token, without_variable
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.ray_address import ray_address
@@ -53,6 +53,10 @@ def _leave() -> None:
 os.register_at_fork(after_in_child=_leave)
 
 
+NODE_S = 10.0
+"""Seconds after which `ray.init` alone waits for Ray's node, with a limit of its own."""
+
+
 class SmallNode(ray_node.Node):
     """Ray's node of this machine without two processes that do nothing in a run: the autoscaler,
     since the machines of a run are fixed, and the server of the dashboard, which a run has not, but
@@ -64,6 +68,15 @@ class SmallNode(ray_node.Node):
 
     def start_api_server(self, **_: object) -> None:
         """Start no server of the dashboard."""
+
+    def start_ray_processes(self) -> None:
+        """Start Ray's other processes, and wait until Ray's head knows this node: `ray.init` looks
+        for it only once a second.
+        """
+        super().start_ray_processes()
+        deadline = time.monotonic() + NODE_S
+        while not self.get_gcs_client().get_all_node_info() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def start_ray(folder: Path, **options: Any) -> None:

@@ -114,6 +114,10 @@ def end_after_steps(
         if metrics.exists() and metrics.read_text().count("\n") >= steps:
             break
         time.sleep(0.1)
+    words = (word for one in marked(mark) for word in one.cmdline() if "/ray/" in word)
+    of_ray = {Path(word).name for word in words}
+    assert ("log_monitor.py" in of_ray) == (arguments[0] == "train")
+    assert not of_ray & {"monitor.py", "dashboard.py"}, "of Ray only what a run needs"
     process.send_signal(number)  # a scheduler sends it to the launcher
     done = finish(process, mark, 60)
     assert done.survivors == []
