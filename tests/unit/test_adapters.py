@@ -307,7 +307,7 @@ async def test_a_game_is_rewarded_as_textarena_rewards_it() -> None:
     library, rewards = package("textarena"), []
     async with playing("textarena") as pool:
         for number, found in enumerate(prompts):
-            guesses = [f"I say [{(7 * turn + number) % 20 + 1}]." for turn in range(10)]
+            guesses = [f"I say [{(7 * turn + number) % 20 + 1}]." for turn in range(20)]
             if number % 2:  # two turns without a guess end the game
                 guesses[2:] = ["none"] * 2
             game = library.make("GuessTheNumber-v0-raw")
