@@ -204,7 +204,7 @@ PAGES = {
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=needs(PAGES[one])) for one in PAGES])
 def test_the_recipe_of_a_page_makes_its_prompts(name: str) -> None:
-    tree = yaml.safe_load(block(f"yaml {name}"))
+    tree = yaml.safe_load(block(f"yaml {name}")) | {"folder": "run", "model": {"path": "model"}}
     read: Any = config.from_tree(RunConfig, tree, where=name)
     found = load_prompts(read.prompts, tokenizer_of(CHATML), seed=1)
     assert len(found) == sum(part.arguments["size"] for part in read.prompts.parts)
@@ -307,7 +307,9 @@ async def test_a_game_is_rewarded_as_textarena_rewards_it() -> None:
     library, rewards = package("textarena"), []
     async with playing("textarena") as pool:
         for number, found in enumerate(prompts):
-            guesses = [f"I say [{(7 * turn + number) % 20 + 1}]." for turn in range(10)]
+            guesses = [f"I say [{(7 * turn + number) % 20 + 1}]." for turn in range(20)]
+            if number % 2:  # two turns without a guess end the game
+                guesses[2:] = ["none"] * 2
             game = library.make("GuessTheNumber-v0-raw")
             game.reset(num_players=1, seed=7 + number)
             _, rules = game.get_observation()
