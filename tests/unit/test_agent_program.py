@@ -19,7 +19,7 @@ from megarl.apps.gateway.agent_program import (
     NETWORK_SINCE,
     AgentFailed,
     check_command,
-    run_agent,
+    run_agent_program,
 )
 from megarl.environments.isolation import landlock_version
 from megarl.environments.session import Answer
@@ -34,7 +34,7 @@ def run(tmp_path: Path, program: str, *words: str, port: str = "none", **more: A
     script.write_text(textwrap.dedent(program))
     command = check_command(["python", str(script), *words], network="open", isolate=port != "none")
     settings: dict[str, Any] = {"columns": ["topic"], "variables": {}} | more
-    return asyncio.run(run_agent(command, PROMPT, port=port, **settings))
+    return asyncio.run(run_agent_program(command, PROMPT, port=port, **settings))
 
 
 def test_what_an_agent_gets_and_gives(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         script = tmp_path / "agent.py"
         script.write_text(textwrap.dedent(starts) + "time.sleep(600)")
         running = asyncio.ensure_future(
-            run_agent([sys.executable, str(script)], PROMPT, [], {}, "none")
+            run_agent_program([sys.executable, str(script)], PROMPT, [], {}, "none")
         )
         while not ((tmp_path / "ids").exists() and len(ids()) == 2):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent
+from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent_program
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
 from megarl.apps.gateway.conversations import Conversations, plain
 from megarl.apps.tools.markup import TurnMarkup
@@ -114,7 +114,7 @@ class AgentKit:
         }
         port = str(self.port) if settings.network == "gateway" else "0"
         port = port if self.config.isolate else "none"
-        return run_agent(self.command, prompt, settings.columns, variables, port)
+        return run_agent_program(self.command, prompt, settings.columns, variables, port)
 
     async def _call(self, prompt: Prompt, key: str) -> Any:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient

@@ -1,7 +1,7 @@
 """The process of an agent: started for one rollout in an empty folder, kept from everything but its
 folder's content and the gateway, ended with all that it has started.
 
-    await run_agent(...) -> its answer, or a score
+    await run_agent_program(...) -> its answer, or a score
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     return found
 
 
-async def run_agent(
+async def run_agent_program(
     command: Sequence[str],
     prompt: Prompt,
     columns: Sequence[str],

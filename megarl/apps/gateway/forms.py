@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -53,7 +53,7 @@ class Asked:
 class Form(Protocol):
     """One API: the address of its requests, and its texts."""
 
-    path: ClassVar[str]
+    path: str
 
     def read(self, body: Any) -> Asked:
         """The request of JSON data `body`. Raises `ApiError`, or `ValueError` for what is no

@@ -57,7 +57,9 @@ def listings(run: Run) -> list[Listing]:
     """The lists of rollouts that the report of `run` shows: held-out problems at the first and the
     last evaluation, and rollouts of training; without what the run lacks.
     """
-    return [one for one in (guarded(problem_listing, run), guarded(rollouts, run)) if one is not None]
+    return [
+        one for one in (guarded(problem_listing, run), guarded(rollouts, run)) if one is not None
+    ]
 
 
 def guarded(make: Any, run: Run) -> Listing | None:
