@@ -78,10 +78,11 @@ class Operator(Protocol):
 def _order(positions: Positions) -> torch.Tensor | None:
     """The permutation [L] that sorts tokens by `index`, or None if they are sorted.
 
-    In a view many queries have the same last key. Then those with the larger first key come first:
-    they see no key, and must not be between queries that do.
+    In a view, queries may see no key: they come first, since they must not be between queries that
+    do. Many have the same last key: then those with the larger first key come first.
     """
-    index, first = positions.index, positions.first
+    first = positions.first
+    index = torch.where(first > positions.index, -1, positions.index)
     later, same = index[1:] > index[:-1], index[1:] == index[:-1]
     if bool((later | (same & (first[1:] <= first[:-1]))).all()):
         return None

@@ -273,10 +273,11 @@ def mask_regions_of(
     through an explicit mask (`MaskRegion.kind`). Pairs of query and key outside the regions are not
     attended to.
 
-    `queries` [Lq] and `keys` [Lk] are ascending int64 positions, on CPU. Query i attends to the
-    keys at positions `starts[i]` to `queries[i]`. `masks_are_cheap`: whether a kernel call with an
-    explicit mask takes about as long as one without; then windows are split into fewer, masked
-    regions. Returns the regions and the range of each query's keys.
+    `queries` [Lq] and `keys` [Lk] are int64 positions, on CPU, ascending, but for queries that see
+    no key, which come first. Query i attends to the keys at positions `starts[i]` to `queries[i]`.
+    `masks_are_cheap`: whether a kernel call with an explicit mask takes about as long as one
+    without; then windows are split into fewer, masked regions. Returns the regions and the range of
+    each query's keys.
     """
     limits = RegionLimits(
         torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True)

@@ -195,9 +195,10 @@ def _paths(micro: MicroBatch) -> list[list[int]]:
     st.sampled_from([(1, 1, "ring"), (2, 1, "ring"), (2, 2, "ring"), (4, 2, "all_gather")]),
     st.sampled_from(["contiguous", "zigzag_document", "permuted"]),
     st.sampled_from([None, 3, 9]),
+    st.sampled_from(["reference", "cpu"]),
 )
 def test_attention_is_that_of_a_mask_over_the_tree(
-    seed: int, ranks: tuple[int, int, str], how: str, window: int | None
+    seed: int, ranks: tuple[int, int, str], how: str, window: int | None, block: str
 ) -> None:
     """Of dense attention in float64 over all tokens in the order in which they were made, each
     there once. The gradients of copies add up to those of their tokens.
@@ -224,11 +225,11 @@ def test_attention_is_that_of_a_mask_over_the_tree(
     is_first[[tree.places.tolist().index(token) for token in range(count)]] = True
     given = [x.detach()[places] for x in (q, k, v)]
     found, _ = split_attention(
-        case, "reference", ranks[2], [*given, upstream[places] * is_first[:, None, None]]
+        case, block, ranks[2], [*given, upstream[places] * is_first[:, None, None]]
     )
-    assert_close([found[0]], [wanted[0][places]], 1e-12)
+    assert_close([found[0]], [wanted[0][places]], 1e-10)
     sums = [torch.zeros(shape, dtype=torch.float64).index_add(0, places, x) for x in found[1:]]
-    assert_close(sums, wanted[1:], 1e-12)
+    assert_close(sums, wanted[1:], 1e-10)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
