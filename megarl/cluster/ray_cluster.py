@@ -74,8 +74,9 @@ class SmallNode(ray_node.Node):
         for it only once a second.
         """
         super().start_ray_processes()
-        deadline = time.monotonic() + NODE_S
-        while not self.get_gcs_client().get_all_node_info() and time.monotonic() < deadline:
+        head, deadline = self.get_gcs_client(), time.monotonic() + NODE_S
+        assert head is not None
+        while not head.get_all_node_info() and time.monotonic() < deadline:
             time.sleep(0.02)
 
 

@@ -168,5 +168,6 @@ def main(arguments: Sequence[str] = ()) -> int:
         result(findings_table(findings))
         verdict = f"{failed} to fix before a run can start"
         verdict = verdict if failed else "this machine can run megarl"
-        result(f"\n{verdict}; {warned} warnings; {seconds:.0f} s")
+        warnings = f"{warned} warning{'' if warned == 1 else 's'}"
+        result(f"\n{verdict}; {warnings}; {seconds:.0f} s")
     return 1 if failed else 0
