@@ -76,7 +76,7 @@ def verifier(config: EnvironmentConfig) -> Verifier:
     extract = package("reasoning_gym").utils.extract_answer
 
     async def verify(prompt: Prompt, response: str) -> dict[str, float]:
-        told = prompt.fields.get("reasoning_gym")
+        told: Any = prompt.fields.get("reasoning_gym")
         require(
             isinstance(told, dict),
             f"row {prompt.index} is of no data set of reasoning_gym; set prompts.source to"
