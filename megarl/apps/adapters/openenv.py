@@ -115,7 +115,9 @@ class OpenEnvEpisode:
             await self._open.close()
 
 
-def openenv_rows(address: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+def openenv_rows(
+    address: str, arguments: dict[str, Any], limit: int | None
+) -> list[dict[str, Any]]:
     """A row for each episode of the environment at `address`, http://host:port. `arguments`:
     `size`, `seed`, `action`, `observation`, and what else `reset` takes. Asks the server for the
     first observation of each. Raises `ValueError` if the package is missing or the server cannot

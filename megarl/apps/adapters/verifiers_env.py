@@ -64,7 +64,7 @@ def task_rows(name: str, size: int, settings: dict[str, Any]) -> list[dict[str, 
 
 
 async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
-    """Run one rollout of the task that a row of `task_rows` names, against the server at `URL`. Returns
+    """Run one rollout of the task of a row of `task_rows` against the server at `URL`. Returns
     {reward: sum of the weighted rewards of all traces, and each reward and metric by its name}.
     Raises `RuntimeError` with the environment's error if the rollout failed.
     """
