@@ -5,9 +5,6 @@ imported.
     PYTHON verifiers_env.py NAME SIZE > prompts.jsonl       the tasks, as rows of prompts
     PYTHON verifiers_env.py                                 one rollout: see `main`
 
-    environment:
-      agent: {command: [PYTHON, verifiers_env.py], columns: [verifiers], network: open}
-
 Each rollout is one episode of the environment: its harness, a chat loop of verifiers, calls the
 model; the reward is the sum of the environment's own weighted rewards.
 """
