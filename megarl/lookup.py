@@ -28,18 +28,18 @@ OF_APPS = {
 """{function or class: where it is} of what the core uses of apps."""
 
 SOURCES = {
-    "reasoning_gym": "megarl.apps.adapters.reasoning:rows",
-    "gymnasium": "megarl.apps.adapters.gym:rows",
-    "textarena": "megarl.apps.adapters.arena:rows",
-    "openenv": "megarl.apps.adapters.openenv:rows",
+    "reasoning_gym": "megarl.apps.adapters.reasoning:reasoning_rows",
+    "gymnasium": "megarl.apps.adapters.gym:gym_rows",
+    "textarena": "megarl.apps.adapters.arena:arena_rows",
+    "openenv": "megarl.apps.adapters.openenv:openenv_rows",
 }
 """{what stands before the colon of `prompts.source: reasoning_gym:NAME`: function (NAME,
 `prompts.arguments`, most rows or None) -> rows, dicts with `prompt` and `answer`}. It raises
 `ValueError` that says what to set."""
 SESSIONS = {
-    "gymnasium": "megarl.apps.adapters.gym:sessions",
-    "textarena": "megarl.apps.adapters.arena:sessions",
-    "openenv": "megarl.apps.adapters.openenv:sessions",
+    "gymnasium": "megarl.apps.adapters.gym:gym_sessions",
+    "textarena": "megarl.apps.adapters.arena:arena_sessions",
+    "openenv": "megarl.apps.adapters.openenv:openenv_sessions",
 }
 """{built-in name of `environment.session`: function () -> the session's class}. It raises
 `ValueError` if a package is missing."""

@@ -31,8 +31,8 @@ import xxhash
 from megarl import console
 from megarl.data.config import DataSetConfig
 from megarl.data.hub import hub_state, why_absent
+from megarl.data.made import made_rows
 from megarl.files import canonical_json
-from megarl.lookup import SOURCES, load
 from megarl.schema import require
 from megarl.third_party import opening, quiet
 from megarl.third_party import said as in_words
@@ -247,16 +247,9 @@ def read_rows(
     `setting`: the section of the recipe ("prompts"), for messages. `arguments`: for a source that
     makes its rows, such as `reasoning_gym:NAME` (see `megarl.lookup.SOURCES`); of others empty.
     """
-    kind, colon, name = source.partition(":")
-    if colon and kind in SOURCES:
-        made = load(SOURCES[kind])(name, dict(arguments or {}), limit)
-        require(bool(made), f"{setting}.arguments makes no row; set size to 1 or more")
+    made = made_rows(source, arguments, limit, setting)
+    if made is not None:
         return Table.of(source, made)
-    require(
-        not arguments,
-        f"{setting}.arguments is for a source that makes its rows ({':NAME, '.join(SOURCES)}:NAME),"
-        f" but {setting}.source is '{source}'; leave it out",
-    )
     path = Path(source)
     if path.is_dir():
         files, others = _of_folder(path, split, subset, setting)

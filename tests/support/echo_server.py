@@ -19,11 +19,14 @@ from support.documented import block
 
 def main(folder: str, port: str, most: str, *more: str) -> None:
     """Write the environment to `folder` and serve it as docs/howto/openenv.md does."""
-    import openenv
     import uvicorn
 
-    assert openenv.__file__ is not None
-    template = Path(openenv.__file__).parent / "cli" / "templates" / "openenv_env"
+    template = (
+        Path(str(importlib.import_module("openenv").__file__)).parent
+        / "cli"
+        / "templates"
+        / "openenv_env"
+    )
     for source in (template / "models.py", *(template / "server").glob("*_environment.py")):
         text = source.read_text()
         for mark, name in {"CLASS_NAME": "Echo", "TITLE_NAME": "Echo", "NAME": "echo"}.items():

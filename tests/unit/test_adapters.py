@@ -435,19 +435,22 @@ def test_an_environment_that_cannot_be_played_is_one_error(
 # OpenEnv
 
 
-@pytest.fixture
-def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[str]:
     """The address of a server with the environment of OpenEnv's own template, with room for two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = ROOT / "tests" / "support" / "echo_server.py"
     more = getattr(request, "param", ())
-    command = [sys.executable, str(program), str(tmp_path), str(port), "2", *more]
+    folder = str(tmp_path_factory.mktemp("server"))
+    command = [sys.executable, str(program), folder, str(port), "2", *more]
     address = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:
-            for _ in range(600):
+            for _ in range(1800):  # it imports a lot
                 try:
                     httpx2.get(f"{address}/health")
                     break

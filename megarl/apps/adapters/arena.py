@@ -83,7 +83,7 @@ class ArenaEpisode(Episode):
         return ArenaGame(name, settings)
 
 
-def rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+def arena_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
     """A row for each episode of game `name` of textarena. `arguments`: `size`, `seed` and the
     game's own settings. Raises `ValueError` if the package is missing or the game unknown.
     """
@@ -91,7 +91,7 @@ def rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[s
     return rows_of(ArenaEpisode, name, arguments, limit)
 
 
-def sessions() -> type[Episode]:
+def arena_sessions() -> type[Episode]:
     """The class of the session `textarena`. Raises `ValueError` if the package is missing."""
     package("textarena")
     return ArenaEpisode

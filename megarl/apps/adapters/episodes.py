@@ -61,7 +61,7 @@ def told_of(prompt: Prompt, kind: str) -> tuple[str, dict[str, Any], int]:
     """(name, settings, seed) of the episode that a prompt begins. Raises `ValueError` if the
     prompt's row is none that `row` has made.
     """
-    told = prompt.fields.get("episode")
+    told: Any = prompt.fields.get("episode")
     require(
         isinstance(told, dict),
         f"row {prompt.index} is no episode; set prompts.source to {kind}:NAME, or"

@@ -95,7 +95,7 @@ class GymEpisode(Episode):
         return GymGame(name, settings)
 
 
-def rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+def gym_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
     """A row for each episode of environment `name` of gymnasium. `arguments`: `size`, `seed`,
     `actions` (words for discrete actions) and what `gymnasium.make` takes. Raises `ValueError` if
     the package is missing, or the environment unknown or not one of texts.
@@ -104,7 +104,7 @@ def rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[s
     return rows_of(GymEpisode, name, arguments, limit)
 
 
-def sessions() -> type[Episode]:
+def gym_sessions() -> type[Episode]:
     """The class of the session `gymnasium`. Raises `ValueError` if the package is missing."""
     package("gymnasium")
     return GymEpisode

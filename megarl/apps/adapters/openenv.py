@@ -115,7 +115,9 @@ class OpenEnvEpisode:
             await self._open.close()
 
 
-def rows(address: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+def openenv_rows(
+    address: str, arguments: dict[str, Any], limit: int | None
+) -> list[dict[str, Any]]:
     """A row for each episode of the environment at `address`, http://host:port. `arguments`:
     `size`, `seed`, `action`, `observation`, and what else `reset` takes. Asks the server for the
     first observation of each. Raises `ValueError` if the package is missing or the server cannot
@@ -142,7 +144,7 @@ def rows(address: str, arguments: dict[str, Any], limit: int | None) -> list[dic
     return asyncio.run(firsts())
 
 
-def sessions() -> type[OpenEnvEpisode]:
+def openenv_sessions() -> type[OpenEnvEpisode]:
     """The class of the session `openenv`. Raises `ValueError` if the package is missing."""
     _ = package("openenv").GenericEnvClient  # imported here, since it takes seconds
     return OpenEnvEpisode

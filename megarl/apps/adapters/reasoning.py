@@ -27,7 +27,7 @@ UNSAID = "(several answers may be right)"
 """Reference answer of a problem that comes without one."""
 
 
-def rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+def reasoning_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
     """Make the first `limit` problems, or all (None), of the data set `name` of reasoning_gym.
     `arguments`: its settings, with `size` (default 500) and `seed` (default 0). Returns a row for
     each: {prompt, answer, reasoning_gym: what `verifier` needs}. Raises `ValueError` if the package
@@ -76,7 +76,7 @@ def verifier(config: EnvironmentConfig) -> Verifier:
     extract = package("reasoning_gym").utils.extract_answer
 
     async def verify(prompt: Prompt, response: str) -> dict[str, float]:
-        told = prompt.fields.get("reasoning_gym")
+        told: Any = prompt.fields.get("reasoning_gym")
         require(
             isinstance(told, dict),
             f"row {prompt.index} is of no data set of reasoning_gym; set prompts.source to"

@@ -5,9 +5,6 @@ imported.
     PYTHON verifiers_env.py NAME SIZE > prompts.jsonl       the tasks, as rows of prompts
     PYTHON verifiers_env.py                                 one rollout: see `main`
 
-    environment:
-      agent: {command: [PYTHON, verifiers_env.py], columns: [verifiers], network: open}
-
 Each rollout is one episode of the environment: its harness, a chat loop of verifiers, calls the
 model; the reward is the sum of the environment's own weighted rewards.
 """
@@ -50,7 +47,7 @@ def environment(name: str, settings: dict[str, Any]) -> Any:
     return loaders.load_environment(kind(taskset={"id": name} | settings, agent=agent))
 
 
-def rows(name: str, size: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def task_rows(name: str, size: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The first `size` tasks of an environment as rows {prompt: text, answer, verifiers: what
     `episode` needs}. The prompt is shown only: the harness sends the task's own messages.
     """
@@ -64,7 +61,7 @@ def rows(name: str, size: int, settings: dict[str, Any]) -> list[dict[str, Any]]
 
 
 async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
-    """Run one rollout of the task that a row of `rows` names, against the server at `URL`. Returns
+    """Run one rollout of the task of a row of `task_rows` against the server at `URL`. Returns
     {reward: sum of the weighted rewards of all traces, and each reward and metric by its name}.
     Raises `RuntimeError` with the environment's error if the rollout failed.
     """
@@ -101,7 +98,7 @@ def main(words: list[str]) -> None:
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where uv is
     if words:
         settings = json.loads(words[2]) if len(words) > 2 else {}
-        for row in rows(words[0], int(words[1]), settings):
+        for row in task_rows(words[0], int(words[1]), settings):
             print(json.dumps(row))
         return
     with open(os.environ["MEGARL_PROMPT"]) as file:
