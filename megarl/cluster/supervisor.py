@@ -196,7 +196,8 @@ class EngineSupervisor:
         for number, known in list(self._watched.items()):
             problem = ""
             try:
-                pulse, before = ray.get(known.asked, timeout=0), known.pulse
+                before = known.pulse
+                pulse: Any = ray.get(known.asked, timeout=0)
                 steps += known.hears(pulse, time.monotonic())
                 group.preemptions += pulse.preemptions - (before.preemptions if before else 0)
                 known.asked = None

@@ -128,7 +128,7 @@ class Engine(VllmProcess):
         arguments = AsyncEngineArgs(
             **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
-        make = EngineCoreClient.make_async_mp_client
+        make: Any = EngineCoreClient.make_async_mp_client
 
         def make_core(**settings: Any) -> Any:
             return make(**settings | {"log_stats": True})

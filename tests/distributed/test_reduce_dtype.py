@@ -63,7 +63,7 @@ def vectors(model: str, settings: dict[str, Any], mesh: Any, device: Any) -> Any
             loss = -role.engine(micro, 1.0)[0].sum() / sum(map(len, texts))
             role.engine.backward(loss, last=micro is packs[-1])
         if step == 0:
-            found = [safe_get_full_grad(one) for one in parameters]
+            found: list[Any] = [safe_get_full_grad(one) for one in parameters]
             gradient = torch.cat([one.detach().double().flatten() for one in found])
         role.engine.step()
     change = masters(parameters) - before

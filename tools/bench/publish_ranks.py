@@ -195,7 +195,7 @@ class Readers:
     def __init__(self, case: Case) -> None:
         self.axis, self.tensor = case.wire, case.task["engine_tensor"]
         self.engines = case.task["engines"]
-        self.members, self.missing = list(range(self.engines)), 0
+        self.members, self.missing, self.preemptions = list(range(self.engines)), 0, 0
 
     def is_one_host(self) -> bool:
         return True
