@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import PROBE_BOUND, ROOT, megarl, records, tiny_run, write_recipe, write_rows
-from support.documented import undocumented
+from support.commands import PROBE_BOUND, megarl, records, tiny_run, write_recipe, write_rows
+from support.documented import block, undocumented
 from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, TENSORS
@@ -156,13 +156,10 @@ def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
 def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     alone: list[dict[str, Any]], place: Path
 ) -> None:
-    """The advantage of docs/extending.md, with two equal critics, one of them on a rank of its own:
-    the smaller value is the only one. The checkpoint holds both.
+    """The advantage of docs/howto/second_critic.md, with two equal critics, one of them on a rank
+    of its own: the smaller value is the only one. The checkpoint holds both.
     """
-    page = (ROOT / "docs" / "extending.md").read_text()
-    found = re.search(r"```python second_critic\n(.*?)```", page, re.S)
-    assert found
-    (place / "twins.py").write_text(found[1])
+    (place / "twins.py").write_text(block("python second_critic"))
     algorithm = PPO["algorithm"] | {"advantage": "twins.py:smaller", "loss": "ppo_clip"}
     algorithm |= {"aggregation": "token", "clip_low": 0.2, "clip_high": 0.2}
     tree = {

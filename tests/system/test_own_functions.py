@@ -1,5 +1,5 @@
 """A whole run whose advantage, loss, correction, filter and method are the examples of
-docs/extending.md, in files of the user's: no file of the repository changes.
+docs/howto, in files of the user's: no file of the repository changes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, megarl, records, tiny_run, write_recipe
+from support.commands import megarl, records, tiny_run, write_recipe
+from support.documented import block
 from support.tiny import write_model
 
 KEYS = {
@@ -22,17 +23,9 @@ KEYS = {
 """{example on the page: (file, function)}"""
 
 
-def example(name: str) -> str:
-    """The page's code block of the example `name`."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    found = re.search(rf"```python own_{name}\n(.*?)```", page, re.S)
-    assert found, name
-    return found[1]
-
-
 def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 3)
-    (tmp_path / "best_only.py").write_text(example("training"))
+    (tmp_path / "best_only.py").write_text(block("python own_training"))
     # The second step is trained by the method with a loss of its own.
     both = "return (best_only if batch.step == 1 else imitate)(parts, batch)"
     (tmp_path / "both.py").write_text(
@@ -42,9 +35,9 @@ def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     for name, (file, function) in KEYS.items():
         # Each leaves a word where its body begins, in whichever process it runs.
         said = f"    open({str(tmp_path / 'called')!r}, 'a').write('{name} ')\n"
-        head = re.search(rf"def {function}\(.*\):\n", example(name))
+        head = re.search(rf"def {function}\(.*\):\n", block(f"python own_{name}"))
         assert head is not None
-        (tmp_path / file).write_text(example(name).replace(head[0], head[0] + said))
+        (tmp_path / file).write_text(block(f"python own_{name}").replace(head[0], head[0] + said))
     named = {name: ":".join(place) for name, place in KEYS.items()}
     tree["rollout"]["filter"] = named.pop("filter")
     correction = {"kind": named.pop("correction")}

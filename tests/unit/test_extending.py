@@ -1,10 +1,9 @@
-"""The examples of docs/extending.md, taken from the page and held to what the page says of them."""
+"""Examples of docs/howto, taken from their pages and held to what these say of them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.documented import block
 from support.environments import opened
 from support.ranks import run_ranks
 from support.rollouts import segment
@@ -29,21 +29,11 @@ from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequenc
 from megarl.parallel.sequence import cut
 from megarl.types import Prompt, Verdict
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-
-def block(page: str, name: str) -> str:
-    """The code block `name` of a page."""
-    found = re.search(rf"```python {name}\n(.*?)```", (DOCS / page).read_text(), re.S)
-    assert found, name
-    return found[1]
-
-
-def example(name: str) -> dict[str, Any]:
-    """What the page's code block `name` defines."""
+def example(head: str) -> dict[str, Any]:
+    """What the code block with this head defines."""
     names: dict[str, Any] = {"__name__": "example"}
-    text = block("extending.md", name)
-    exec(compile(text, f"docs/extending.md:{name}", "exec", dont_inherit=True), names)
+    exec(compile(block(head), head, "exec", dont_inherit=True), names)
     return names
 
 
@@ -57,7 +47,7 @@ def registries() -> Iterator[None]:
 @pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize("how", ["zigzag", "contiguous", "zigzag_document"])
 def test_the_transport_gives_float64_attention(how: str) -> None:
-    example("transport")
+    example("python transport")
     starts, size, scale = torch.tensor([0, 9, 10, 31, 40]), 4, 0.3
     indices = cut(starts, size, how)
     torch.manual_seed(0)
@@ -81,7 +71,7 @@ def test_the_transport_gives_float64_attention(how: str) -> None:
 
 @pytest.mark.usefixtures("registries")
 def test_the_backend_agrees_with_ours() -> None:
-    example("backend")
+    example("python backend")
     torch.manual_seed(0)
     targets, weights = torch.randint(0, 50, (20,)), torch.randn(2, 20)
     found = {}
@@ -96,7 +86,7 @@ def test_the_backend_agrees_with_ours() -> None:
 
 
 def test_the_axis_is_one_of_a_grid() -> None:
-    names = example("axis")
+    names = example("python axis")
     layout = names["ExpertLayout"](data=2, expert=2, tensor=2)
     grid = torch.arange(8).view(2, 2, 1, 2)
     assert layout.size == 8 and str(layout) == "data 2 x expert 2 x sequence 1 x tensor 2"
@@ -112,7 +102,7 @@ def on_ranks() -> list[tuple[str, int, float]]:
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import all_reduce
 
-    names = example("axis")
+    names = example("python axis")
     mesh_module.initialise(timeout_s=30)
     with names["ExpertMesh"](names["ExpertLayout"](expert=2), timeout_s=30) as mesh:
         mine, found = torch.tensor([float(mesh.rank + 1)]), []
@@ -132,7 +122,7 @@ def test_the_axis_communicates() -> None:
 
 async def test_the_session_plays(tmp_path: Path) -> None:
     """In its worker process, with the reward of each way a game may end."""
-    (tmp_path / "game.py").write_text(block("environments.md", "session"))
+    (tmp_path / "game.py").write_text(block("python session"))
     write_tokenizer(tmp_path / "tokenizer")
     codec = Codec.of(load_tokenizer(str(tmp_path / "tokenizer")))
     config = EnvironmentConfig(session=f"{tmp_path}/game.py:GuessTheNumber", num_workers=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.documented import block
 
 from megarl.checks.objective_trial import Trial, try_filter, try_objectives
 from megarl.config import RunConfig, from_tree, read
@@ -110,12 +111,11 @@ def test_a_function_of_a_file_passes(key: str, function: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_example_of_the_page_passes(key: str, tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
     name = key.removesuffix(".kind").partition(".")[2]
-    found = re.search(rf"```python own_{name}\n(.*?)```", page, re.S)
-    assert found and len(found[1].splitlines()) <= 15, "short enough to be read"
-    (tmp_path / "own.py").write_text(found[1])
-    (function,) = re.findall(r"^def (\w+)", found[1], re.M)
+    text = block(f"python own_{name}")
+    assert len(text.splitlines()) <= 15, "short enough to be read"
+    (tmp_path / "own.py").write_text(text)
+    (function,) = re.findall(r"^def (\w+)", text, re.M)
     attempt(key, f"{tmp_path}/own.py:{function}")
 
 
