@@ -135,7 +135,7 @@ def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
     require(
         not missing,
         f"rollout.engine.kind {kind}: it has no `async def {' and no '.join(missing)}`; add them"
-        " (docs/extending.md)",
+        " (docs/howto/own_engine.md)",
     )
 
 

@@ -1,7 +1,7 @@
 """Functions of the user's own that a recipe names are called with a small batch before a run
 starts: one that gives NaN, a wrong shape or no gradient is told with its file and line.
 
-What each function receives and returns is in docs/extending.md.
+What each function receives and returns is in docs/reference_extending.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trial:
 
     def require(self, condition: object, said: str) -> None:
         """Raise `ValueError` unless `condition` is true. The message is "SETTING: FILE, line LINE:
-        'FUNCTION' SAID (docs/extending.md)".
+        'FUNCTION' SAID (docs/reference_extending.md)".
 
         SETTING is the recipe's key that names the user's function, such as algorithm.loss. FILE and
         FUNCTION are the two parts of its value, FILE.py:FUNCTION. LINE is the line of the file
@@ -102,7 +102,7 @@ class Trial:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         line = lines[-1] if lines else getattr(code, "co_firstlineno", 1)
         said = " ".join(said.split())
-        return f"{self.setting}: {file}, line {line}: '{name}' {said} (docs/extending.md)"
+        return f"{self.setting}: {file}, line {line}: '{name}' {said} (docs/reference_extending.md)"
 
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:

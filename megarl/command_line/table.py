@@ -170,7 +170,7 @@ COMMANDS = {
         run="megarl.apps.tune.reward_model:main",
         owns_folder=True,
         example="reward_model.yaml --check",
-        docs="docs/preferences.md",
+        docs="docs/howto/reward_model.md",
     ),
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",

@@ -96,7 +96,7 @@ class CorrectionConfig(Config):
     """`decoupled`: w up to high, 0 above. `tis`: min(w, high). `icepop`: w inside [low, high], 0
     outside. `sequence_mask`: the product of a sample's w inside [low, high], 0 outside.
     `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], otherwise 0.
-    A function of your own: docs/extending.md."""
+    A function of your own: docs/reference_extending.md."""
     low: Annotated[float | None, Range(0.0, 1.0), Of("kind", *kinds_with(0), FILE)] = None
     """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
     `geometric_mask`."""
@@ -162,11 +162,11 @@ class AlgorithmConfig(Config):
     megarl.presets.PRESETS. `algorithm: NAME` is short for it."""
     method: Annotated[str, METHOD] = "policy_gradient"
     """What is done with the rollouts of a step: a name in `METHODS` of megarl.loops.rl, or a
-    function of your own (docs/extending.md)."""
+    function of your own (docs/reference_extending.md)."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
     `TOKEN_ADVANTAGES` (one a token) of megarl.objectives, or a function of your own
-    (docs/extending.md). With `kl.where: reward`,
+    (docs/reference_extending.md). With `kl.where: reward`,
     `reinforce_plus_plus` charges a token for the KL of its whole sequence, and
     `reinforce_plus_plus_tokens` for that from the token on, as the paper does (arXiv:2501.03262,
     eq. 8).
@@ -180,7 +180,7 @@ class AlgorithmConfig(Config):
     the one before that, and so on. 0: each turn is judged by its own reward alone."""
     loss: Annotated[str, LOSS] = "ppo_clip"
     """The policy loss: a name in megarl.objectives.losses.LOSSES, or a function of your own
-    (docs/extending.md)."""
+    (docs/reference_extending.md)."""
     aggregation: AggregationName = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""

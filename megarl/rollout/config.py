@@ -27,7 +27,7 @@ class EngineConfig(Config):
 
     kind: Annotated[str, IsPath("code", ("vllm",), "Class")] = "vllm"
     """`vllm`, or a class of your own, such as my_engine.py:MyEngine, which does what
-    `megarl.rollout.inference_engine.InferenceEngine` says (docs/extending.md)."""
+    `megarl.rollout.inference_engine.InferenceEngine` says (docs/howto/own_engine.md)."""
     tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Tensor-parallel degree of an engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -138,9 +138,10 @@ class RolloutConfig(Config):
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     filter: Annotated[str, FILTER, Of("dynamic_sampling.enabled")] = ""
     """Which groups are trained on: `differing`, those whose rewards are not all equal; `all`; or a
-    function of your own (docs/extending.md). Empty: `differing` with an `algorithm.advantage` of
-    the house that compares the samples of a group, otherwise (`remax`, `reinforce_plus_plus`,
-    `reinforce_plus_plus_tokens`, `gae`, an advantage of your own, `megarl distill`) `all`."""
+    function of your own (docs/reference_extending.md). Empty: `differing` with an
+    `algorithm.advantage` of the house that compares the samples of a group, otherwise (`remax`,
+    `reinforce_plus_plus`, `reinforce_plus_plus_tokens`, `gae`, an advantage of your own,
+    `megarl distill`) `all`."""
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds.
     Time in which the engine is paused, for new weights or a colocated trainer, does not count. It

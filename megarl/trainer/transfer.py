@@ -241,10 +241,9 @@ class BatchTransfer:
             columns = (samples.ids, samples.lengths, _chosen(samples), samples.prompts)
             columns = (*columns, computed_lengths(samples))
             rows = zip(*(column.tolist() for column in columns), strict=True)
-            mine += [
-                _Fact(*row, tuple(map(tuple, samples.branches_of(n).tolist())), part)
-                for n, row in enumerate(rows)
-            ]
+            for n, (name, length, tokens, prompt, computed) in enumerate(rows):
+                branches = tuple((first, last) for first, last in samples.branches_of(n).tolist())
+                mine.append(_Fact(name, length, tokens, prompt, computed, branches, part))
         own = self._beginnings(parts)
         told = gather_objects((mine, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}

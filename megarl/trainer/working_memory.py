@@ -3,8 +3,8 @@ an upper bound computed before anything is started.
 
     config.json, parameter table, layout, settings --working_memory--> {term: bytes on a rank's GPU}
 
-The formulas are in docs/layouts.md. T are the tokens of a packed sequence on a rank, b the bytes of
-an activation: 2 in bfloat16, 4 in float32.
+The formulas are in docs/reference_layouts.md. T are the tokens of a packed sequence on a rank, b
+the bytes of an activation: 2 in bfloat16, 4 in float32.
 """
 
 from __future__ import annotations

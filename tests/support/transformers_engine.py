@@ -1,5 +1,5 @@
 """An inference engine that is not vLLM: the model of transformers, in the actor's process, a token at
-a time. It is the example of docs/extending.md, and cheap for tests that are not about vLLM.
+a time. It is the example of docs/howto/own_engine.md, and cheap for tests that are not about vLLM.
 """
 
 from __future__ import annotations

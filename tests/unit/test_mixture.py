@@ -350,7 +350,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 HOW_TO = (
     *("async_reward", "builtin_verifiers", "data_of_others", "long_rows", "mixture"),
     *("multiple_choice", "reward_mathematics", "reward_programs", "several_rewards"),
-    "trl_verl_rewards",
+    *("good_reward", "trl_verl_rewards"),
 )
 SHOWN = [
     (page, yaml.safe_load(text))

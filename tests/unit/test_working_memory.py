@@ -37,8 +37,8 @@ QWEN_14B: dict[str, Any] = {
 
 
 def by_hand() -> dict[str, float]:
-    """{term: GiB} of the table in docs/layouts.md, and `host` of the text below it."""
-    text = (ROOT / "docs/layouts.md").read_text()
+    """{term: GiB} of the table in docs/reference_layouts.md, and `host` of the text below it."""
+    text = (ROOT / "docs/reference_layouts.md").read_text()
     text = text[text.index("| term, of a GPU |") :]
     rows = re.findall(r"^\| ([^|]+) \|[^|]*\| ([0-9.]+) \|$", text, re.MULTILINE)
     prose = " ".join(text.split())
@@ -73,7 +73,7 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
     assert main([*command, "--model.path", str(tmp_path)]) == 0
     by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
     shown = " ".join(capsys.readouterr().out.split())
-    # 18 B a parameter over 8 ranks, and what docs/layouts.md has below them for one row.
+    # 18 B a parameter over 8 ranks, and what docs/reference_layouts.md has below them for one row.
     assert "policy: a step needs at most 58.2 GiB a GPU" in shown
     most = 1 - by_hand / 80e9
     assert f"keeps {by_hand / 2**30:.1f} GiB a GPU; rollout.engine.gpu_memory" in shown

@@ -59,7 +59,8 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     Python, and words that name files are absolute. Raises `ValueError` if there is no such program,
     or the kernel cannot keep it from the network.
     """
-    found = [str(Path(word).resolve()) if Path(word).exists() else word for word in command]
+    # Links are kept: the Python of a virtual environment is one.
+    found = [str(Path(word).absolute()) if Path(word).exists() else word for word in command]
     if command[0] in ("python", "python3"):
         found[0] = sys.executable
     require(
