@@ -21,8 +21,6 @@ WORDS = {"Tutorials": (500, 800), "How-to": (0, 400), "Concepts": (0, 700)}
 OTHERS = {"index.md": (0, 700), "results.md": (0, 600)}
 NO_CONCEPT = {"design.md"}
 """For those who work on the code."""
-TOO_LONG = {"howto/watch.md", "howto/compare_runs.md", "tutorials/notebook.md"}
-"""Pages that are still to be shortened: whoever does removes the name here."""
 
 
 def pages(part: Any) -> Iterator[str]:
@@ -80,13 +78,7 @@ not this. Nor this.
     assert [len(one.split()) for one in sentences(text)] == [3, 4, 1, 2, 1, 5, 2]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.xfail(strict=True)] if page in TOO_LONG else [])
-        for page in BUDGETS
-    ],
-)
+@pytest.mark.parametrize("page", BUDGETS)
 def test_a_page_has_as_many_words_as_it_may(page: str) -> None:
     fewest, most = BUDGETS[page]
     assert fewest <= len((DOCS / page).read_text().split()) <= most

@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 30_057, "apps": 8_670, "tests": 35_735, "tools": 7_901}
+LIMITS = {"core": 30_910, "apps": 10_260, "tests": 38_360, "tools": 8_130}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

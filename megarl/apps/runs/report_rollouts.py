@@ -58,7 +58,9 @@ def listings(run: Run) -> list[Listing]:
     last evaluation, and rollouts of training; without what the run lacks.
     """
     return [
-        one for one in (guarded(problem_listing, run), guarded(rollouts, run)) if one is not None
+        one
+        for one in (guarded(problem_listing, run), guarded(rollout_listing, run))
+        if one is not None
     ]
 
 
@@ -112,7 +114,7 @@ def problem_listing(run: Run) -> Listing | None:
     def items() -> Iterator[str]:
         for number, pair in enumerate(pairs):
             sides = list(zip(words, pair, strict=True))
-            values = [*numbers(pair[-1]), source(pair[0]), verdicts(pair)]
+            values = [*chart_numbers(pair[-1]), source(pair[0]), verdicts(pair)]
             is_short = all(len(str(one["response"])) < SHORT for one in pair)
             yield macros().pair(sides, values, number < OPEN and is_short)
 
@@ -124,7 +126,7 @@ def problem_listing(run: Run) -> Listing | None:
     return shown if pairs else None
 
 
-def numbers(one: dict[str, Any]) -> list[float | None]:
+def chart_numbers(one: dict[str, Any]) -> list[float | None]:
     """[reward, number of tokens] of the transcript of a response, None where unknown."""
     found = [one.get("reward"), one.get("tokens")]
     return [
@@ -168,7 +170,7 @@ def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> li
 # ------------------------------------------------------------------------------------ rollouts
 
 
-def rollouts(run: Run) -> Listing | None:
+def rollout_listing(run: Run) -> Listing | None:
     """The list of rollouts of training, by step. Where not all have room: of steps that lie evenly
     over the run. None for a run without transcripts.
     """
@@ -179,7 +181,7 @@ def rollouts(run: Run) -> Listing | None:
 
     def items() -> Iterator[str]:
         for group, one in inside:
-            values = [group["step"], *numbers(one), source(group), verdicts([one])]
+            values = [group["step"], *chart_numbers(one), source(group), verdicts([one])]
             yield macros().rollout(group, one, values)
 
     chosen = fitting(items())
