@@ -138,7 +138,7 @@ def test_pages_at_390_pixels(tmp_path: Path) -> None:
     assert "concepts/versions.html" in str(told["index.html"]["found"])
     assert told["reference/train.html"]["boxes"] > 3, "its tables are wider than a phone"
     for page, one in told.items():
-        assert (one["width"], one["content"]) == (390, 390), f"{page} scrolls sideways"
+        assert one["content"] <= one["width"] <= 390, f"{page} scrolls sideways"
         assert one["broken"] == one["outside"] == [], page
         assert one["menu"] == 0 and one["unreached"] == 0, f"{page}: not reached by the keyboard"
         assert one["closed"] == 0 and one["open"] > 3, (
