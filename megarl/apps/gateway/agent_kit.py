@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-import httpx
 import numpy as np
 
 from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent_program
@@ -51,7 +50,8 @@ class AgentKit:
         self.sessions: dict[str, AgentSession] = {}
         """{key of a rollout's calls: its session}"""
         self._readers: dict[str, CallReader] = {}
-        self._web: httpx.AsyncClient | None = None
+        self._web: Any = None
+        """The HTTP client of all function agents; made with the first call."""
         self.serving: asyncio.Task[None] | None = None
         """The task of the server, which would end without a reference to it."""
 
@@ -117,10 +117,11 @@ class AgentKit:
         return run_agent_program(self.command, prompt, settings.columns, variables, port)
 
     async def _call(self, prompt: Prompt, key: str) -> Any:
+        from httpx2 import Limits  # openai's own
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         if self._web is None:  # one for all agents: to make one takes tens of milliseconds
-            self._web = DefaultAsyncHttpxClient(limits=httpx.Limits(), verify=False)
+            self._web = DefaultAsyncHttpxClient(limits=Limits(), verify=False)
         client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=self._web)
         answer = await self.function(prompt, client)
         return Answer(answer) if isinstance(answer, str) else answer

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -78,7 +79,7 @@ def refuse_settings(request: Any) -> None:
     """Raise `ApiError` for a setting of the request that a run of training cannot have."""
     for name, why in REFUSED.items():
         found = getattr(request, name, None)
-        found = found.model_dump(exclude_none=True) if hasattr(found, "model_dump") else found
+        found = found.model_dump(exclude_none=True) if isinstance(found, BaseModel) else found
         if found not in NOT_GIVEN:
             raise ApiError(
                 f"`{name}` is not supported: {why}; leave it out", code="unsupported", param=name

@@ -137,6 +137,7 @@ class Responses(OpenAIForm):
             model=request.model,
             max_completion_tokens=request.max_output_tokens,
             stream=request.stream,
+            seed=None,
             logprobs=None,
             top_logprobs=request.top_logprobs,
             frequency_penalty=request.frequency_penalty,
