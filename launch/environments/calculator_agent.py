@@ -1,6 +1,6 @@
 """An agent with two tools, written for OpenAI's client and for no library of training.
 
-    OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=key python calculator_agent.py "12*34+56"
+    OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=key python calculator_agent.py "3*4+5"
 
 `launch/recipes/agent.yaml` trains it as it is, by its function `solve`.
 """
