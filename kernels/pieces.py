@@ -156,9 +156,12 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
         upto: for each query, the last key that it attends to, plus 1.
         rows: indices of the queries that attend to at least one key.
     """
+    # Queries without a key here may stand between others, of documents that continue the same one.
     steps = [
-        u1 - u0 if f1 == f0 else -1
-        for f0, f1, u0, u1 in zip(first, first[1:], upto, upto[1:], strict=False)
+        u1 - u0 if f1 == f0 and r1 == r0 + 1 else -1
+        for f0, f1, u0, u1, r0, r1 in zip(
+            *(first, first[1:], upto, upto[1:], rows, rows[1:]), strict=False
+        )
     ]
     runs: list[tuple[int, int, int]] = []  # (begin, end, step) where all steps are equal
     for position, step in enumerate(steps):
@@ -288,7 +291,7 @@ def mask_regions_of(
         return list(_bands(rows, first, upto, masks_are_cheap)), limits
     spans = []
     for a, b in _stretches(first, upto, rows):
-        # Only the first queries of a document can see nothing, so a stretch is consecutive in q.
+        # A stretch is consecutive in q.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
             spans.append(MaskRegion(q0, q1, begin, low, "full"))

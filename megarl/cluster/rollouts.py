@@ -249,6 +249,10 @@ def start_service(
         prefix_saves=must_save(config.training.share_prefix),
         windows=layer_windows(inputs.hf),
     )
+    environment = config.environment.within(
+        config.rollout.max_new_tokens,
+        config.training.micro_batch_tokens * inputs.layout.sequence,
+    )
     known: dict[str, Any] = dict(
         config=config.rollout,
         seed=config.seed,
@@ -263,6 +267,7 @@ def start_service(
         group_filter=config.group_filter,
         greedy_baseline=config.greedy_baseline,
         max_turns=config.environment.max_turns,
+        max_together=environment.agent.rollout_tokens,
         max_failure_share=config.environment.max_failure_share,
     )
     codec = Codec.of(
@@ -276,7 +281,7 @@ def start_service(
             service_arguments,
             known,
             handles=list(engines.handles),
-            environment=config.environment.within(config.rollout.max_new_tokens),
+            environment=environment,
             codec=codec,
             token=client_token(config.environment),
             ledger=Path(config.folder).absolute() / FILE if records else None,

@@ -42,6 +42,9 @@ class AgentConfig(Config):
     context_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Longest conversation in tokens, with the answer; a call beyond it is refused. 0:
     `rollout.max_new_tokens`, which is also the most."""
+    rollout_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
+    """Most tokens of all conversations of a rollout together, each counted once; a call beyond it
+    is refused. 0: `training.micro_batch_tokens`, what a rank computes at once."""
     network: Literal["gateway", "open"] = "gateway"
     """Which TCP connections the program may make: `gateway`, to the server of this section's port
     only (Linux 6.7 or newer, with Landlock); `open`, any."""

@@ -448,14 +448,18 @@ class EnvironmentConfig(Config):
         """
         return self.tools.are_used or self.agent.is_used
 
-    def within(self, longest: int) -> Self:
-        """A copy in which the longest conversation of an agent is set, to at most `longest` tokens,
-        the limit of a rollout; the configuration itself without an agent.
+    def within(self, longest: int, together: int) -> Self:
+        """A copy in which the limits of an agent are set: a conversation to at most `longest`
+        tokens, and all conversations of a rollout to `together` if the recipe sets no limit. The
+        configuration itself without an agent.
         """
         if not self.agent.is_used:
             return self
-        tokens = min(self.agent.context_tokens or longest, longest)
-        return replace(self, agent=replace(self.agent, context_tokens=tokens))
+        limits = {
+            "context_tokens": min(self.agent.context_tokens or longest, longest),
+            "rollout_tokens": self.agent.rollout_tokens or max(longest, together),
+        }
+        return replace(self, agent=replace(self.agent, **limits))
 
     @property
     def needs_verifier(self) -> bool:

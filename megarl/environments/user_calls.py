@@ -57,7 +57,7 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
     what it raises; after the limit `LimitExceeded(late)`, with the message `late`. The awaitable is
     then cancelled, and not waited for, since it may catch the cancellation and go on for ever.
     """
-    running = asyncio.ensure_future(_ended(awaitable))
+    running = asyncio.ensure_future(outcome_of(awaitable))
     try:
         await asyncio.wait({running}, timeout=limit_s)
         if not running.done():
@@ -70,9 +70,10 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
     return value
 
 
-async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """(what `awaitable` gives, None) or (None, what it raised): SystemExit, raised in a task, would
-    end the event loop.
+async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Await the user's `awaitable`: returns (what it gives, None) or (None, what it raised). So
+    SystemExit, which would end the event loop if a task raised it, is a result. A fork made
+    meanwhile ends.
     """
     try:
         with ending_forks():

@@ -351,6 +351,11 @@ class Host:
                 raise TypeError(said)
             if found.reward != 0.0:
                 raise ValueError("the session's start returned a reward, but no turn was taken yet")
+            if found.follows not in (None, -1) or (found.max_tokens and not found.text):
+                raise ValueError(
+                    "the session's start returned an observation that follows a segment, or an"
+                    " empty one with max_tokens; leave both out"
+                )
             if found.role:
                 raise ValueError(
                     "the session's start returned an observation with a role, but the prompt has"
@@ -387,7 +392,7 @@ class Host:
             if not isinstance(found, Observation):
                 return self._score(found)
             reply = await self._observation(found)
-            if not reply["observation"] and found.follows is None:
+            if not reply["observation"] and found.follows in (None, -1):
                 raise ValueError(
                     f"the session's step returned the observation {found.text!r:.80}, which has no"
                     " tokens in the model's tokenizer"
@@ -451,6 +456,8 @@ class Host:
                 f"the session's observation has {len(text):,} characters, more than"
                 f" {MOST_CHARACTERS:,}; shorten it"
             )
+        if found.max_tokens < 0:
+            raise ValueError(f"the session's observation has max_tokens = {found.max_tokens}")
         reward = read_score(found.reward).reward
         if found.role:
             before, after = self._codec.around

@@ -100,6 +100,9 @@ class Attempts:
     """Token limit of a rollout: all segments together, without the prompt."""
     max_turns: int = 0
     """Limit of model segments in a rollout; 0 is none."""
+    max_together: int = 0
+    """Token limit of a rollout whose segments are a tree: all of them together, each counted once;
+    0 for `max_new_tokens`."""
     max_failure_share: float = 1.0
     """Fraction, 0 to 1, of failed verdicts from which an evaluation raises `UserError`."""
 
@@ -173,32 +176,53 @@ class Attempts:
         turn = 0
         while True:
             earlier = path(segments)
-            room = self.max_new_tokens - sum(one.num_tokens for one in earlier)
+            room = self._room(segments)
             asked = segments[-1].max_next if segments else 0
             part = await generate(earlier, turn, min(room, asked) if asked else room)
             segments.append(part)
             said = sum(one.num_tokens for one in segments if one.kind == "model")
+            # A turn that its own limit has ended is no rollout that was cut off.
+            is_short = part.finish == "length" and part.num_tokens < room
             with self.scoring.request():
-                answer = await self.environment.step(key, prompt, part, num_tokens=said)
+                answer = await self.environment.step(
+                    *(key, prompt, replace(part, finish="stop") if is_short else part),
+                    num_tokens=said,
+                )
             self.progress += 2
             if isinstance(answer, Verdict):
                 segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer
+            if answer.follows is not None and not -1 <= answer.follows < len(segments):
+                verdict = await self.environment.cut_off(key, said)
+                detail = (
+                    f"an observation follows segment {answer.follows}, but the rollout has segments"
+                    f" 0 to {len(segments) - 1}; return one of these, -1 or None"
+                )
+                return segments, replace(verdict, failure="error", detail=detail, judged=True)
             if answer.follows == len(segments) - 1:
                 answer = replace(answer, follows=None)
-            used = sum(one.num_tokens for one in path([*segments, answer]))
-            if reached := self._limit_reached(turn, used):
+            if reached := self._limit_reached(turn, [*segments, answer]):
                 segments[-1] = replace(part, finish=reached)
                 verdict = await self.environment.cut_off(key, said)
                 return segments, replace(verdict, reward=verdict.reward + answer.reward)
             segments.append(answer)
             turn += 1
 
-    def _limit_reached(self, turn: int, used: int) -> Literal["", "length", "turns"]:
-        """Which limit keeps the model from replying to an observation, if one does. `used`: tokens
-        that the model would have read after the prompt, observation included.
+    def _room(self, segments: Sequence[Segment]) -> int:
+        """Most tokens of a turn of the model after `segments`, by the limits of what the model
+        reads and of the whole rollout.
         """
-        if used >= self.max_new_tokens:
+        read = self.max_new_tokens - sum(one.num_tokens for one in path(segments))
+        together = self.max_together or self.max_new_tokens
+        return min(read, together - sum(one.num_tokens for one in segments))
+
+    def _limit_reached(
+        self, turn: int, segments: Sequence[Segment]
+    ) -> Literal["", "length", "turns"]:
+        """Which limit keeps the model from replying to an observation, the last of `segments`, if
+        one does.
+        """
+        if self._room(segments) <= 0:
             return "length"
         return "turns" if turn + 1 == self.max_turns else ""
 

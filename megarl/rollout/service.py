@@ -156,6 +156,7 @@ class RolloutService:
         group_filter: str = "differing",
         greedy_baseline: Literal["", "reward", "tokens"] = "",
         max_turns: int = 0,
+        max_together: int = 0,
         max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
         keep: Callable[[Group], Awaitable[Group]] | None = None,
@@ -166,9 +167,10 @@ class RolloutService:
         `carried`: finished groups in the checkpoint, ascending. `group_filter`: which groups
         dynamic sampling keeps, from `FILTERS` or file.py:function. `greedy_baseline`: whether each
         group has a greedy response to compare with, of which the trainer gets the reward or, for
-        its reward models, the tokens too. `max_turns`: limit of model segments in a rollout, 0 for
-        none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or evaluation from
-        which the service fails. `ledger`: records what becomes of every group; None records
+        its reward models, the tokens too. `max_together`: limit of the tokens of a rollout that is
+        a tree, 0 for `config.max_new_tokens`. `max_turns`: limit of model segments in a rollout, 0
+        for none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or evaluation
+        from which the service fails. `ledger`: records what becomes of every group; None records
         nothing. `keep`: moves the token arrays of a finished group to where ranks read them; None
         leaves them in this process. Raises `ValueError` if a carried group is one that `cursor`
         says is used.
@@ -184,7 +186,8 @@ class RolloutService:
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
         self.engines = EnginePool(engines, config)
         self._attempts = Attempts(
-            self.engines, environment, seed, config.max_new_tokens, max_turns, max_failure_share
+            *(self.engines, environment, seed, config.max_new_tokens, max_turns, max_together),
+            max_failure_share,
         )
         self._waits = Waits()
         self.moved = WaitProgress()

@@ -163,7 +163,10 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
         tuple[int, int, list[BranchPart]]
     ]()  # conversations of their own: of the last documents
     numbers = list[int]()
-    for one in documents(sizes, range(len(sizes)), saves=saves, deepest=deepest):
+    planned = documents(sizes, range(len(sizes)), saves=saves, deepest=deepest)
+    if not any(one.is_shared for one in planned):
+        planned.sort(key=lambda one: one.sample)
+    for one in planned:
         above = numbers[one.parent] if one.parent >= 0 else -1
         numbers.append(len(made))
         if one.is_shared or edges[one.sample] == edges[one.sample + 1]:

@@ -18,6 +18,7 @@ import pytest
 from megarl.apps.gateway.agent_program import (
     NETWORK_SINCE,
     AgentFailed,
+    adopt_orphans,
     check_command,
     run_agent_program,
 )
@@ -65,17 +66,30 @@ def test_agents_that_fail(tmp_path: Path) -> None:
         run(tmp_path, "raise KeyError('of its own')")
     with pytest.raises(AgentFailed, match="signal SIGKILL"):
         run(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    pipe = "import os; os.mkfifo(os.environ['MEGARL_RESULT'])"
+    with pytest.raises(AgentFailed, match="it is no file"):
+        run(tmp_path, pipe)
+    link = "import os; os.symlink('/dev/zero', os.environ['MEGARL_RESULT'])"
+    with pytest.raises(AgentFailed, match="MEGARL_RESULT is no JSON"):
+        run(tmp_path, link)
+    assert (
+        run(tmp_path, "import os; print('MEGARL_RESULT' in os.environ)", scores=False).text
+        == "False"
+    )
     broken = "import os; open(os.environ['MEGARL_RESULT'], 'w').write('{')"
     with pytest.raises(AgentFailed, match="MEGARL_RESULT is no JSON"):
         run(tmp_path, broken)
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
-    """Of an agent that is cut off, and of one that ends before what it has started."""
+    """Of an agent that is cut off, and of one that ends before what it has started, also in a
+    session of its own.
+    """
+    adopt_orphans()
     starts = f"""
         import subprocess, sys, time
-        children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-                    for _ in range(2)]
+        children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                                     start_new_session=apart) for apart in (False, True)]
         open({str(tmp_path / "ids")!r}, "w").write(" ".join(str(one.pid) for one in children))
     """
 

@@ -160,7 +160,7 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
 
     says = ["one", "two", "three", "four", "five", "six", "seven"]
     found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer == {"reward": 0.5, "turns": 2.0}
+    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 7.0, "conversations": 3.0}
     user, begin = "<|im_start|>user", "<|im_end|><|im_start|>assistant"
     first = f"{user}1+2{begin}"
     assert found.read == [
@@ -216,7 +216,7 @@ def test_streams_and_other_forms(codec: Codec, tmp_path: Path) -> None:
 
     says = [CALL, "2", "2 more", "3", CALL, "done"]
     found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer == 1.0
+    assert found.answer["reward"] == 1.0
     assert found.read[3].startswith("<|im_start|>system sum<|im_end|>")
     assert found.read[5].startswith(found.read[4] + CALL + END)  # the tokens of the call are kept
 
@@ -248,7 +248,7 @@ def test_anthropic(codec: Codec, tmp_path: Path) -> None:
         return 1.0
 
     found = played(codec, tmp_path, [CALL + END, "three" + END], talk)
-    assert found.answer == 1.0 and found.read[1].startswith(found.read[0] + CALL + END)
+    assert found.answer["reward"] == 1.0 and found.read[1].startswith(found.read[0] + CALL + END)
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
@@ -295,7 +295,47 @@ def test_what_is_refused(codec: Codec, tmp_path: Path) -> None:
             assert answer.status_code == 200
         return 1.0
 
-    assert played(codec, tmp_path, ["3" + END], talk).answer == 1.0
+    assert played(codec, tmp_path, ["3" + END], talk).answer["reward"] == 1.0
+
+
+def test_the_model_answers_its_own_turn(codec: Codec, tmp_path: Path) -> None:
+    """An agent that sends the conversation back with nothing new: the turn is ended, and the model
+    has another.
+    """
+
+    async def talk(url: str, key: str) -> str:
+        chat = list(ASKED)
+        async with client(url, key) as api:
+            for _ in range(3):
+                made = await api.chat.completions.create(model="policy", messages=chat)
+                chat.append({"role": "assistant", "content": made.choices[0].message.content})
+        return "".join(str(turn["content"]) for turn in chat[1:])
+
+    found = played(codec, tmp_path, [f"{one}{END}" for one in "abc"], talk)
+    begin = "<|im_start|>assistant"
+    first = f"<|im_start|>user1+2{END}{begin}"
+    assert found.answer.text == "abc"
+    assert found.read == [first, f"{first}a{END}{begin}", f"{first}a{END}{begin}b{END}{begin}"]
+    assert [follows for follows, _ in found.parts[::2]] == [-1, 1, 3]
+
+
+def test_a_rollout_has_so_many_tokens(codec: Codec, tmp_path: Path) -> None:
+    """Of all conversations together; the agent is told the numbers."""
+
+    async def talk(url: str, key: str) -> str:
+        async with client(url, key) as api:
+            for number in range(100):
+                chat: list[Any] = [{"role": "user", "content": f"{number}" * 9}]
+                try:
+                    await api.chat.completions.create(model="policy", messages=chat)
+                except openai.BadRequestError as error:
+                    return f"{number} {error.code}"
+        return "never"
+
+    found = played(codec, tmp_path, [f"a{END}"] * 100, talk, rollout_tokens=60)
+    number, code = found.answer.text.split()
+    tokens = sum(len(codec.encode(text)) for _, text in found.parts)
+    assert code == "rollout_tokens" and int(number) > 2 and 40 < tokens <= 60
 
 
 def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
@@ -318,3 +358,36 @@ def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
         played(codec, tmp_path, ["3" + END], hangs, time_limit_s=0.5)
     with pytest.raises(Exception, match="the agent made no call"):
         played(codec, tmp_path, ["3" + END], is_silent)
+
+
+def test_a_function_harms_nobody_else(codec: Codec, tmp_path: Path) -> None:
+    """It exits, and it closes its client; the worker process and others' calls go on."""
+    (tmp_path / "own.py").write_text(
+        "import sys\nasync def run(prompt, client):\n"
+        "    async with client:\n"
+        "        made = await client.chat.completions.create(model='policy', messages=[\n"
+        "            {'role': 'user', 'content': prompt.text}])\n"
+        "    if prompt.answer == 'exit':\n        sys.exit(3)\n"
+        "    return made.choices[0].message.content\n"
+    )
+
+    async def run() -> list[Any]:
+        agent: Any = {"function": f"{tmp_path}/own.py:run"}
+        kit = AgentKit(EnvironmentConfig(agent=agent), codec, {})
+        await kit.start()
+        found: list[Any] = []
+        for answer in ("exit", "3"):
+            session = kit.session()
+            await session.start(Prompt(0, "1+2", [], answer))
+            ids = np.array(codec.encode(f"3{END}"), np.int32)
+            try:
+                found.append(await session.step("3", ids))
+            except Exception as error:
+                found.append(str(error))
+            await session.close()
+        assert kit.serving is not None and not kit.sessions
+        kit.serving.cancel()
+        return found
+
+    first, second = asyncio.run(run())
+    assert first == "the agent raised SystemExit(3)" and second.text == "3"

@@ -172,11 +172,12 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
     )
     engine = RecordedEngine(load=True, **arguments)
     codec = Codec.of(inputs.tokenizer, whole=config.environment.needs_template)
-    environment = Environment(config.environment.within(config.rollout.max_new_tokens), codec)
+    settings = config.environment.within(config.rollout.max_new_tokens, 2**20)
+    environment = Environment(settings, codec)
     await asyncio.gather(engine.start(), environment.start())
     try:
         pool = EnginePool([Here(engine)], config.rollout)
-        limits = config.rollout.max_new_tokens, config.environment.max_turns
+        limits = config.rollout.max_new_tokens, config.environment.max_turns, 2**20
         attempts = Attempts(pool, environment, config.seed, *limits)
         prompts = [inputs.prompts.at(ordinal) for ordinal in range(count)]
         found = await asyncio.gather(

@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.apps.gateway.agent_program import AgentFailed, check_command, run_agent_program
+from megarl.apps.gateway.agent_program import (
+    AgentFailed,
+    adopt_orphans,
+    check_command,
+    run_agent_program,
+)
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
 from megarl.apps.gateway.conversations import Conversations, plain
 from megarl.apps.tools.markup import TurnMarkup
@@ -24,13 +29,26 @@ from megarl.apps.tools.tool import CallError, Schema
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
-from megarl.environments.user_calls import LimitExceeded
+from megarl.environments.user_calls import LimitExceeded, outcome_of
 from megarl.environments.user_code import Sources, own_function
 from megarl.files import canonical_json
 from megarl.schema import require
 from megarl.types import Prompt
 
 FUNCTION = "environment.agent.function"
+ENDED = ApiError("the rollout has ended, at a limit of the run", code="ended")
+
+
+def _shared_client() -> Any:
+    """An HTTP client for the calls of many agents, which an agent cannot close for the others."""
+    from httpx2 import Limits  # openai's own
+    from openai import DefaultAsyncHttpxClient
+
+    class Shared(DefaultAsyncHttpxClient):
+        async def aclose(self) -> None:
+            pass
+
+    return Shared(limits=Limits(), verify=False, trust_env=False, timeout=None)
 
 
 class AgentKit:
@@ -65,6 +83,7 @@ class AgentKit:
             self.command = check_command(
                 settings.command, network=settings.network, isolate=isolate
             )
+            adopt_orphans()
         else:
             self.function = own_function(settings.function, FUNCTION, sources=self._sources)
             require(
@@ -79,7 +98,11 @@ class AgentKit:
             "environment.agent needs a model whose tokenizer has a chat template; put one beside"
             " the tokenizer (chat_template.jinja)",
         )
-        self.markup = TurnMarkup(self.codec.tokenizer, (), self.codec.variables)
+        tokenizer = self.codec.tokenizer
+        self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
+        begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
+        self.beginning = str(tokenizer.bos_token) if begins else ""
+        """Special token with which the tokenizer begins a text that no template writes."""
         from megarl.apps.gateway.server import serve_agents  # imports vLLM's protocol, for seconds
 
         self.port = await serve_agents(self)
@@ -111,24 +134,39 @@ class AgentKit:
             settings.key_variable: key,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": key,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
         }
         port = str(self.port) if settings.network == "gateway" else "0"
         port = port if self.config.isolate else "none"
-        return run_agent_program(self.command, prompt, settings.columns, variables, port)
+        return run_agent_program(
+            *(self.command, prompt, settings.columns, variables, port),
+            scores=not self.config.needs_verifier,
+        )
 
     async def _call(self, prompt: Prompt, key: str) -> Any:
-        from httpx2 import Limits  # openai's own
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        from openai import AsyncOpenAI
 
         if self._web is None:  # one for all agents: to make one takes tens of milliseconds
-            self._web = DefaultAsyncHttpxClient(limits=Limits(), verify=False)
-        client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=self._web)
-        answer = await self.function(prompt, client)
+            self._web = _shared_client()
+        client = AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=key,
+            http_client=self._web,
+            timeout=None,  # the run has limits of its own
+            max_retries=0,
+        )
+        answer, error = await outcome_of(self.function(prompt, client))
+        if isinstance(error, Exception | asyncio.CancelledError):
+            raise error
+        if error is not None:  # SystemExit and such would end the worker process
+            raise AgentFailed(f"the agent raised {error!r}") from error
         return Answer(answer) if isinstance(answer, str) else answer
 
-    def read(self, token_ids: np.ndarray, tools: list[Schema]) -> tuple[str, Choice]:
+    def read(self, token_ids: np.ndarray, tools: list[Schema], room: int) -> tuple[str, Choice]:
         """(the model's turn with special tokens, the same as the agent reads it). `token_ids`: [T]
-        ids of the turn. `tools`: those that it may call.
+        ids of the turn. `tools`: those that it may call. `room`: most tokens that it could have; 0
+        for no limit.
         """
         said = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
         text, calls = self.codec.decode(token_ids), []
@@ -147,8 +185,8 @@ class AgentKit:
                     }
                     for call in found
                 ]
-        ended = len(token_ids) and int(token_ids[-1]) in self.codec.ends
-        finish = "tool_calls" if calls else "stop" if ended else "length"
+        is_cut = len(token_ids) == room and int(token_ids[-1]) not in self.codec.ends
+        finish = "tool_calls" if calls else "length" if is_cut else "stop"
         return said, Choice(text, calls, finish, len(token_ids))
 
     def _reader(self, tools: list[Schema]) -> CallReader:
@@ -172,13 +210,16 @@ class AgentSession:
         self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
         self.calls: asyncio.Queue[AgentCall] = asyncio.Queue()
         """Calls that wait to be answered."""
-        self._conversations = Conversations(kit.markup)
+        self._conversations = Conversations(kit.markup, kit.beginning)
         self._agent: asyncio.Future[Any] | None = None
         self._call: AgentCall | None = None
         """The call that the model answers at present."""
         self._context, self._asked_at = 0, 0
         """Tokens that the model has read for this call, and the segment with the last of them."""
-        self._segments, self._turns = 0, 0
+        self._given = 0
+        """Most tokens of the model's present turn."""
+        self._segments, self._turns, self._tokens = 0, 0, 0
+        """Of the rollout so far; tokens are those of all conversations, each counted once."""
         self._left_s = kit.settings.time_limit_s
         kit.sessions[self.key] = self
 
@@ -203,18 +244,23 @@ class AgentSession:
     def _record(self, token_ids: np.ndarray) -> None:
         """Note the model's turn, and answer the call with it if it is the last asked for."""
         assert self._call is not None
-        said, choice = self.kit.read(token_ids, self._call.tools)
+        said, choice = self.kit.read(token_ids, self._call.tools, self._given)
         number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
+        self._tokens += len(token_ids)
         chat, tokens = [*self._call.chat, plain(choice.message)], self._context + len(token_ids)
-        self._conversations.record(number, tokens, chat, self._call.tools, said)
+        self._conversations.answered(number, tokens, chat, self._call.tools, said)
         self._call.add(choice)
 
     async def _observation(self) -> Observation | None:
         """What the model reads to answer the next call; None if the agent has ended."""
         call = self._call
         if call is not None and not call.answer.done():  # another answer to the same call
-            self._segments += 1
-            return Observation("", follows=self._asked_at, max_tokens=self._room(call))
+            try:
+                self._given = self._room(call)
+                self._segments += 1
+                return Observation("", follows=self._asked_at, max_tokens=self._given)
+            except ApiError as error:
+                call.fail(error)
         while True:
             call = self._call = await self._next()
             if call is None:
@@ -223,20 +269,29 @@ class AgentSession:
                 continue
             try:
                 place = self._conversations.place(call.chat, call.tools)
-                self._context = place.tokens + len(self.kit.codec.encode(place.text))
-                call.prompt_tokens = self._context
-                room = self._room(call)
+                read = len(self.kit.codec.encode(place.text))
+                self._context = call.prompt_tokens = place.tokens + read
+                self._given = self._room(call, read)
             except (ApiError, ValueError) as error:
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
             self._asked_at = self._segments if place.text else place.follows
-            self._conversations.record(self._asked_at, self._context, call.chat, call.tools, None)
-            self._segments += 1
-            return Observation(place.text, follows=place.follows, max_tokens=room)
+            self._conversations.asked(self._asked_at, self._context, call.chat, call.tools)
+            self._segments, self._tokens = self._segments + 1, self._tokens + read
+            return Observation(place.text, follows=place.follows, max_tokens=self._given)
 
-    def _room(self, call: AgentCall) -> int:
-        """Most tokens of the model's answer to `call`; raises `ApiError` if there is no room."""
-        longest = self.kit.settings.context_tokens
+    def _room(self, call: AgentCall, read: int = 0) -> int:
+        """Most tokens of the model's answer to `call`, for which it reads `read` more; raises
+        `ApiError` if there is no room.
+        """
+        longest, together = self.kit.settings.context_tokens, self.kit.settings.rollout_tokens
+        left = together - self._tokens - read
+        if together and left < 1:
+            raise ApiError(
+                f"the conversations of this rollout have {self._tokens} tokens, and this call would"
+                f" add {read}: more than {together} (environment.agent.rollout_tokens)",
+                code="rollout_tokens",
+            )
         if longest and self._context >= longest:
             raise ApiError(
                 f"This model's maximum context length is {longest} tokens, and the messages have"
@@ -244,7 +299,8 @@ class AgentSession:
                 code="context_length_exceeded",
                 param="messages",
             )
-        limits = [one for one in (longest and longest - self._context, call.max_tokens) if one]
+        limits = [longest and longest - self._context, together and left, call.max_tokens]
+        limits = [one for one in limits if one]
         return min(limits, default=0)
 
     async def _next(self) -> AgentCall | None:
@@ -257,6 +313,8 @@ class AgentSession:
             either = {asked, self._agent}
             await asyncio.wait(either, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
             if self._agent.done():
+                if asked.done():
+                    asked.result().fail(ENDED)
                 return None
             if not asked.done():
                 limit_s = self.kit.settings.time_limit_s
@@ -272,17 +330,17 @@ class AgentSession:
         """What the agent, which has ended, has answered; raises what it has raised."""
         assert self._agent is not None
         answer = self._agent.result()
+        own = {"calls": float(self._turns), "conversations": float(self._conversations.started)}
         if isinstance(answer, Answer):
-            own = {"calls": float(self._turns), "conversations": float(self._conversations.started)}
             return Answer(answer.text, own | answer.metrics)
-        return answer
+        return own | (answer if isinstance(answer, dict) else {"reward": answer})
 
     async def close(self) -> None:
         """End the agent, and refuse its calls from now on."""
         self.kit.sessions.pop(self.key, None)
         waiting = [self.calls.get_nowait() for _ in range(self.calls.qsize())]
         for call in filter(None, [self._call, *waiting]):
-            call.fail(ApiError("the rollout has ended, at a limit of the run", code="ended"))
+            call.fail(ENDED)
         if self._agent is not None:
             self._agent.cancel()
             await asyncio.wait([self._agent])

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from megarl.environments.isolation import landlock_version
+from megarl.environments.isolation import call_libc, landlock_version
 from megarl.environments.session import Answer
 from megarl.schema import require
 from megarl.types import Prompt
@@ -35,6 +36,9 @@ ERROR_BYTES = 2000
 CLOSE_WITHIN_S = 1.0
 """Seconds that the output of an agent which has ended is still read for: a process that has escaped
 may hold it open."""
+MARK = "MEGARL_PROMPT"
+"""Environment variable whose value no two rollouts share."""
+SET_CHILD_SUBREAPER = 36
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import os, sys
@@ -88,24 +92,29 @@ async def run_agent_program(
     columns: Sequence[str],
     variables: Mapping[str, str],
     port: str,
+    *,
+    scores: bool = True,
 ) -> Any:
     """Run an agent's program once and return what it answers: an `Answer` with its standard output
     or, if it wrote JSON to the file that MEGARL_RESULT names, that value, a score. Ends the program
     when cancelled. Raises `AgentFailed` if it ends with an error.
 
     `command`: as `check_command` returns it. `columns`: of the data row that it may see.
-    `variables`: further environment variables. `port`: see `STARTER`.
+    `variables`: further environment variables. `port`: see `STARTER`. `scores`: whether it may
+    score itself; otherwise there is no such file.
     """
-    with tempfile.TemporaryDirectory(prefix="megarl_agent_", ignore_cleanup_errors=True) as place:
-        folder, work = Path(place), Path(place) / "work"
+    folder = Path(tempfile.mkdtemp(prefix="megarl_agent_"))
+    try:
+        work = folder / "work"
         work.mkdir()
         told = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
         (folder / "prompt.json").write_text(json.dumps(told, default=str))
         own = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
-            "MEGARL_RESULT": str(folder / "result.json"),
             "HOME": str(work),
         }
+        if scores:
+            own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port, *words],
@@ -122,7 +131,7 @@ async def run_agent_program(
         ]
         try:
             await _ended(process)
-            await asyncio.to_thread(_end, process)  # with which the pipes are closed, too
+            await asyncio.to_thread(_end, process, own[MARK])  # which closes the pipes, too
             await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
             said, complained = (one.result() if one.done() else b"" for one in reading)
             if code := process.returncode:
@@ -135,16 +144,23 @@ async def run_agent_program(
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.to_thread(_end, process)
+            await asyncio.to_thread(_end, process, own[MARK])
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _answer(result: Path, said: bytes) -> Any:
     """What an agent that has ended without an error answers."""
     try:
-        return json.loads(result.read_bytes())
+        # The agent may have put anything there: a pipe, a link to a device, an endless file.
+        descriptor = os.open(result, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no file")
+            return json.loads(file.read(MOST_OUTPUT))
     except FileNotFoundError:
         return Answer(said.decode(errors="replace").strip())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AgentFailed(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
 
 
@@ -176,9 +192,15 @@ async def _last(stream: Any, most: int) -> bytes:
     return kept
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, and all processes that it has started, as far as they can be found. Does
-    nothing the second time, when the process's id may be another's.
+def adopt_orphans() -> None:
+    """Make this process the parent of what its descendants leave behind; `_end` finds it there."""
+    call_libc("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill the process, and all processes that it has started, as far as they can be found: its
+    descendants, its process group, and what it has left to this process, which has `mark` in its
+    environment. Does nothing the second time, when the process's id may be another's.
     """
     if process.returncode is not None:
         return
@@ -189,3 +211,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for one in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if one.environ().get(MARK) == mark:
+                for descendant in [*one.children(recursive=True), one]:
+                    descendant.kill()
+                one.wait(CLOSE_WITHIN_S)

@@ -2,7 +2,7 @@
 before, and what the model has to read beyond that.
 
     Conversations.place(chat, tools) -> Place(follows, text)
-    Conversations.record(number, chat, tools, answer)
+    Conversations.asked(number, tokens, chat, tools), .answered(..., said)
 
 An agent sends its whole conversation with each call. Where its beginning is a conversation that was
 recorded, the recorded tokens are kept, and only what is new is written by the chat template. Where
@@ -25,6 +25,8 @@ from megarl.files import canonical_json
 
 RAW = "text"
 """Role of a text that no chat template writes, the only message of its conversation."""
+TEXTS = {"text", "input_text", "output_text", "refusal"}
+"""Types of content parts that are texts."""
 NEW = -1
 """Value of `Place.follows` for a conversation of its own."""
 
@@ -49,8 +51,8 @@ class _Recorded:
     """Of the segment whose end this is."""
     tokens: int
     """Tokens of the conversation up to here."""
-    said: str | None
-    """The model's turn with special tokens, if the segment is one; None for what it answered to."""
+    said: str = ""
+    """The model's turn with special tokens, if the segment is one."""
 
 
 def comparable(turn: Turn) -> str:
@@ -74,11 +76,10 @@ def plain(message: dict[str, Any]) -> Turn:
     turn = {key: value for key, value in message.items() if value not in (None, [], "")}
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") for part in content} - {"text", "refusal"}
+        kinds = {part.get("type") if isinstance(part, dict) else part for part in content} - TEXTS
         if kinds:
-            raise ValueError(
-                f"messages may hold text only, and one has {', '.join(map(str, kinds))}"
-            )
+            said = ", ".join(map(str, kinds))
+            raise ValueError(f"messages may hold text only, and one has {said:.80}")
         content = "".join(part.get("text") or "" for part in content)
     turn["content"] = content or ""
     turn["role"] = "system" if turn.get("role") == "developer" else turn.get("role", "user")
@@ -97,14 +98,18 @@ def _as_object(call: dict[str, Any]) -> dict[str, Any]:
 
 class Conversations:
     """What the model was asked and has answered in one rollout, by which a later call is found to
-    continue an earlier one. `place` for each call, `record` for each answer.
+    continue an earlier one: `place` for each call, then `asked` and, for each answer, `answered`.
     """
 
-    def __init__(self, markup: TurnMarkup) -> None:
-        """`markup`: of the model's chat template."""
-        self._markup = markup
-        self._known: dict[bytes, _Recorded] = {}
-        """{digest of messages and tools: the end of the segment at which they end}"""
+    def __init__(self, markup: TurnMarkup, beginning: str = "") -> None:
+        """`markup`: of the model's chat template. `beginning`: special tokens with which a text
+        begins that no template writes.
+        """
+        self._markup, self._beginning = markup, beginning
+        self._asked: dict[bytes, _Recorded] = {}
+        """{digest of messages and tools: what was written for them}"""
+        self._answered: dict[bytes, _Recorded] = {}
+        """{digest of messages and tools, the last one the model's: its turn}"""
         self.started = 0
         """Conversations of their own that have begun."""
 
@@ -113,27 +118,32 @@ class Conversations:
         OpenAI's format) continues the rollout. Raises `ValueError` if the chat template refuses it.
         """
         keys = _keys(chat, tools)
-        asked = self._known.get(keys[-1])
-        if asked is not None:  # the same again: one more answer
-            return Place(asked.number, "", asked.tokens)
-        for length in range(len(chat) - 1, 0, -1):
-            before = self._known.get(keys[length - 1])
-            if before is None or before.said is None:
-                continue
-            text = self._markup.following(before.said, chat[length - 1], chat[length:], tools)
-            return Place(before.number, text, before.tokens)
+        if (again := self._asked.get(keys[-1])) is not None:  # one more answer
+            return Place(again.number, "", again.tokens)
+        for length in range(len(chat), 0, -1):
+            before = self._answered.get(keys[length - 1])
+            if before is not None:
+                turn, new = chat[length - 1], chat[length:]
+                text = self._markup.following(before.said, turn, new, tools)
+                return Place(before.number, text, before.tokens)
         self.started += 1
-        is_raw = chat[0]["role"] == RAW
-        return Place(NEW, chat[0]["content"] if is_raw else self._markup.whole(chat, tools), 0)
+        if chat[0]["role"] == RAW:
+            return Place(NEW, self._beginning + chat[0]["content"], 0)
+        return Place(NEW, self._markup.whole(chat, tools), 0)
 
-    def record(
-        self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools, said: str | None
-    ) -> None:
-        """Remember that the conversation `chat` ends with segment `number` of the rollout, and has
-        `tokens` tokens. `said`: the model's last turn with special tokens; None where the last
-        message is not the model's, and the segment is what was written for it.
+    def asked(self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools) -> None:
+        """Remember that segment `number` of the rollout was written for the conversation `chat`,
+        which has `tokens` tokens with it.
         """
-        self._known[_keys(chat, tools)[-1]] = _Recorded(number, tokens, said)
+        self._asked[_keys(chat, tools)[-1]] = _Recorded(number, tokens)
+
+    def answered(
+        self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools, said: str
+    ) -> None:
+        """Remember that the conversation `chat` ends with the model's turn, segment `number` of the
+        rollout, and has `tokens` tokens. `said`: the turn with special tokens.
+        """
+        self._answered[_keys(chat, tools)[-1]] = _Recorded(number, tokens, said)
 
 
 def _keys(chat: Sequence[Turn], tools: Tools) -> list[bytes]:

@@ -34,6 +34,11 @@ REFUSED = {
     "frequency_penalty": "it would change what is sampled from the model that is trained",
     "presence_penalty": "it would change what is sampled from the model that is trained",
     "logit_bias": "it would change what is sampled from the model that is trained",
+    "repetition_penalty": "it would change what is sampled from the model that is trained",
+    "bad_words": "it would change what is sampled from the model that is trained",
+    "min_tokens": "it would change what is sampled from the model that is trained",
+    "stop_token_ids": "where the model stops is the run's",
+    "continue_final_message": "the model's turns are its own",
     "echo": "the prompt is not repeated",
     "suffix": "the model writes from left to right",
 }
@@ -120,6 +125,14 @@ class ChatCompletions(OpenAIForm):
 
     def read(self, body: Any) -> Asked:
         request = ChatCompletionRequest.model_validate(body)
+        for name in ("chat_template", "chat_template_kwargs"):
+            if body.get(name):
+                raise ApiError(
+                    f"`{name}` is not supported: the chat template is the run's"
+                    " (prompts.template_variables); leave it out",
+                    code="unsupported",
+                    param=name,
+                )
         return chat_asked(request, body)
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:

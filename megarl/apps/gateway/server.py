@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 FORMS: tuple[Form, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
 """The APIs that the gateway speaks."""
-MOST_BYTES = 2**26
+MOST_BYTES = 2**22
 """Longest request."""
+MOST_OPEN = 256
+"""Calls of one rollout that may wait at the same time."""
 
 
 class _Server(uvicorn.Server):
@@ -81,21 +83,26 @@ class Gateway:
                 return await self._answer(form, request)
             except ApiError as error:
                 return JSONResponse(form.error(error), error.status)
+            except Exception as error:
+                failed = ApiError(f"the gateway failed: {error!r:.500}", status=500)
+                return JSONResponse(form.error(failed), failed.status)
 
         return handle
 
     async def _answer(self, form: Form, request: Request) -> Response:
-        session = self._session(request)
-        body = await request.body()
-        if len(body) > MOST_BYTES:
-            raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
+        self._session(request)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
         try:
             asked = form.read(json.loads(body))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ApiError(f"{place}: {first['msg']}", param=place) from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ApiError(str(error)) from None
         if asked.model != self._kit.settings.model:
             raise ApiError(
@@ -106,8 +113,19 @@ class Gateway:
                 param="model",
             )
         call = asked.call
+        session = self._session(request)  # which may have ended while the request arrived
+        if session.calls.qsize() >= MOST_OPEN:
+            raise ApiError(f"{MOST_OPEN} calls of this rollout wait already", status=429)
         session.calls.put_nowait(call)
-        choices = await call.answer
+        leaving = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait({call.answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+        if not call.answer.done():
+            call.answer.cancel()  # nobody waits for it any more
+            return Response(status_code=499)
+        choices = call.answer.result()
         if asked.is_stream:
             events = _encoded(form.events(asked, call, choices))
             return StreamingResponse(events, media_type="text/event-stream")
