@@ -74,8 +74,8 @@ VERIFIERS = {
     "json_schema": "megarl.apps.verifiers.json_schema:json_schema",
     "format": "megarl.apps.verifiers.matching:format",
     "length": "megarl.apps.verifiers.length:length_reward",
-    "none": "megarl.environments.verifiers:no_verifier",
     "reasoning_gym": "megarl.apps.adapters.reasoning:verifier",
+    "none": "megarl.environments.verifiers:no_verifier",
 }
 """{name of a built-in verifier: "module:function" that makes it, (configuration) -> `Verifier`}"""
 OTHERS = f"one of {', '.join(VERIFIERS)}, or to "

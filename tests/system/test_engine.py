@@ -42,6 +42,31 @@ def side(
         yield made
 
 
+def test_what_is_pushed_out_of_a_full_cache_is_counted(tmp_path: Path) -> None:
+    """And not what new weights push out, which is every open request. First of this file: the others
+    share an engine, and a process has one cluster.
+    """
+    config = EngineConfig(kind=f"{own_engines.FILE}:SmallCache")
+    with opened(write_model(tmp_path / "model"), config) as side:
+        (handle,) = side.engines.handles
+        side.publish()
+        for attempt in range(6):
+            running = side.start([4, 5, 6, 7] * 4, 2, max_tokens=72)
+            side.shake(attempt)
+            side.publish()
+            if any(len(turn.versions) > 1 for turn in ray.get(running, timeout=90)):
+                break
+        else:
+            pytest.fail("no request was under way while weights changed")
+        assert ray.get(handle.pulse.remote(), timeout=60).preemptions == 0
+        prompt = list(range(2, 22))
+        turns = side.sample(prompt, 24, max_tokens=40)
+        assert ray.get(handle.pulse.remote(), timeout=60).preemptions > 0
+        for turn in turns:  # computed again, they are right
+            tokens = prompt + turn.arrays.token_ids.tolist()
+            assert gap(turn.arrays.logprobs, side.logprobs(tokens)[len(prompt) - 1 :]) < BOUND
+
+
 def test_a_prompt_is_computed_once_for_its_group_and_version(side: Side) -> None:
     """By vLLM's own count. On the CPU its cache is in blocks of 32 tokens."""
     (handle,) = side.engines.handles
@@ -64,29 +89,6 @@ def test_each_of_five_publishes_changes_what_an_engine_on_a_gpu_computes(tmp_pat
     config = EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.3, compile=False)
     with opened(write_model(tmp_path / "model"), config, on_cpu=False) as side:
         publish_five_times(side, mean_gap, 0.05)
-
-
-def test_what_is_pushed_out_of_a_full_cache_is_counted(tmp_path: Path) -> None:
-    """And not what new weights push out, which is every open request."""
-    config = EngineConfig(kind=f"{own_engines.FILE}:SmallCache")
-    with opened(write_model(tmp_path / "model"), config) as side:
-        (handle,) = side.engines.handles
-        side.publish()
-        for attempt in range(6):
-            running = side.start([4, 5, 6, 7] * 4, 2, max_tokens=72)
-            side.shake(attempt)
-            side.publish()
-            if any(len(turn.versions) > 1 for turn in ray.get(running, timeout=90)):
-                break
-        else:
-            pytest.fail("no request was under way while weights changed")
-        assert ray.get(handle.pulse.remote(), timeout=60).preemptions == 0
-        prompt = list(range(2, 22))
-        turns = side.sample(prompt, 24, max_tokens=40)
-        assert ray.get(handle.pulse.remote(), timeout=60).preemptions > 0
-        for turn in turns:  # computed again, they are right
-            tokens = prompt + turn.arrays.token_ids.tolist()
-            assert gap(turn.arrays.logprobs, side.logprobs(tokens)[len(prompt) - 1 :]) < BOUND
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

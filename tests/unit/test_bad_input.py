@@ -40,7 +40,7 @@ algorithm.kl.coefficient: 0.1, reference.model.path: x, reference.lora: base
 algorithm.kl.coefficient: 0.1, reference: {ranks: [1], layout: {tensor: 2, data: 1}}, ranks: 2
     -> reference.layout is | = 2 ranks | reference has 1
 algorithm.kl.coefficient: 0.1, reference.ranks: [5], ranks: 2
-    -> reference.ranks is [5] | 2 ranks of this run
+    -> reference.ranks is [5] | this run has 2 ranks
 algorithm.kl.coefficient: 0.1, reference.ranks: [2, 1], ranks: 3
     -> reference.ranks is [2, 1] | ascending order: [1, 2]
 algorithm.kl.coefficient: 0.1, reference.ranks: [0], ranks: 2

@@ -158,7 +158,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 RESPONSES = {"json_schema": ("[7]", "[8]"), "format": ("<b></b>", "<b>"), "length": ("7", "77")}
 
 
-@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none", "code"}))
+@pytest.mark.parametrize("name", sorted(VERIFIERS.keys() - {"none", "code", "reasoning_gym"}))
 def test_every_verifier_of_the_house_runs_in_an_environment(name: str) -> None:
     config = EnvironmentConfig(verifier=name, wrong=-1.0, **NEEDED.get(name, {}))
     right, wrong = together(config, *RESPONSES.get(name, ("7", "8")))
