@@ -89,8 +89,9 @@ class PreferenceList:
         return self.row(self.order.row(ordinal))
 
     def row(self, index: int) -> Preference:
-        """The `Preference` with index `index`, from 0 in file order: token ids of a prompt and of
-        its two responses, for KTO of the labelled response and one to another prompt.
+        """The `Preference` in row `index` of the data, from 0 in file order: the token ids of a
+        prompt and of two responses, chosen and rejected. For KTO the two are a response that is
+        labelled good or bad, and a response to another prompt.
         """
         first, second = self.responses
         return Preference(

@@ -385,8 +385,8 @@ def _of_pattern(path: Path, setting: str) -> tuple[list[Path], list[str]]:
 def _joined(
     source: str, files: list[Path], others: list[str], limit: int | None, setting: str
 ) -> Table:
-    """The rows of several files, one after the other; which files these are is said, and what was
-    found beside them.
+    """Read the rows of `files`, one file after the other, at most `limit` rows (None: all). Prints
+    which files are read and which of the `others`, found beside them, are not.
     """
 
     def some(names: list[str]) -> str:

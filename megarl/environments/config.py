@@ -429,8 +429,8 @@ class EnvironmentConfig(Config):
 
     @property
     def has_sessions(self) -> bool:
-        """Whether each rollout has a session, an object that replies to the model's turns: a
-        session class, tools or an agent are set.
+        """Whether each rollout has several turns, in which an object, its session, replies to the
+        model: true if the recipe sets `session` (a class), `tools` or `agent`.
         """
         return bool(self.session) or self.tools.are_used or self.agent.is_used
 

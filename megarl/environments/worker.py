@@ -230,7 +230,10 @@ class Host:
 
     @contextlib.contextmanager
     def _failing(self, reply: Reply) -> Iterator[None]:
-        """A context whose error becomes the failure in `reply`."""
+        """A context manager that catches an error of the user's code in its block, and adds to the
+        dict `reply` what the rollout service is told of it: `failure` ("error", "timeout" or
+        "nan") and `detail`, the message.
+        """
         try:
             yield
         except BadScore as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import BROWSER, FLAGS, with_browser
 from support.report_page import Page
 
 from megarl.apps.runs.report import write_report
@@ -22,19 +23,9 @@ from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
 from megarl.types import StepReport
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
+OPTIONS = [
+    *FLAGS,
     "--hide-scrollbars",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
     "--allow-file-access-from-files",
     "--virtual-time-budget=5000",
     "--window-size=1400,1000",
@@ -156,7 +147,6 @@ const view = (width, sandbox) => new Promise(done => {
 
 NODE = shutil.which("node")
 with_node = pytest.mark.skipif(NODE is None, reason="there is no node here")
-with_browser = pytest.mark.skipif(BROWSER is None, reason="there is no browser here")
 # The page's script with the least of a document: told are what it adds to each chart.
 DRAW = """
 const {script, steps, charts} = JSON.parse(require("fs").readFileSync(0));
@@ -233,7 +223,7 @@ def browse(folder: Path, profile: Path, widths: list[int]) -> dict[str, Any]:
     """
     (folder / "probe.html").write_text(PROBE.replace("WIDTHS", json.dumps(widths)))
     page = (folder / "probe.html").as_uri()
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", page]
+    command = [str(BROWSER), *OPTIONS, f"--user-data-dir={profile}", page]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     # What the frame without scripts says of that is no error of the page.

@@ -8,7 +8,6 @@ import http.server
 import importlib.util
 import json
 import queue
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,20 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import BROWSER, FLAGS, with_browser
 from support.commands import python
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
+OPTIONS = [
+    *FLAGS,
     # A request to another machine fails, and the console says so.
     "--no-proxy-server",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
@@ -111,7 +101,7 @@ def served(folder: Path) -> Iterator[tuple[str, queue.Queue[Any]]]:
         server.shutdown()
 
 
-@pytest.mark.skipif(BROWSER is None, reason=f"there is no browser here: none of {', '.join(NAMES)}")
+@with_browser
 @pytest.mark.skipif(
     importlib.util.find_spec("material") is None,
     reason="mkdocs-material is not installed: bash launch/env.sh",
@@ -124,7 +114,7 @@ def test_pages_at_390_pixels(tmp_path: Path) -> None:
     with served(site) as (address, posted), errors.open("w") as console:
         profile = f"--user-data-dir={tmp_path / 'profile'}"
         browser = subprocess.Popen(
-            [str(BROWSER), *FLAGS, profile, f"{address}probe.html"], stderr=console
+            [str(BROWSER), *OPTIONS, profile, f"{address}probe.html"], stderr=console
         )
         try:
             told = posted.get(timeout=60)

@@ -76,6 +76,8 @@ def test_agents_that_fail(tmp_path: Path) -> None:
         run(tmp_path, "import os; print('MEGARL_RESULT' in os.environ)", scores=False).text
         == "False"
     )
+    finds = "import os; open(os.path.dirname(os.environ['MEGARL_PROMPT']) + '/result.json', 'w')"
+    assert run(tmp_path, f"{finds}.write('1'); print('3')", scores=False).text == "3"
     broken = "import os; open(os.environ['MEGARL_RESULT'], 'w').write('{')"
     with pytest.raises(AgentFailed, match="MEGARL_RESULT is no JSON"):
         run(tmp_path, broken)
@@ -92,6 +94,12 @@ def test_nothing_is_left(tmp_path: Path) -> None:
                                      start_new_session=apart) for apart in (False, True)]
         open({str(tmp_path / "ids")!r}, "w").write(" ".join(str(one.pid) for one in children))
     """
+
+    brief = (
+        "import os\nif not os.fork():\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n"
+    )
+    assert run(tmp_path, f"{brief}else:\n    import time; time.sleep(0.5)").text == ""
+    assert not psutil.Process().children(), "one that has ended by itself is reaped"
 
     def ids() -> list[int]:
         return [int(one) for one in (tmp_path / "ids").read_text().split()]

@@ -63,8 +63,8 @@ class Played:
 async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent: Any) -> Played:
     """A rollout of an agent, `talk(url, key)`, with a model that says one text after the other."""
     (folder / "agent.py").write_text("async def run(prompt, client): ...\n")
-    settings = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
-    kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})  # type: ignore[arg-type]
+    settings: Any = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
+    kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})
     await kit.start()
     found, session = Played(), kit.session()
 

@@ -6,6 +6,7 @@ name, its settings and a seed. Its first observation is the prompt; a session pl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,7 +91,7 @@ def replied(observation: str, reward: float, is_over: bool) -> Observation | flo
     return reward if is_over else Observation(observation or "\n", reward, role="user")
 
 
-class Episode:
+class Episode(ABC):
     """A session that plays the episode of its prompt in an environment of this process."""
 
     kind = ""
@@ -99,9 +100,9 @@ class Episode:
     """What the user should set instead of an environment that cannot be played."""
     _game: Game | None = None
 
+    @abstractmethod
     def open(self, name: str, settings: dict[str, Any]) -> Game:
         """Make the environment `name` with its `settings`."""
-        raise NotImplementedError
 
     def start(self, prompt: Prompt) -> Observation:
         """Begin the episode. Raises what the environment raises."""

@@ -89,9 +89,11 @@ async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """NAME SIZE [SETTINGS as JSON]: print the rows. Without words: run the episode of the row in
-    the JSON file that the variable MEGARL_PROMPT names, and write the reward to the file that
-    MEGARL_RESULT names. The variable MEGARL_MODEL holds the model's name, by default "policy".
+    """Do what the command line asks for. With the arguments `words` = [name of an environment,
+    number of its tasks, and maybe its settings as a JSON object], print a row of prompts for each
+    task, as JSON lines. Without arguments, run one rollout of the task in the JSON file that the
+    environment variable MEGARL_PROMPT names, and write the reward to the file that MEGARL_RESULT
+    names. MEGARL_MODEL holds the model's name, "policy" if it is not set.
     """
     # An agent's home folder is a new one; the programs that uv prepares are kept in the user's.
     os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir

@@ -36,7 +36,11 @@ from megarl.schema import require
 from megarl.types import Prompt
 
 FUNCTION = "environment.agent.function"
-ENDED = ApiError("the rollout has ended, at a limit of the run", code="ended")
+
+
+def _ended() -> ApiError:
+    """What a call gets that the end of its rollout leaves without an answer."""
+    return ApiError("the rollout has ended, at a limit of the run", code="ended")
 
 
 def _shared_client() -> Any:
@@ -314,7 +318,7 @@ class AgentSession:
             await asyncio.wait(either, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
             if self._agent.done():
                 if asked.done():
-                    asked.result().fail(ENDED)
+                    asked.result().fail(_ended())
                 return None
             if not asked.done():
                 limit_s = self.kit.settings.time_limit_s
@@ -340,7 +344,7 @@ class AgentSession:
         self.kit.sessions.pop(self.key, None)
         waiting = [self.calls.get_nowait() for _ in range(self.calls.qsize())]
         for call in filter(None, [self._call, *waiting]):
-            call.fail(ENDED)
+            call.fail(_ended())
         if self._agent is not None:
             self._agent.cancel()
             await asyncio.wait([self._agent])

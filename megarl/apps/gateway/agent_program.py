@@ -54,6 +54,10 @@ os.execvp(sys.argv[4], sys.argv[4:])"""
 the port that the agent may connect to (0: any; "none": no domain), and the agent's command."""
 
 
+_agents: set[int] = set()
+"""Ids of the agents' processes that are not yet reaped."""
+
+
 class AgentFailed(Exception):
     """Raised if an agent ends without an answer."""
 
@@ -101,7 +105,7 @@ async def run_agent_program(
 
     `command`: as `check_command` returns it. `columns`: of the data row that it may see.
     `variables`: further environment variables. `port`: see `STARTER`. `scores`: whether it may
-    score itself; otherwise there is no such file.
+    score itself; otherwise no such file is named, or read.
     """
     folder = Path(tempfile.mkdtemp(prefix="megarl_agent_"))
     try:
@@ -125,6 +129,7 @@ async def run_agent_program(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        _agents.add(process.pid)
         reading = [
             asyncio.create_task(_last(process.stdout, MOST_OUTPUT)),
             asyncio.create_task(_last(process.stderr, ERROR_BYTES)),
@@ -140,17 +145,23 @@ async def run_agent_program(
                 raise AgentFailed(
                     f"the agent ended with {how}{''.join(f': {one}' for one in last)}"
                 )
-            return _answer(folder / "result.json", said)
+            return _answer(folder / "result.json" if scores else None, said)
         finally:
             for task in reading:
                 task.cancel()
             await asyncio.to_thread(_end, process, own[MARK])
+            _agents.discard(process.pid)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _answer(result: Path, said: bytes) -> Any:
-    """What an agent that has ended without an error answers."""
+def _answer(result: Path | None, said: bytes) -> Any:
+    """What an agent that has ended without an error answers: the score in the file `result`, if it
+    may have one and has written it, otherwise what it printed.
+    """
+    answer = Answer(said.decode(errors="replace").strip())
+    if result is None:
+        return answer
     try:
         # The agent may have put anything there: a pipe, a link to a device, an endless file.
         descriptor = os.open(result, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -159,7 +170,7 @@ def _answer(result: Path, said: bytes) -> Any:
                 raise ValueError("it is no file")
             return json.loads(file.read(MOST_OUTPUT))
     except FileNotFoundError:
-        return Answer(said.decode(errors="replace").strip())
+        return answer
     except (OSError, ValueError, RecursionError) as error:
         raise AgentFailed(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
 
@@ -200,7 +211,8 @@ def adopt_orphans() -> None:
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kill the process, and all processes that it has started, as far as they can be found: its
     descendants, its process group, and what it has left to this process, which has `mark` in its
-    environment. Does nothing the second time, when the process's id may be another's.
+    environment. Reaps what any agent has left that has ended. Does nothing the second time, when
+    the process's id may be another's.
     """
     if process.returncode is not None:
         return
@@ -213,7 +225,11 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     process.wait()
     for one in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if one.environ().get(MARK) == mark:
+            if one.pid in _agents:
+                continue
+            if one.status() == psutil.STATUS_ZOMBIE:
+                one.wait(CLOSE_WITHIN_S)
+            elif one.environ().get(MARK) == mark:
                 for descendant in [*one.children(recursive=True), one]:
                     descendant.kill()
                 one.wait(CLOSE_WITHIN_S)
