@@ -9,6 +9,7 @@ import socket
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import pytest
 
 from megarl.apps.gateway.agent_program import (
     NETWORK_SINCE,
+    SET_CHILD_SUBREAPER,
     AgentFailed,
     adopt_orphans,
     check_command,
     run_agent_program,
 )
-from megarl.environments.isolation import landlock_version
+from megarl.environments.isolation import call_libc, landlock_version
 from megarl.environments.session import Answer
 from megarl.types import Prompt
 
@@ -83,11 +85,20 @@ def test_agents_that_fail(tmp_path: Path) -> None:
         run(tmp_path, broken)
 
 
+@pytest.fixture
+def adopts() -> Iterator[None]:
+    """This process is the parent of what its descendants leave behind, for one test."""
+    adopt_orphans()
+    yield
+    call_libc("prctl", SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("adopts")
 def test_nothing_is_left(tmp_path: Path) -> None:
     """Of an agent that is cut off, and of one that ends before what it has started, also in a
     session of its own.
     """
-    adopt_orphans()
+    before = psutil.Process().children()
     starts = f"""
         import subprocess, sys, time
         children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
@@ -99,7 +110,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         "import os\nif not os.fork():\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n"
     )
     assert run(tmp_path, f"{brief}else:\n    import time; time.sleep(0.5)").text == ""
-    assert not psutil.Process().children(), "one that has ended by itself is reaped"
+    assert psutil.Process().children() == before, "one that has ended by itself is reaped"
 
     def ids() -> list[int]:
         return [int(one) for one in (tmp_path / "ids").read_text().split()]

@@ -87,7 +87,6 @@ class AgentKit:
             self.command = check_command(
                 settings.command, network=settings.network, isolate=isolate
             )
-            adopt_orphans()
         else:
             self.function = own_function(settings.function, FUNCTION, sources=self._sources)
             require(
@@ -97,6 +96,8 @@ class AgentKit:
             )
         if self._codec is None:
             return
+        if settings.command:
+            adopt_orphans()
         require(
             self.codec.tokenizer.chat_template,
             "environment.agent needs a model whose tokenizer has a chat template; put one beside"
