@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -180,6 +181,10 @@ def read_options(arguments: list[str]) -> Namespace:
     try:
         options = parser.parse_args(arguments)
         config_from_args(options)
+        if getattr(options, "numa_binding", None) and not torch.cuda.is_available():
+            raise ValueError(
+                "--numa-binding binds a rank to the cores beside its GPU; there is none"
+            )
     except (ValueError, OSError) as problem:
         raise UserError(
             f"torchrun refuses its options: {problem}; python -m torch.distributed.run --help lists"

@@ -61,6 +61,7 @@ def test_without_a_command_it_says_how_it_is_used() -> None:
         ("--nprocesses 2", "--nprocesses"),
         ("--max-restarts often", "--max-restarts"),
         ("--nproc-per-node", "nproc"),
+        ("--numa-binding node", "cores beside its GPU"),
     ],
 )
 def test_torchruns_own_options_are_refused_in_one_line(
@@ -68,6 +69,7 @@ def test_torchruns_own_options_are_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torchrun, "start", lambda options: pytest.fail("it was started"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert torchrun.command([*options.split(), "train", "recipe.yaml"]) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("megarl: error: torchrun refuses its options: ")

@@ -101,6 +101,7 @@ training: {layout: {tensor: 2}, tensor_backend: autotp}, ranks: 2
     -> num_key_value_heads is 1 | AutoTP | training.tensor_backend to plan
 training: {offload_gradients: micro_batch, zero_stage: 1}
     -> training.offload_gradients | training.offload_optimizer is False | leave it out
+model.from_scratch: true, command: rollout -> model.from_scratch is true | trained model
 rollout.engine.tensor: 4
     -> rollout.engine.tensor is 4 | num_attention_heads = 2 | set it to a divisor
 /model/config.json: {model_type: gemma, architectures: [GemmaForCausalLM], head_dim: 32}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megarl.apps.runs.chat import main, model_of, questions
+from megarl.apps.runs.chat import Chat, main, model_of, questions
 from megarl.errors import UserError
 
 
@@ -46,3 +48,10 @@ def test_each_line_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         main(words)
+
+
+def test_a_question_without_a_token_is_refused() -> None:
+    chat: Any = Chat.__new__(Chat)
+    chat._template, chat._tokenizer = None, lambda text: SimpleNamespace(input_ids=[])
+    with pytest.raises(UserError, match="knows no character of '漢'"):
+        next(chat.reply("漢"))

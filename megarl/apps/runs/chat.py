@@ -142,6 +142,10 @@ class Chat:
             except ValueError as error:
                 raise UserError(str(error)) from error
             ids = self._tokenizer(written, add_special_tokens=False).input_ids
+        if not ids:
+            raise UserError(
+                f"the model's tokenizer knows no character of {text!r:.80}; ask something else"
+            )
         room = min(self._max_tokens, self._context - len(ids))
         if room < 1:
             raise UserError(

@@ -26,6 +26,12 @@ def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
 
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl rollout runs as one process, but was started as {size} ranks")
+    require(
+        not config.model.from_scratch,
+        "model.from_scratch is true, but megarl rollout generates with the weights of model.path;"
+        " set model.from_scratch to false and model.path to a trained model, such as"
+        " RUN/checkpoints/step_000010/model",
+    )
     return check_run(config, num_ranks=1, new=False)
 
 
