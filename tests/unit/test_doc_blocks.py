@@ -46,7 +46,8 @@ USUAL: dict[str, Any] = {
 UTILITIES = {"cat", "curl", "fold", "grep", "head", "mkdir", "openssl", "sleep", "tail", "tr"}
 """Programs that every Linux has."""
 NETWORK, SLURM, GPU = r"((the|no) network|a package index)", "Slurm", ".*GPU"
-NEEDS = dict.fromkeys(("apt-get", "git", "hf", "pip", "uv"), NETWORK) | {"sbatch": SLURM}
+NEEDS = dict.fromkeys(("apt-get", "git", "hf", "pip", "uv"), NETWORK)
+NEEDS |= {"sbatch": SLURM, "podman": "podman"}
 """{program: what it needs}"""
 STARTS_NOTHING = {"--check", "--cpu", "--dry-run", "--print-config"}
 RECORDER = r"""
