@@ -134,7 +134,7 @@ def _families_page() -> Iterator[str]:
     yield "are recorded from vLLM's loader, where they can be."
     yield from (
         "",
-        "| model_type | how its tensors differ from the common transformer's | refused where vLLM differs |",
+        "| model_type | its tensors, where they differ from Llama's | refused where vLLM differs |",
         "|---|---|---|",
     )
     for name, family in FAMILIES.items():
