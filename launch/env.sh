@@ -51,6 +51,8 @@ import sys
 sys.exit(sys.version_info < (3, 11))
 E2
 command -v c++ >/dev/null 2>&1 || { echo "launch/env.sh: no C++ compiler, which DeepSpeed needs; install g++" >&2; exit 2; }
+[ "$device" = cuda ] || "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+  refuse "no libnuma.so.1, which vLLM's CPU build needs; install libnuma1 (Debian) or numactl-libs (Fedora)"
 has_cuda_13() { # whether the driver's library is newer than the driver: that of CUDA's compatibility package
   "$python" - 2>/dev/null <<'E2'
 import ctypes, sys

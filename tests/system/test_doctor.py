@@ -110,6 +110,18 @@ def test_what_is_broken_fails_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPa
     assert (finding.status, finding.found) == ("FAIL", "ImportError: no such symbol")
 
 
+def test_a_vllm_without_its_kernels_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself imports without them."""
+    hidden = ", ".join(f"'vllm.{name}'" for name in ("_C", "_C_AVX2", "_C_AVX512"))
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys([{hidden}]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(PLAIN, "1")
+    (finding,) = software.check_vllm()
+    assert (finding.status, "vllm._C" in finding.found) == ("FAIL", True), finding
+
+
 def test_exit_code_and_table_of_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,12 @@ def test_flash_attention_is_installed_only_where_it_is_asked_for(
     assert (tmp_path / f".flash-attn-{asked}").exists() == bool(asked)
 
 
+def test_a_library_of_vllms_cpu_build_is_asked_for_first(tmp_path: Path) -> None:
+    answer = 'case "$*" in *libnuma.so.1*) exit 1 ;; esac'
+    said = start(tmp_path, python=interpreter(tmp_path, answer), MEGARL_DEVICE="cpu")
+    assert "no libnuma.so.1" in said and "install libnuma1 (Debian)" in said
+
+
 def build_deepspeed(folder: Path, device: str, run_pip: str, then: str) -> int:
     """Exit code of the script's lines that start the build of DeepSpeed, and of what comes `then`,
     with `run_pip` in the place of pip and a Python that notes in `folder`/python what it is given.

@@ -128,14 +128,27 @@ def check_accelerated() -> Iterator[Finding]:
             yield Finding("warn", f"installed, not usable: {answer.last_error}", fix, name)
 
 
+VLLM = """import vllm
+from vllm.v1.engine.async_llm import AsyncLLM
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+if current_platform.is_cpu() and not hasattr(torch.ops._C, "init_cpu_memory_env"):
+    import vllm._C
+"""
+"""Python program that imports vLLM with its compiled kernels. vLLM itself does not fail where these
+cannot be loaded; the last line then says why, such as a library of the system that is missing."""
+
+
 def check_vllm() -> Iterator[Finding]:
     """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if vLLM
     with its compiled kernels can be imported in a process of its own, otherwise `FAIL`, or `late`
     if that takes too long.
     """
-    program = "import vllm; from vllm.v1.engine.async_llm import AsyncLLM"
-    answer = ask_python(program, VLLM_LOGGING_LEVEL="ERROR")
+    answer = ask_python(VLLM, VLLM_LOGGING_LEVEL="ERROR")
     fix = "bash launch/env.sh; the whole error: python -c 'import vllm'"
+    if "libnuma" in answer.last_error:
+        fix = "install libnuma1 (Debian) or numactl-libs (Fedora)"
     yield answer.finding("with its compiled kernels", fix)
 
 
