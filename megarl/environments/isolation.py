@@ -16,11 +16,10 @@ import contextlib
 import ctypes
 import errno
 import os
-import platform
+import stat
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
@@ -106,7 +105,7 @@ def landlock_version() -> int:
 
 def has_filters() -> bool:
     """Whether `allow_tcp_only` works here: on Linux with seccomp, on x86_64 and aarch64."""
-    if sys.platform != "linux" or platform.machine() not in AUDIT:
+    if sys.platform != "linux" or os.uname().machine not in AUDIT:
         return False
     libc.prctl(SET_SECCOMP, WITH_FILTER, 0, 0, 0)  # at address 0 is no filter
     return ctypes.get_errno() == errno.EFAULT
@@ -127,10 +126,12 @@ def enter_own_domain(
     `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON. `connects`: the only TCP port to which
     connections can be made from inside, from Linux 6.7 on; 0 for any.
 
-    `folder`: the only folder whose files can be changed, beside the devices in `WRITABLE`; "" for
-    no rules of files. Needs Linux 6.2 or newer, excludes `mounts`, and root then has the rights
-    over files and users only. `hidden`: how the absolute paths begin whose files cannot be read,
-    but for those in `folder`: nor can files that others later put beside them.
+    `folder`: absolute path of the only folder in which files can be written, made, renamed and
+    removed, beside the devices in `WRITABLE`; "" for no rules of files. Elsewhere their permissions
+    and times can still be changed. Needs Linux 6.2 or newer, excludes `mounts`, and of root's
+    capabilities leaves those over files and users. `hidden`: comes with `folder`; how the absolute
+    paths begin whose files cannot be read, but for those in `folder`; nor can files that are put
+    beside them later on.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
@@ -167,28 +168,31 @@ def enter_own_domain(
 
 def _grant(ruleset: int, path: str, rights: int) -> None:
     """Add to a ruleset of Landlock that what lies at `path` and below has `rights`; a file only
-    those of a file. Of a symbolic link, nothing is granted. Raises `OSError`.
+    those of a file, a symbolic link and a block device none. Raises `OSError`.
     """
     opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not os.path.isdir(opened):
-            rights &= READ | WRITE
-        rule = struct.pack("=Qi", rights, opened)
+        mode = os.fstat(opened).st_mode
+        if stat.S_ISLNK(mode) or stat.S_ISBLK(mode):
+            return
+        rule = struct.pack("=Qi", rights if stat.S_ISDIR(mode) else rights & (READ | WRITE), opened)
         call_libc("syscall", ADD_RULE, ruleset, PATH_RULE, rule, 0)
     finally:
         os.close(opened)
 
 
 def _all_but(hidden: str) -> Iterator[str]:
-    """Paths below which all files lie but these: those whose paths begin with the absolute path
-    `hidden`, block devices, and what is put later into the folders on the way there.
+    """Paths below which all files lie but those whose paths begin with the absolute path `hidden`,
+    and what is put later into the folders on the way there, or into the root folder or /dev.
     """
-    on_the_way = {*map(str, Path(hidden).parents), "/", "/dev"}
+    on_the_way, upwards = {"/", "/dev"}, hidden
+    while len(upwards := os.path.dirname(upwards)) > 1:
+        on_the_way.add(upwards)
     for folder in on_the_way:
-        for one in os.scandir(folder):
-            is_disk = folder == "/dev" and Path(one.path).is_block_device()
-            if one.path not in on_the_way and not one.path.startswith(hidden) and not is_disk:
-                yield one.path
+        with contextlib.suppress(PermissionError):  # some can be passed, and not listed
+            for path in (one.path for one in os.scandir(folder)):
+                if path not in on_the_way and not path.startswith(hidden):
+                    yield path
 
 
 def allow_tcp_only() -> None:
@@ -197,7 +201,7 @@ def allow_tcp_only() -> None:
     `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64. `enter_own_domain`
     comes first.
     """
-    machine = platform.machine()
+    machine = os.uname().machine
     load, equal, at_least, mask, give = 0x20, 0x15, 0x35, 0x54, 0x06  # instructions of BPF
     refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
     code = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.server
 import json
 import os
@@ -29,7 +30,7 @@ from megarl.apps.gateway.agent_program import (
     check_command,
     run_agent_program,
 )
-from megarl.environments.isolation import call_libc, landlock_version
+from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.types import Prompt
 
@@ -150,7 +151,8 @@ def is_running(pid: int) -> bool:
 
 
 has_rules = pytest.mark.skipif(
-    landlock_version() < NETWORK_SINCE, reason="the kernel has no Landlock rules of networks"
+    landlock_version() < NETWORK_SINCE or not has_filters(),
+    reason="the kernel has no Landlock rules of networks, or no seccomp",
 )
 TRIES = """
         import asyncio, ctypes, json, multiprocessing, os, shutil, socket, subprocess, sys
@@ -325,8 +327,11 @@ def test_commands_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_command(["no_such_agent"], network="open", isolate=True)
     with pytest.raises(ValueError, match=r"names none\.py, but there is no such file"):
         check_command(["python", "none.py"], network="open", isolate=True)
-    where = "megarl.apps.gateway.agent_program.landlock_version"
-    monkeypatch.setattr(where, lambda: NETWORK_SINCE - 1)
-    with pytest.raises(ValueError, match=r"set environment\.agent\.network to 'open'"):
-        check_command(["python"], network="gateway", isolate=True)
-    check_command(["python"], network="gateway", isolate=False)
+    known = {"landlock_version": NETWORK_SINCE, "has_filters": True}
+    for name, lacking in {"landlock_version": NETWORK_SINCE - 1, "has_filters": False}.items():
+        for function, found in (known | {name: lacking}).items():
+            where = f"megarl.apps.gateway.agent_program.{function}"
+            monkeypatch.setattr(where, functools.partial(int, found))
+        with pytest.raises(ValueError, match=r"set environment\.agent\.network to 'open'"):
+            check_command(["python"], network="gateway", isolate=True)
+        check_command(["python"], network="gateway", isolate=False)

@@ -131,7 +131,7 @@ async def run_agent_program(
             own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         places = [str(folder), str(folder.parent / FOLDER)]
-        starter = [sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port]
+        starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
         process = subprocess.Popen(
             [*starter, *places, *words],
             cwd=work,
