@@ -5,28 +5,51 @@ Linux lets a process read the environment variables, memory and open files of ev
 same user, through /proc and ptrace. A Landlock domain (landlock(7)) ends that: from inside, only
 processes of the same domain can be looked into, and, from Linux 6.12 on, only these can get
 signals. The domain needs no privileges, holds for root too, and passes on to every child process.
+
+A domain can also keep a process from files and TCP ports, and a seccomp(2) filter from the networks
+that Landlock does not know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
+import stat
 import struct
 import sys
+from collections.abc import Iterator, Sequence
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
 ASK_VERSION = 1
-SET_NO_NEW_PRIVILEGES, DROP_BOUNDING = 38, 24
+SET_NO_NEW_PRIVILEGES, DROP_BOUNDING, SET_SECCOMP, WITH_FILTER = 38, 24, 22, 2
 LOOKING = (21, 38)
 """CAP_SYS_ADMIN and CAP_PERFMON, with either of which newer kernels (6.18, not 6.1) let a process
 read the environment variables of any other, Landlock or not."""
+OVER_MACHINE = tuple(range(9, 64))
+"""All capabilities but those over files and users: over networks, devices, modules, ..."""
 CAPABILITY_VERSION = 0x20080522
 MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
 """Rights to make block device files, and to rename or link a file into another folder. A domain has
 to restrict something: the former. It then denies the latter too, unless a rule grants it."""
 MOVES_SINCE = 2
 """First version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
+READ = 1 << 0 | 1 << 2
+"""Rights to read files, and to run them."""
+WRITE = 1 << 1 | 1 << 14
+"""Rights to write files, and to cut them off."""
+CHANGE = WRITE | 0b11_1111_1111 << 4
+"""Rights to write, make, rename and remove files of every kind."""
+MAKE_DEVICES = 1 << 6 | MAKE_BLOCK_DEVICES
+WRITABLE = {
+    "/dev/shm": CHANGE & ~MAKE_DEVICES,  # where multiprocessing keeps semaphores
+    **dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), WRITE),
+    **dict.fromkeys(("/dev/random", "/dev/urandom", "/dev/ptmx", "/dev/pts"), WRITE),
+}
+"""{path: rights} of what programs write to outside of their own folder."""
+PATH_RULE = 1
 CONNECT, PORT_RULE = 1 << 1, 2
 """Right to connect by TCP, which a rule grants for one port (Linux 6.7)."""
 SCOPE_SIGNALS = 1 << 1
@@ -34,6 +57,24 @@ SCOPE_SIGNALS = 1 << 1
 SCOPES_SINCE = 6
 """First version of Landlock that can restrict signals (Linux 6.12). A domain that restricts them
 leaves files alone, so that mounts stay possible in a namespace of the process's own."""
+
+INET, INET6, UNIX = 2, 10, 1
+STREAM, SEQPACKET, KIND = 1, 5, 0xF
+TCP, ANY, FAST_OPEN = 6, 0xFFFFFFFF, 0x20000000
+ALLOWED: dict[str, tuple[int, int, Sequence[tuple[int, int, Sequence[int]]]]] = {
+    "socket": (41, 198, [(0, ANY, (INET, INET6)), (1, KIND, (STREAM,)), (2, ANY, (0, TCP))]),
+    # Datagrams could be sent to other addresses than to the other end.
+    "socketpair": (53, 199, [(0, ANY, (UNIX,)), (1, KIND, (STREAM, SEQPACKET))]),
+    "listen": (50, 201, [(0, ANY, ())]),
+    # With this flag they connect, of which Landlock is not told.
+    "sendto": (44, 206, [(3, FAST_OPEN, (0,))]),
+    "sendmsg": (46, 211, [(2, FAST_OPEN, (0,))]),
+    "sendmmsg": (307, 269, [(3, FAST_OPEN, (0,))]),
+    "io_uring_setup": (425, 425, [(0, ANY, ())]),  # does all of this past a filter
+}
+"""{system call: (its number on x86_64, on aarch64, conditions)}. A condition is (number of an
+argument, mask, values that it may have under the mask)."""
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -62,7 +103,17 @@ def landlock_version() -> int:
     return max(0, libc.syscall(CREATE_RULESET, None, 0, ASK_VERSION))
 
 
-def enter_own_domain(*, mounts: bool, connects: int = 0) -> bool:
+def has_filters() -> bool:
+    """Whether `allow_tcp_only` works here: on Linux with seccomp, on x86_64 and aarch64."""
+    if sys.platform != "linux" or os.uname().machine not in AUDIT:
+        return False
+    libc.prctl(SET_SECCOMP, WITH_FILTER, 0, 0, 0)  # at address 0 is no filter
+    return ctypes.get_errno() == errno.EFAULT
+
+
+def enter_own_domain(
+    *, mounts: bool, connects: int = 0, folder: str = "", hidden: str = ""
+) -> bool:
     """Put this thread, and all threads and processes that it starts from now on, into a Landlock
     domain of their own, for good. From inside, memory, environment variables and open files of
     processes outside cannot be read, nor, from Linux 6.12 on, signals be sent to these. Returns
@@ -74,22 +125,36 @@ def enter_own_domain(*, mounts: bool, connects: int = 0) -> bool:
     programs that change the user when they start (sudo, newuidmap) no longer do so. Without
     `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON. `connects`: the only TCP port to which
     connections can be made from inside, from Linux 6.7 on; 0 for any.
+
+    `folder`: absolute path of the only folder in which files can be written, made, renamed and
+    removed, beside the devices in `WRITABLE`; "" for no rules of files. Elsewhere their permissions
+    and times can still be changed. Needs Linux 6.2 or newer, excludes `mounts`, and of root's
+    capabilities leaves those over files and users. `hidden`: comes with `folder`; how the absolute
+    paths begin whose files cannot be read, but for those in `folder`; nor can files that are put
+    beside them later on.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
     if version < MOVES_SINCE or (mounts and not has_scopes):
         return False
     network = CONNECT if connects else 0
-    fields = [0, network, SCOPE_SIGNALS] if has_scopes else [MAKE_BLOCK_DEVICES | MOVE]
+    files = READ | CHANGE if folder else 0 if has_scopes else MAKE_BLOCK_DEVICES | MOVE
+    fields = [files, network, SCOPE_SIGNALS] if has_scopes else [files]
     if network and not has_scopes:
         fields.append(network)
     rules = struct.pack(f"{len(fields)}Q", *fields)
     ruleset = call_libc("syscall", CREATE_RULESET, rules, len(rules), 0)
-    if not has_scopes:
-        root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-        beneath, rule = 1, struct.pack("=Qi", MOVE, root)  # LANDLOCK_RULE_PATH_BENEATH
-        call_libc("syscall", ADD_RULE, ruleset, beneath, rule, 0)
-        os.close(root)
+    if folder:
+        for path in _all_but(hidden):
+            with contextlib.suppress(OSError):  # it has been removed, or is a link
+                _grant(ruleset, path, READ)
+        for path, rights in WRITABLE.items():
+            if not hidden.startswith(f"{path}/"):
+                with contextlib.suppress(OSError):
+                    _grant(ruleset, os.path.realpath(path), rights)
+        _grant(ruleset, folder, READ | CHANGE & ~MAKE_DEVICES)
+    elif not has_scopes:
+        _grant(ruleset, "/", MOVE)
     if network:
         rule = struct.pack("=QQ", CONNECT, connects)
         call_libc("syscall", ADD_RULE, ruleset, PORT_RULE, rule, 0)
@@ -97,20 +162,84 @@ def enter_own_domain(*, mounts: bool, connects: int = 0) -> bool:
     call_libc("syscall", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
     if not mounts:
-        _drop_looking()
+        _drop(OVER_MACHINE if folder else LOOKING)
     return True
 
 
-def _drop_looking() -> None:
-    """Give up the capabilities `LOOKING` for good, as far as this process has them."""
-    for number in LOOKING:  # refused without CAP_SETPCAP: then there is nothing to regain either
+def _grant(ruleset: int, path: str, rights: int) -> None:
+    """Add to a ruleset of Landlock that what lies at `path` and below has `rights`; a file only
+    those of a file, a symbolic link and a block device none. Raises `OSError`.
+    """
+    opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(opened).st_mode
+        if stat.S_ISLNK(mode) or stat.S_ISBLK(mode):
+            return
+        rule = struct.pack("=Qi", rights if stat.S_ISDIR(mode) else rights & (READ | WRITE), opened)
+        call_libc("syscall", ADD_RULE, ruleset, PATH_RULE, rule, 0)
+    finally:
+        os.close(opened)
+
+
+def _all_but(hidden: str) -> Iterator[str]:
+    """Paths below which all files lie but those whose paths begin with the absolute path `hidden`,
+    and what is put later into the folders on the way there, or into the root folder or /dev.
+    """
+    on_the_way, upwards = {"/", "/dev"}, hidden
+    while len(upwards := os.path.dirname(upwards)) > 1:
+        on_the_way.add(upwards)
+    for folder in on_the_way:
+        with contextlib.suppress(PermissionError):  # some can be passed, and not listed
+            for path in (one.path for one in os.scandir(folder)):
+                if path not in on_the_way and not path.startswith(hidden):
+                    yield path
+
+
+def allow_tcp_only() -> None:
+    """Have the kernel refuse this process, and all that it starts from now on, every socket but
+    those of TCP, with EACCES: no datagrams, no Unix sockets but pairs, no servers. Raises
+    `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64. `enter_own_domain`
+    comes first.
+    """
+    machine = os.uname().machine
+    load, equal, at_least, mask, give = 0x20, 0x15, 0x35, 0x54, 0x06  # instructions of BPF
+    refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
+    code = [
+        (load, 0, 0, 4),  # architecture: the numbers of 32-bit calls are others
+        (equal, 1, 0, AUDIT[machine]),
+        (give, 0, 0, kill),
+        (load, 0, 0, 0),  # number of the call
+    ]
+    if machine == "x86_64":
+        code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # x32
+    for *numbers, conditions in ALLOWED.values():
+        body = []
+        for argument, bits, values in conditions:
+            body += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]
+            # One that is equal goes past the others, and past the refusal.
+            body += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
+            body.append((give, 0, 0, refuse))
+        body.append((give, 0, 0, allow))
+        number = numbers[0 if machine == "x86_64" else 1]
+        code += [(equal, 0, len(body), number), *body]
+    code.append((give, 0, 0, allow))
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
+    program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(packed))
+    held = ctypes.create_string_buffer(program)
+    call_libc("prctl", SET_SECCOMP, WITH_FILTER, ctypes.addressof(held), 0, 0)
+
+
+def _drop(capabilities: Sequence[int]) -> None:
+    """Give up `capabilities` for good, as far as this process has them."""
+    for number in capabilities:
+        # Refused without CAP_SETPCAP: then there is nothing to regain either.
         libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
     head = struct.pack("Ii", CAPABILITY_VERSION, 0)
     found = ctypes.create_string_buffer(24)
     call_libc("capget", head, ctypes.addressof(found))
     # Effective, permitted and inheritable, first their low 32 bits, then their high ones.
     words = list(struct.unpack("6I", found.raw))
-    for number in LOOKING:
+    for number in capabilities:
         for part in range(3):
             words[number // 32 * 3 + part] &= ~(1 << number % 32)
     call_libc("capset", head, struct.pack("6I", *words))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import http.server
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +22,7 @@ import psutil
 import pytest
 
 from megarl.apps.gateway.agent_program import (
+    FOLDER,
     NETWORK_SINCE,
     SET_CHILD_SUBREAPER,
     AgentFailed,
@@ -24,7 +30,7 @@ from megarl.apps.gateway.agent_program import (
     check_command,
     run_agent_program,
 )
-from megarl.environments.isolation import call_libc, landlock_version
+from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.types import Prompt
 
@@ -144,33 +150,176 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(
-    landlock_version() < NETWORK_SINCE, reason="the kernel has no Landlock rules of networks"
+has_rules = pytest.mark.skipif(
+    landlock_version() < NETWORK_SINCE or not has_filters(),
+    reason="the kernel has no Landlock rules of networks, or no seccomp",
 )
+TRIES = """
+        import asyncio, ctypes, json, multiprocessing, os, shutil, socket, subprocess, sys
+        from socket import *
+
+        found = {}
+
+        def attempt(name, act):
+            try:
+                found[name] = act()
+            except OSError as error:
+                found[name] = "refused" if error.errno in (13, 18) else repr(error)
+"""
+
+
+@has_rules
 def test_an_agent_reaches_the_gateway_only(tmp_path: Path) -> None:
-    """Not another server, nor the memory and environment of the process that has started it."""
-    ours, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-    ports = [one.getsockname()[1] for one in (ours, other)]
-    tries = f"""
-        import json, os, socket
-        found = []
-        for port in {ports}:
-            try:
-                socket.create_connection(("127.0.0.1", port), 5).close()
-                found.append(True)
-            except OSError:
-                found.append(False)
-        for path in ("environ", "mem"):
-            try:
-                open("/proc/{os.getpid()}/" + path, "rb").read(1)
-                found.append(True)
-            except OSError:
-                found.append(False)
-        print(json.dumps(found))
+    """By no kind of socket another server, nor the memory and environment of the process that has
+    started it.
     """
-    with ours, other:
-        assert json.loads(run(tmp_path, tries, port=str(ports[0])).text) == [True, *[False] * 3]
-        assert json.loads(run(tmp_path, tries, port="0").text)[:2] == [True, True]
+    ours, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    paths = [str(tmp_path / "socket"), "\0" + str(tmp_path)]
+    unix = [socket.socket(socket.AF_UNIX) for _ in paths]
+    for one, path in zip(unix, paths, strict=True):
+        one.bind(path)
+        one.listen()
+    gateway, port = (one.getsockname()[1] for one in (ours, other))
+    tries = f"""{TRIES}
+        there, fast = ("127.0.0.1", {port}), 0x20000000
+
+        def connect(family, kind, protocol, where):
+            socket(family, kind, protocol).connect(where)
+
+        def ring():  # io_uring makes sockets, too
+            if libc.syscall(425, 4, ctypes.create_string_buffer(120)) < 0:
+                raise OSError(ctypes.get_errno(), "")
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        attempt("tcp", lambda: connect(AF_INET, SOCK_STREAM, 0, there))
+        attempt("ip6", lambda: connect(AF_INET6, SOCK_STREAM, 0, ("::1", {port})))
+        attempt("multipath", lambda: connect(AF_INET, SOCK_STREAM, 262, there))
+        attempt("sctp", lambda: connect(AF_INET, SOCK_STREAM, 132, there))
+        attempt("udp", lambda: connect(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0, there))
+        attempt("raw", lambda: socket(AF_INET, SOCK_RAW, 1))
+        attempt("netlink", lambda: socket(AF_NETLINK, SOCK_RAW, 0))
+        attempt("machine", lambda: socket(AF_VSOCK, SOCK_STREAM))
+        attempt("unix", lambda: connect(AF_UNIX, SOCK_STREAM, 0, {paths[0]!r}))
+        attempt("abstract", lambda: connect(AF_UNIX, SOCK_STREAM, 0, {paths[1]!r}))
+        attempt("datagrams", lambda: socketpair(AF_UNIX, SOCK_DGRAM))
+        attempt("fast", lambda: socket().sendto(b"a", fast, there))
+        attempt("fast message", lambda: socket().sendmsg([b"a"], [], fast, there))
+        attempt("server", lambda: socket().listen())
+        attempt("ring", ring)
+        for name in ("environ", "mem"):
+            path = "/proc/{os.getpid()}/" + name
+            attempt(name, lambda: open(path, "rb").read(1) and None)
+        print(json.dumps([connect(AF_INET, SOCK_STREAM, 0, ("localhost", {gateway})), found], default=str))
+    """
+    with ours, other, unix[0], unix[1]:
+        reached, found = json.loads(run(tmp_path, tries, port=str(gateway)).text)
+        assert reached is None
+        assert len(found) == 17
+        assert {name: how for name, how in found.items() if how != "refused"} == {}
+        found = json.loads(run(tmp_path, tries, port="0").text)[1]
+        assert [found[one] for one in ("tcp", "udp", "unix", "server")] == [None] * 4
+
+
+@has_rules
+def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
+    """Not those of another rollout, which it cannot read either, nor those of the run."""
+    other, run_file = Path(tempfile.mkdtemp(prefix=FOLDER)), tmp_path / "checkpoint"
+    for file in (other / "prompt.json", run_file):
+        file.write_text("before")
+    tries = f"""{TRIES}
+        other, run, new = {str(other)!r}, {str(run_file)!r}, {str(tmp_path / "new")!r}
+        attempt("read other", lambda: open(other + "/prompt.json").read())
+        attempt("link other", lambda: os.link(other + "/prompt.json", "mine"))
+        attempt("move other", lambda: os.rename(other + "/prompt.json", "mine"))
+        attempt("score other", lambda: open(other + "/result.json", "w"))
+        attempt("folder", lambda: os.mkdir(other + "/folder"))
+        attempt("write", lambda: open(run, "r+"))
+        attempt("cut off", lambda: os.truncate(run, 0))
+        attempt("remove", lambda: os.remove(run))
+        attempt("new", lambda: open(new, "w"))
+        attempt("kernel", lambda: open("/proc/sys/kernel/core_pattern", "r+"))
+        attempt("disk", lambda: os.mknod("disk", 0o60600, os.makedev(254, 0)))
+        for name in {[one.name for one in Path("/dev").iterdir() if one.is_block_device()][:1]}:
+            attempt("device", lambda: open("/dev/" + name, "rb"))
+        print(json.dumps([open(run).read(), found]))
+    """
+    try:
+        read, found = json.loads(run(tmp_path, tries, port="1").text)
+        assert read == "before"
+        assert len(found) >= 11
+        assert {name: how for name, how in found.items() if how != "refused"} == {}
+        assert (other / "prompt.json").read_text() == run_file.read_text() == "before"
+        assert [one.name for one in other.iterdir()] == ["prompt.json"]
+    finally:
+        shutil.rmtree(other)
+
+
+@has_rules
+def test_what_an_agent_can_still_do(tmp_path: Path) -> None:
+    """Files and processes of its own, Python's pools, terminals, curl and Node.js."""
+    tries = f"""{TRIES}
+        from concurrent.futures import ProcessPoolExecutor
+        import tempfile
+
+        async def shout():
+            process = await asyncio.create_subprocess_shell("echo a | sort", stdout=-1)
+            return (await process.communicate())[0].decode()
+
+        def files():
+            with tempfile.NamedTemporaryFile("w", delete=False) as file:
+                file.write("a")
+            os.rename(file.name, "b")
+            os.symlink("b", "c")
+            os.mkdir("d")
+            os.mkfifo("d/e")
+            return open("c").read()
+
+        def pool():
+            with multiprocessing.Pool(2) as made:
+                return made.map(abs, [-1, 2])
+
+        def spawned():
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=spawn) as made:
+                return made.submit(abs, -3).result()
+
+        def out(*words):
+            done = subprocess.run(words, capture_output=True, text=True)
+            return done.stdout + done.stderr
+
+        if __name__ == "__main__":
+            attempt("files", files)
+            attempt("asyncio", lambda: asyncio.run(shout()))
+            attempt("pool", pool)
+            attempt("spawned", spawned)
+            attempt("terminal", lambda: len(os.openpty()))
+            attempt("devices", lambda: out("sh", "-c", "echo a > /dev/null; echo b > /dev/stdout"))
+            url = "http://localhost:" + sys.argv[1]
+            if shutil.which("curl"):
+                attempt("curl", lambda: out("curl", "-sS", url))
+            if shutil.which("node"):
+                fetch = "fetch(process.argv[1]).then(r => r.text()).then(t => console.log(t))"
+                attempt("node", lambda: out("node", "-e", fetch, url).strip())
+            print(json.dumps(found))
+    """
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hello) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_address[1])
+        found = json.loads(run(tmp_path, tries, port, port=port).text)
+        server.shutdown()
+    wanted = {"files": "a", "asyncio": "a\n", "pool": [1, 2], "spawned": 3, "terminal": 2}
+    wanted |= {"devices": "b\n"} | {name: "hello" for name in ("curl", "node") if name in found}
+    assert found == wanted
+
+
+class Hello(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 def test_commands_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +327,11 @@ def test_commands_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_command(["no_such_agent"], network="open", isolate=True)
     with pytest.raises(ValueError, match=r"names none\.py, but there is no such file"):
         check_command(["python", "none.py"], network="open", isolate=True)
-    where = "megarl.apps.gateway.agent_program.landlock_version"
-    monkeypatch.setattr(where, lambda: NETWORK_SINCE - 1)
-    with pytest.raises(ValueError, match=r"set environment\.agent\.network to 'open'"):
-        check_command(["python"], network="gateway", isolate=True)
-    check_command(["python"], network="gateway", isolate=False)
+    known = {"landlock_version": NETWORK_SINCE, "has_filters": True}
+    for name, lacking in {"landlock_version": NETWORK_SINCE - 1, "has_filters": False}.items():
+        for function, found in (known | {name: lacking}).items():
+            where = f"megarl.apps.gateway.agent_program.{function}"
+            monkeypatch.setattr(where, functools.partial(int, found))
+        with pytest.raises(ValueError, match=r"set environment\.agent\.network to 'open'"):
+            check_command(["python"], network="gateway", isolate=True)
+        check_command(["python"], network="gateway", isolate=False)

@@ -1,5 +1,5 @@
-"""The process of an agent: started for one rollout in an empty folder, kept from everything but its
-folder's content and the gateway, ended with all that it has started.
+"""The process of an agent: started for one rollout in an empty folder, kept from writing elsewhere
+and from all servers but the gateway, ended with all that it has started.
 
     await run_agent_program(...) -> its answer, or a score
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from megarl.environments.isolation import call_libc, landlock_version
+from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.schema import require
 from megarl.types import Prompt
@@ -43,15 +43,22 @@ NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import os, sys
 sys.path.insert(0, sys.argv[1])
-from megarl.environments.isolation import call_libc, enter_own_domain
+from megarl.environments.isolation import allow_tcp_only, call_libc, enter_own_domain
+parent, port, folder, hidden, *command = sys.argv[2:]
 call_libc("prctl", 1, 9, 0, 0, 0)
-if os.getppid() != int(sys.argv[2]):
+if os.getppid() != int(parent):
     os._exit(1)
-if sys.argv[3] != "none":
-    enter_own_domain(mounts=False, connects=int(sys.argv[3]))
-os.execvp(sys.argv[4], sys.argv[4:])"""
+if port == "0":
+    enter_own_domain(mounts=False)
+elif port != "none":
+    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
+    allow_tcp_only()
+os.execvp(command[0], command)"""
 """Program that becomes the agent: arguments are where megarl lies, the id of its parent process,
-the port that the agent may connect to (0: any; "none": no domain), and the agent's command."""
+the only port that the agent may connect to (0: no rules of networks and files; "none": no domain),
+its folder, how the paths of all such folders begin, and the agent's command."""
+FOLDER = "megarl_agent_"
+"""How the names of the agents' folders begin."""
 
 
 _agents: set[int] = set()
@@ -83,9 +90,10 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
         " path of one there is",
     )
     require(
-        network == "open" or not isolate or landlock_version() >= NETWORK_SINCE,
+        network == "open" or not isolate or (landlock_version() >= NETWORK_SINCE and has_filters()),
         "environment.agent.network is 'gateway', but this kernel cannot keep a program from other"
-        " connections (Linux 6.7 or newer, with Landlock); set environment.agent.network to 'open'",
+        " connections (Linux 6.7 or newer, with Landlock and seccomp); set"
+        " environment.agent.network to 'open'",
     )
     return found
 
@@ -107,21 +115,25 @@ async def run_agent_program(
     `variables`: further environment variables. `port`: see `STARTER`. `scores`: whether it may
     score itself; otherwise no such file is named, or read.
     """
-    folder = Path(tempfile.mkdtemp(prefix="megarl_agent_"))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER)).resolve()
     try:
-        work = folder / "work"
+        work, temporary = folder / "work", folder / "tmp"
         work.mkdir()
+        temporary.mkdir()
         told = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
         (folder / "prompt.json").write_text(json.dumps(told, default=str))
         own = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),
+            "TMPDIR": str(temporary),
         }
         if scores:
             own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
+        places = [str(folder), str(folder.parent / FOLDER)]
+        starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", STARTER, str(ROOT), str(os.getpid()), port, *words],
+            [*starter, *places, *words],
             cwd=work,
             env=dict(os.environ) | own | dict(variables),
             stdin=subprocess.DEVNULL,
