@@ -5,9 +5,11 @@ fit each other.
 from __future__ import annotations
 
 import difflib
+import glob
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.objectives.config import COMPARING
@@ -152,6 +154,18 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
     for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
         for number, part in enumerate(prompts.parts):
             yield f"{section}.sources[{number}]" if prompts.sources else section, part
+
+
+def data_files(config: RunConfig) -> list[str]:
+    """Paths of the files and folders that the recipe's sources of prompts name. Data sets of the
+    hub and sources that make their rows have none.
+    """
+    named = [part.source for _, part in sources(config)]
+    return [
+        path
+        for one in named
+        for path in ([one] if Path(one).exists() else glob.glob(one, recursive=True))
+    ]
 
 
 def check_answers(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from megarl.environments.addresses import VARIABLE
 from megarl.limits import MOST_TOKENS
-from megarl.recipe_paths import CodeText
+from megarl.recipe_paths import CodeText, PathText
 from megarl.schema import Config, Excludes, Of, Range, require
 
 
@@ -45,6 +45,9 @@ class AgentConfig(Config):
     rollout_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Most tokens of all conversations of a rollout together, each counted once; a call beyond it
     is refused. 0: `training.micro_batch_tokens`, what a rank computes at once."""
+    hidden: Annotated[tuple[PathText, ...], Of("command", fix="set environment.agent.command")] = ()
+    """Files and folders that the program cannot read, besides the run's folder and the files of the
+    recipe's data. Holds with `network: gateway`."""
     network: Literal["gateway", "open"] = "gateway"
     """Which TCP connections the program may make: `gateway`, to the server of this section's port
     only (Linux 6.7 or newer, with Landlock); `open`, any."""

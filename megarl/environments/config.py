@@ -2,8 +2,9 @@
 time and memory, and how its score becomes a reward.
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from megarl.environments.addresses import (
@@ -448,9 +449,10 @@ class EnvironmentConfig(Config):
         """
         return self.tools.are_used or self.agent.is_used
 
-    def within(self, longest: int, together: int) -> Self:
+    def within(self, longest: int, together: int, hidden: Iterable[str] = ()) -> Self:
         """A copy in which the limits of an agent are set: a conversation to at most `longest`
-        tokens, and all conversations of a rollout to `together` if the recipe sets no limit. The
+        tokens, and all conversations of a rollout to `together` if the recipe sets no limit; and in
+        which an agent's program cannot read the files and folders `hidden` either. The
         configuration itself without an agent.
         """
         if not self.agent.is_used:
@@ -458,6 +460,7 @@ class EnvironmentConfig(Config):
         limits = {
             "context_tokens": min(self.agent.context_tokens or longest, longest),
             "rollout_tokens": self.agent.rollout_tokens or max(longest, together),
+            "hidden": tuple(map(os.path.abspath, (*self.agent.hidden, *hidden))),
         }
         return replace(self, agent=replace(self.agent, **limits))
 

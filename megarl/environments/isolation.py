@@ -112,7 +112,7 @@ def has_filters() -> bool:
 
 
 def enter_own_domain(
-    *, mounts: bool, connects: int = 0, folder: str = "", hidden: str = ""
+    *, mounts: bool, connects: int = 0, folder: str = "", hidden: Sequence[str] = ()
 ) -> bool:
     """Put this thread, and all threads and processes that it starts from now on, into a Landlock
     domain of their own, for good. From inside, memory, environment variables and open files of
@@ -129,9 +129,9 @@ def enter_own_domain(
     `folder`: absolute path of the only folder in which files can be written, made, renamed and
     removed, beside the devices in `WRITABLE`; "" for no rules of files. Elsewhere their permissions
     and times can still be changed. Needs Linux 6.2 or newer, excludes `mounts`, and of root's
-    capabilities leaves those over files and users. `hidden`: comes with `folder`; how the absolute
-    paths begin whose files cannot be read, but for those in `folder`; nor can files that are put
-    beside them later on.
+    capabilities leaves those over files and users. `hidden`: comes with `folder`; absolute paths
+    without links of the files and folders that cannot be read, where "/a/b*" stands for all paths
+    that begin with /a/b. `folder` can be, and files that are later put beside them cannot.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
@@ -149,7 +149,7 @@ def enter_own_domain(
             with contextlib.suppress(OSError):  # it has been removed, or is a link
                 _grant(ruleset, path, READ)
         for path, rights in WRITABLE.items():
-            if not hidden.startswith(f"{path}/"):
+            if not any(one.startswith(f"{path}/") for one in hidden):
                 with contextlib.suppress(OSError):
                     _grant(ruleset, os.path.realpath(path), rights)
         _grant(ruleset, folder, READ | CHANGE & ~MAKE_DEVICES)
@@ -181,17 +181,23 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(opened)
 
 
-def _all_but(hidden: str) -> Iterator[str]:
-    """Paths below which all files lie but those whose paths begin with the absolute path `hidden`,
-    and what is put later into the folders on the way there, or into the root folder or /dev.
+def _all_but(hidden: Sequence[str]) -> Iterator[str]:
+    """Paths below which all files lie but those `hidden`, as `enter_own_domain` gets them, and what
+    is put later into the folders on the way there, or into the root folder or /dev.
     """
-    on_the_way, upwards = {"/", "/dev"}, hidden
-    while len(upwards := os.path.dirname(upwards)) > 1:
-        on_the_way.add(upwards)
+    whole = {one for one in hidden if not one.endswith("*")}
+    begin = tuple(one[:-1] for one in hidden if one.endswith("*"))
+    on_the_way = {"/", "/dev"}
+    for one in hidden:
+        above, upwards = set[str](), one
+        while len(upwards := os.path.dirname(upwards)) > 1:
+            above.add(upwards)
+        if not above & whole:  # or all of it is hidden already
+            on_the_way |= above
     for folder in on_the_way:
         with contextlib.suppress(PermissionError):  # some can be passed, and not listed
             for path in (one.path for one in os.scandir(folder)):
-                if path not in on_the_way and not path.startswith(hidden):
+                if not (path in on_the_way or path in whole or path.startswith(begin)):
                     yield path
 
 

@@ -222,12 +222,26 @@ def test_an_agent_reaches_the_gateway_only(tmp_path: Path) -> None:
 
 @has_rules
 def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
-    """Not those of another rollout, which it cannot read either, nor those of the run."""
+    """Not those of another rollout, which it cannot read either, nor those of the run; it reads no
+    file that is hidden.
+    """
+    answers, inner = tmp_path / "answers.jsonl", tmp_path / "whole" / "inner"
+    inner.mkdir(parents=True)
+    beside = tmp_path / "answers.jsonl.md"
+    for file in (answers, inner / "answers", tmp_path / "whole" / "other", beside):
+        file.write_text("4")
+    (tmp_path / "link").symlink_to(inner)
+    hidden = [str(answers), str(tmp_path / "whole"), str(tmp_path / "link" / "answers")]
     other, run_file = Path(tempfile.mkdtemp(prefix=FOLDER)), tmp_path / "checkpoint"
     for file in (other / "prompt.json", run_file):
         file.write_text("before")
     tries = f"""{TRIES}
         other, run, new = {str(other)!r}, {str(run_file)!r}, {str(tmp_path / "new")!r}
+        assert open({str(beside)!r}).read() == "4"
+        attempt("answers", lambda: open({str(answers)!r}).read())
+        attempt("answers by another name", lambda: os.link({str(answers)!r}, "mine"))
+        attempt("inner", lambda: open({str(inner / "answers")!r}).read())
+        attempt("beside inner", lambda: open({str(tmp_path / "whole" / "other")!r}).read())
         attempt("read other", lambda: open(other + "/prompt.json").read())
         attempt("link other", lambda: os.link(other + "/prompt.json", "mine"))
         attempt("move other", lambda: os.rename(other + "/prompt.json", "mine"))
@@ -244,9 +258,9 @@ def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
         print(json.dumps([open(run).read(), found]))
     """
     try:
-        read, found = json.loads(run(tmp_path, tries, port="1").text)
+        read, found = json.loads(run(tmp_path, tries, port="1", hidden=hidden).text)
         assert read == "before"
-        assert len(found) >= 11
+        assert len(found) >= 15
         assert {name: how for name, how in found.items() if how != "refused"} == {}
         assert (other / "prompt.json").read_text() == run_file.read_text() == "before"
         assert [one.name for one in other.iterdir()] == ["prompt.json"]

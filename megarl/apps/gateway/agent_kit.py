@@ -11,6 +11,7 @@ import inspect
 import secrets
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class AgentKit:
             self.command = check_command(
                 settings.command, network=settings.network, isolate=isolate
             )
+            self._check_readable()
         else:
             self.function = own_function(settings.function, FUNCTION, sources=self._sources)
             require(
@@ -111,6 +113,19 @@ class AgentKit:
         from megarl.apps.gateway.server import serve_agents  # imports vLLM's protocol, for seconds
 
         self.port = await serve_agents(self)
+
+    def _check_readable(self) -> None:
+        """Raise `ValueError` if the program lies where it cannot read."""
+        if self.settings.network == "open" or not self.config.isolate:
+            return
+        for word in self.command:
+            for place in self.settings.hidden:
+                require(
+                    not (Path(word).is_absolute() and Path(word).is_relative_to(place)),
+                    f"environment.agent.command names {word}, but an agent cannot read {place}"
+                    " (data, the run's folder or environment.agent.hidden); move the program out of"
+                    " it, or set environment.agent.network to 'open'",
+                )
 
     @property
     def codec(self) -> Codec:
@@ -147,6 +162,7 @@ class AgentKit:
         return run_agent_program(
             *(self.command, prompt, settings.columns, variables, port),
             scores=not self.config.needs_verifier,
+            hidden=settings.hidden,
         )
 
     async def _call(self, prompt: Prompt, key: str) -> Any:

@@ -41,7 +41,7 @@ MARK = "MEGARL_PROMPT"
 SET_CHILD_SUBREAPER = 36
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
-STARTER = """import os, sys
+STARTER = """import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from megarl.environments.isolation import allow_tcp_only, call_libc, enter_own_domain
 parent, port, folder, hidden, *command = sys.argv[2:]
@@ -51,12 +51,12 @@ if os.getppid() != int(parent):
 if port == "0":
     enter_own_domain(mounts=False)
 elif port != "none":
-    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
+    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=json.loads(hidden))
     allow_tcp_only()
 os.execvp(command[0], command)"""
 """Program that becomes the agent: arguments are where megarl lies, the id of its parent process,
 the only port that the agent may connect to (0: no rules of networks and files; "none": no domain),
-its folder, how the paths of all such folders begin, and the agent's command."""
+its folder, JSON of what it cannot read (`enter_own_domain`), and the agent's command."""
 FOLDER = "megarl_agent_"
 """How the names of the agents' folders begin."""
 
@@ -106,6 +106,7 @@ async def run_agent_program(
     port: str,
     *,
     scores: bool = True,
+    hidden: Sequence[str] = (),
 ) -> Any:
     """Run an agent's program once and return what it answers: an `Answer` with its standard output
     or, if it wrote JSON to the file that MEGARL_RESULT names, that value, a score. Ends the program
@@ -113,7 +114,8 @@ async def run_agent_program(
 
     `command`: as `check_command` returns it. `columns`: of the data row that it may see.
     `variables`: further environment variables. `port`: see `STARTER`. `scores`: whether it may
-    score itself; otherwise no such file is named, or read.
+    score itself; otherwise no such file is named, or read. `hidden`: paths that it cannot read
+    where `port` is a port, besides the folders of other rollouts.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER)).resolve()
     try:
@@ -130,7 +132,8 @@ async def run_agent_program(
         if scores:
             own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
-        places = [str(folder), str(folder.parent / FOLDER)]
+        unseen = [f"{folder.parent / FOLDER}*", *map(os.path.realpath, hidden)]
+        places = [str(folder), json.dumps(unseen)]
         starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
         process = subprocess.Popen(
             [*starter, *places, *words],
