@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -41,6 +41,16 @@ REFUSED = {
     "continue_final_message": "the model's turns are its own",
     "echo": "the prompt is not repeated",
     "suffix": "the model writes from left to right",
+    "functions": "`tools` is its newer form",
+    "function_call": "`tool_choice` is its newer form",
+    "web_search_options": "the model calls the agent's own tools",
+    "prompt_logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
+    "allowed_token_ids": "it would change what is sampled from the model that is trained",
+    "use_beam_search": "it would change what is sampled from the model that is trained",
+    "ignore_eos": "where the model stops is the run's",
+    "chat_template": "the chat template is the run's (prompts.template_variables)",
+    "chat_template_kwargs": "the chat template is the run's (prompts.template_variables)",
+    "documents": "the chat template is the run's; a message may hold them",
 }
 """{setting of a request that must not be set: why}"""
 
@@ -52,8 +62,12 @@ class Asked:
     call: AgentCall
     model: str
     is_stream: bool
-    has_usage: bool = True
-    """Whether a streamed answer ends with the numbers of tokens."""
+    has_usage: bool = False
+    """Whether a streamed answer ends with the numbers of tokens, where the API leaves it open."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the request that the response repeats."""
+    is_count: bool = False
+    """Whether only the tokens of the conversation are asked for."""
 
 
 class Form(Protocol):
@@ -80,15 +94,19 @@ class Form(Protocol):
         ...
 
 
+def unsupported(name: str, why: str = "") -> ApiError:
+    """The error for a setting that must not be set. `why`: in place of that of `REFUSED`."""
+    said = f"`{name}` is not supported: {why or REFUSED[name]}; leave it out"
+    return ApiError(said, code="unsupported", param=name)
+
+
 def refuse_settings(request: Any) -> None:
     """Raise `ApiError` for a setting of the request that a run of training cannot have."""
-    for name, why in REFUSED.items():
+    for name in REFUSED:
         found = getattr(request, name, None)
         found = found.model_dump(exclude_none=True) if isinstance(found, BaseModel) else found
         if found not in NOT_GIVEN:
-            raise ApiError(
-                f"`{name}` is not supported: {why}; leave it out", code="unsupported", param=name
-            )
+            raise unsupported(name)
     count = getattr(request, "n", None)
     if count is not None and not 1 <= count <= MOST_CHOICES:
         raise ApiError(f"`n` is {count}; set it to 1 to {MOST_CHOICES}", param="n")
@@ -124,16 +142,12 @@ class ChatCompletions(OpenAIForm):
     path = "/v1/chat/completions"
 
     def read(self, body: Any) -> Asked:
-        request = ChatCompletionRequest.model_validate(body)
-        for name in ("chat_template", "chat_template_kwargs"):
-            if body.get(name):
-                raise ApiError(
-                    f"`{name}` is not supported: the chat template is the run's"
-                    " (prompts.template_variables); leave it out",
-                    code="unsupported",
-                    param=name,
-                )
-        return chat_asked(request, body)
+        if not isinstance(body.get("messages", []), list):
+            raise ApiError("`messages` is no list; send a list of messages", param="messages")
+        if not body.get("tools"):  # frameworks may say auto all the same
+            idle = (("tool_choice", "auto"), ("tool_choice", "none"))
+            body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
+        return chat_asked(ChatCompletionRequest.model_validate(body), body)
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
         return {
@@ -159,7 +173,7 @@ class ChatCompletions(OpenAIForm):
             return "", head | {"choices": [choice]}
 
         for number, one in enumerate(choices):
-            yield chunk(number, {"role": "assistant", "content": ""})
+            yield chunk(number, {"role": "assistant", "content": None if one.calls else ""})
             if one.text:
                 yield chunk(number, {"content": one.text})
             for index, made in enumerate(one.calls):
@@ -179,7 +193,7 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
     if chosen not in (None, "auto", "none"):
         raise ApiError(
             f"`tool_choice` is {chosen!r:.80}; a call that is forced is not sampled from the model"
-            " that is trained; leave it out",
+            " that is trained; set it to auto",
             code="unsupported",
             param="tool_choice",
         )
@@ -188,14 +202,23 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
         chat = [plain(message) for message in body["messages"]]
     except ValueError as error:
         raise ApiError(str(error), param="messages") from None
+    except (AttributeError, TypeError):
+        said = "a message has a content part that is not {type: text, text: a text}"
+        raise ApiError(said, param="messages") from None
     if not chat:
         raise ApiError("`messages` is empty; send at least one", param="messages")
+    limits = [limit_of(body, name) for name in ("max_completion_tokens", "max_tokens")]
     call = AgentCall(
         chat=chat,
         tools=[] if chosen == "none" else tools,
-        max_tokens=limit_of(request.max_completion_tokens or request.max_tokens),
+        max_tokens=limits[0] or limits[1],
         count=request.n or 1,
     )
+    return asked_of(request, call)
+
+
+def asked_of(request: ChatCompletionRequest | CompletionRequest, call: AgentCall) -> Asked:
+    """The call of a request, with the way to answer it."""
     options = request.stream_options
     return Asked(
         call,
@@ -205,11 +228,14 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
     )
 
 
-def limit_of(tokens: int | None) -> int:
-    """The limit of an answer in tokens; 0 for none. Raises `ApiError` for a number below 1."""
-    if tokens is not None and tokens < 1:
-        raise ApiError(f"`max_tokens` is {tokens}; set it to at least 1", param="max_tokens")
-    return tokens or 0
+def limit_of(request: dict[str, Any], name: str) -> int:
+    """The limit of an answer in tokens, setting `name` of the request; 0 for none. Raises
+    `ApiError` for a number below 1.
+    """
+    tokens = request.get(name)
+    if tokens is not None and int(tokens) < 1:
+        raise ApiError(f"`{name}` is {tokens}; set it to at least 1", param=name)
+    return int(tokens or 0)
 
 
 class Completions(OpenAIForm):
@@ -220,15 +246,22 @@ class Completions(OpenAIForm):
     def read(self, body: Any) -> Asked:
         request = CompletionRequest.model_validate(body)
         refuse_settings(request)
-        if not isinstance(request.prompt, str) or not request.prompt:
+        if request.logprobs is not None:  # 0 asks for those of the sampled tokens
+            raise unsupported("logprobs")
+        if body.get("best_of") not in (None, 1):
+            raise unsupported("best_of", "no answers are compared; `n` gives several")
+        prompt = request.prompt
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
+        if not isinstance(prompt, str) or not prompt:
             raise ApiError("`prompt` must be one text that is not empty", param="prompt")
         call = AgentCall(
-            chat=[{"role": RAW, "content": request.prompt}],
+            chat=[{"role": RAW, "content": prompt}],
             tools=[],
-            max_tokens=limit_of(body.get("max_tokens")),
+            max_tokens=limit_of(body, "max_tokens"),
             count=request.n or 1,
         )
-        return Asked(call, request.model or "", is_stream=bool(request.stream))
+        return asked_of(request, call)
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._head(asked) | {
@@ -253,4 +286,6 @@ class Completions(OpenAIForm):
         head = self._head(asked)
         for pair in enumerate(choices):
             yield "", head | {"choices": [self._choice(*pair)]}
+        if asked.has_usage:
+            yield "", head | {"choices": [], "usage": token_counts(call, choices)}
         yield "", "[DONE]"

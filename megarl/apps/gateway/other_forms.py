@@ -7,21 +7,61 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice
-from megarl.apps.gateway.forms import Asked, Event, OpenAIForm, chat_asked, new_id, token_counts
+from megarl.apps.gateway.conversations import plain
+from megarl.apps.gateway.forms import (
+    REFUSED,
+    Asked,
+    Event,
+    OpenAIForm,
+    chat_asked,
+    limit_of,
+    new_id,
+    refuse_settings,
+    token_counts,
+    unsupported,
+)
+
+
+def _check_tools(tools: Any, kinds: tuple[str | None, ...]) -> None:
+    """Raise `ApiError` for a tool that is not the agent's own: whose `type` is none of `kinds`."""
+    if not isinstance(tools, list | None):
+        raise ApiError("`tools` is no list; send a list of tools", param="tools")
+    for number, tool in enumerate(tools or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in kinds:
+            raise ApiError(
+                f"`tools.{number}` is of type {kind!r:.60}; the model calls the agent's own tools"
+                f" only, of type {kinds[-1]!r}; leave it out",
+                code="unsupported",
+                param="tools",
+            )
 
 
 def _dict(value: Any) -> dict[str, Any]:
     """A message or tool of vLLM's conversions as a dict."""
     return dict(value) if isinstance(value, dict) else value.model_dump(exclude_none=True)
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, which the model may have written as another JSON value."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        found = arguments
+    return found if isinstance(found, dict) else {"arguments": found}
 
 
 class Messages:
@@ -30,9 +70,22 @@ class Messages:
     path = "/v1/messages"
     STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+    kind: type[AnthropicMessagesRequest] | type[AnthropicCountTokensRequest]
+    kind = AnthropicMessagesRequest
+
     def read(self, body: Any) -> Asked:
-        request = AnthropicMessagesRequest.model_validate(body)
+        _check_tools(body.get("tools"), (None, "custom"))
+        request = self.kind.model_validate(body)
         made = AnthropicServingMessages.to_chat_completion_request(request)
+        if made.response_format is not None:
+            raise unsupported("output_config.format", REFUSED["response_format"])
+        if request.messages and request.messages[-1].role == "assistant":
+            raise ApiError(
+                "the last message is the assistant's, and the model's turns are its own; end"
+                " `messages` with one of the user",
+                code="unsupported",
+                param="messages",
+            )
         chosen = (body.get("tool_choice") or {}).get("type")
         told = {"auto": None, None: None, "none": "none"}.get(chosen, chosen)
         made.tool_choice = None  # as `told` says
@@ -40,6 +93,7 @@ class Messages:
             "messages": [_dict(one) for one in made.messages],
             "tools": [_dict(one) for one in made.tools or ()],
             "tool_choice": told,
+            "max_tokens": made.max_tokens,
         }
         return chat_asked(made, chat)
 
@@ -62,7 +116,7 @@ class Messages:
             found.append({"type": "text", "text": choice.text})
         for made in choice.calls:
             function = made["function"]
-            given = json.loads(function["arguments"] or "{}")
+            given = _object(function["arguments"])
             about = {"type": "tool_use", "id": made["id"], "name": function["name"]}
             found.append(about | {"input": given})
         return found
@@ -95,7 +149,32 @@ class Messages:
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """The response to a call that is refused."""
-        return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
+        is_long = error.code == "context_length_exceeded"  # clients look for these words
+        said = f"prompt is too long: {error}" if is_long else str(error)
+        return {"type": "error", "error": {"type": error.kind, "message": said}}
+
+
+class CountTokens(Messages):
+    """Anthropic's /v1/messages/count_tokens."""
+
+    path = "/v1/messages/count_tokens"
+    kind = AnthropicCountTokensRequest
+
+    def read(self, body: Any) -> Asked:
+        return replace(super().read(body), is_count=True)
+
+    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
+        return {"input_tokens": call.prompt_tokens}
+
+
+def _whole_text(item: Any) -> Any:
+    """An item of a response's input. A message of the assistant gets all its parts as one text, as
+    vLLM reads the first alone.
+    """
+    is_said = isinstance(item, dict) and item.get("role") == "assistant"
+    if is_said and isinstance(item.get("content"), list):
+        return {"role": "assistant", "content": plain(item)["content"]}
+    return item
 
 
 class Responses(OpenAIForm):
@@ -103,48 +182,46 @@ class Responses(OpenAIForm):
 
     path = "/v1/responses"
 
+    REFUSED = {
+        "previous_response_id": "no response is stored; send the whole conversation as `input`",
+        "conversation": "no response is stored; send the whole conversation as `input`",
+        "background": "no response is stored; wait for the answer",
+        "prompt": "no prompt is stored; send it as `input`",
+        "stop": "the API has no such setting",
+    }
+    REPEATED = ("instructions", "metadata", "tools", "tool_choice", "parallel_tool_calls")
+    """Settings of a request that its response repeats."""
+
     def read(self, body: Any) -> Asked:
+        for name, why in self.REFUSED.items():
+            if body.get(name):
+                raise unsupported(name, why)
+        _check_tools(body.get("tools"), ("function",))
+        if isinstance(given := body.get("input"), list):
+            body = body | {"input": [_whole_text(item) for item in given]}
         request = ResponsesRequest.model_validate(body)
-        if request.previous_response_id or request.background:
-            name = "previous_response_id" if request.previous_response_id else "background"
-            raise ApiError(
-                f"`{name}` is not supported: no response is stored; send the whole conversation"
-                " as `input`",
-                code="unsupported",
-                param=name,
-            )
-        if request.text is not None and request.text.format is not None:
-            form = request.text.format.type
-            if form != "text":
-                raise ApiError(
-                    f"`text.format` is {form}; a constrained answer is not sampled from the model"
-                    " that is trained; leave it out",
-                    code="unsupported",
-                    param="text",
-                )
+        refuse_settings(request)
+        if request.text and request.text.format and request.text.format.type != "text":
+            raise unsupported("text.format", REFUSED["response_format"])
+        if "message.output_text.logprobs" in (request.include or ()):
+            raise unsupported("include: message.output_text.logprobs", REFUSED["logprobs"])
+        limit_of(body, "max_output_tokens")
         messages = construct_input_messages(
             request_instructions=request.instructions, request_input=request.input
         )
-        tools = construct_tool_dicts(request.tools, request.tool_choice) or []
-        chosen = body.get("tool_choice")
+        if not messages:
+            raise ApiError("`input` is empty; send a text or messages", param="input")
         chat: dict[str, Any] = {
             "messages": [_dict(one) for one in messages],
-            "tools": tools,
-            "tool_choice": chosen,
+            "tools": construct_tool_dicts(request.tools, request.tool_choice),
+            "tool_choice": body.get("tool_choice"),
+            "max_completion_tokens": request.max_output_tokens,
         }
         made = ChatCompletionRequest(
-            messages=chat["messages"],
-            model=request.model,
-            max_completion_tokens=request.max_output_tokens,
-            stream=request.stream,
-            seed=None,
-            logprobs=None,
-            top_logprobs=request.top_logprobs,
-            frequency_penalty=request.frequency_penalty,
-            presence_penalty=request.presence_penalty,
-            logit_bias=request.logit_bias,
+            messages=chat["messages"], model=request.model, stream=request.stream, seed=None
         )
-        return chat_asked(made, chat)
+        settings = {name: body[name] for name in self.REPEATED if body.get(name) is not None}
+        return replace(chat_asked(made, chat), settings=settings)
 
     def _response(self, asked: Asked, call: AgentCall, choice: Choice | None) -> dict[str, Any]:
         """The response object; without `choice`, one that is under way."""
@@ -176,6 +253,7 @@ class Responses(OpenAIForm):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counts["total_tokens"],
             },
+            **asked.settings,
         }
 
     def _items(self, choice: Choice) -> list[dict[str, Any]]:
@@ -204,7 +282,9 @@ class Responses(OpenAIForm):
             return found["type"], found
 
         done = self._response(asked, call, choices[0])
-        yield event("created", response=self._response(asked, call, None) | {"id": done["id"]})
+        begun = self._response(asked, call, None) | {"id": done["id"]}
+        yield event("created", response=begun)
+        yield event("in_progress", response=begun)
         for index, item in enumerate(done["output"]):
             place = {"output_index": index, "item_id": item["id"]}
             if item["type"] == "message":
