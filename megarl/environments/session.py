@@ -44,6 +44,14 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded(Observation):
+    """An observation of a session that has tokenised its text itself, for its own count."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """Token ids of `text`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a session's `step` returns to end the rollout if the recipe's verifier
     (`environment.verifier` or `environment.rewards`) is to score `text`. `metrics`: numbers of the

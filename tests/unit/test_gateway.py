@@ -23,6 +23,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
+from megarl.environments.user_calls import LimitExceeded
 from megarl.types import Prompt
 
 TOOL: Any = {
@@ -352,10 +353,15 @@ def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
     async def is_silent(url: str, key: str) -> str:
         return "3"
 
+    async def thinks(url: str, key: str) -> None:
+        await asyncio.sleep(60)
+
     with pytest.raises(KeyError, match="of its own"):
         played(codec, tmp_path, ["3" + END], raises)
     with pytest.raises(Exception, match=r"longer than environment\.agent\.time_limit_s = 0\.5 s"):
         played(codec, tmp_path, ["3" + END], hangs, time_limit_s=0.5)
+    with pytest.raises(LimitExceeded, match=r"environment\.agent\.time_limit_s = 0\.5 s"):
+        played(codec, tmp_path, ["3" + END], thinks, time_limit_s=0.5)
     with pytest.raises(Exception, match="the agent made no call"):
         played(codec, tmp_path, ["3" + END], is_silent)
 

@@ -22,13 +22,13 @@ from megarl.apps.gateway.agent_program import (
     run_agent_program,
 )
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
-from megarl.apps.gateway.conversations import Conversations, plain
+from megarl.apps.gateway.conversations import Conversations, Place, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError, Schema
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.session import Answer, Observation
+from megarl.environments.session import Answer, Encoded, Observation
 from megarl.environments.user_calls import LimitExceeded, outcome_of
 from megarl.environments.user_code import Sources, own_function
 from megarl.files import canonical_json
@@ -168,13 +168,15 @@ class AgentKit:
             raise AgentFailed(f"the agent raised {error!r}") from error
         return Answer(answer) if isinstance(answer, str) else answer
 
-    def read(self, token_ids: np.ndarray, tools: list[Schema], room: int) -> tuple[str, Choice]:
-        """(the model's turn with special tokens, the same as the agent reads it). `token_ids`: [T]
-        ids of the turn. `tools`: those that it may call. `room`: most tokens that it could have; 0
-        for no limit.
+    def read(
+        self, text: str, token_ids: np.ndarray, tools: list[Schema], room: int
+    ) -> tuple[str, Choice]:
+        """(the model's turn with special tokens, the same as the agent reads it). `text`: the turn
+        without them. `token_ids`: [T] its ids. `tools`: those that it may call. `room`: most tokens
+        that it could have; 0 for no limit.
         """
         said = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        text, calls = self.codec.decode(token_ids), []
+        calls: list[dict[str, Any]] = []
         if tools:
             try:
                 beside, found = self._reader(tools).parse(self.markup.without_closing(said))
@@ -219,6 +221,8 @@ class AgentSession:
         self._agent: asyncio.Future[Any] | None = None
         self._call: AgentCall | None = None
         """The call that the model answers at present."""
+        self._place: Place
+        """Where that call continues the rollout."""
         self._context, self._asked_at = 0, 0
         """Tokens that the model has read for this call, and the segment with the last of them."""
         self._given = 0
@@ -237,23 +241,24 @@ class AgentSession:
 
     async def step(self, text: str, token_ids: np.ndarray) -> Any:
         """Give the model's turn to the agent, and wait for its next call. Returns what the model
-        reads next or, if the agent has ended, its answer or score. `token_ids`: [T] int32.
+        reads next or, if the agent has ended, its answer or score. `text`: the turn without special
+        tokens. `token_ids`: [T] int32, the same.
         """
         if self._call is None:
             self._result()
             raise AgentFailed("the agent made no call; see that it asks the server at its URL")
-        self._record(token_ids)
+        self._record(text, token_ids)
         found = await self._observation()
         return self._result() if found is None else found
 
-    def _record(self, token_ids: np.ndarray) -> None:
+    def _record(self, text: str, token_ids: np.ndarray) -> None:
         """Note the model's turn, and answer the call with it if it is the last asked for."""
         assert self._call is not None
-        said, choice = self.kit.read(token_ids, self._call.tools, self._given)
+        said, choice = self.kit.read(text, token_ids, self._call.tools, self._given)
         number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
         self._tokens += len(token_ids)
-        chat, tokens = [*self._call.chat, plain(choice.message)], self._context + len(token_ids)
-        self._conversations.answered(number, tokens, chat, self._call.tools, said)
+        tokens = self._context + len(token_ids)
+        self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
         self._call.add(choice)
 
     async def _observation(self) -> Observation | None:
@@ -273,17 +278,20 @@ class AgentSession:
             if call.answer.cancelled():
                 continue
             try:
-                place = self._conversations.place(call.chat, call.tools)
-                read = len(self.kit.codec.encode(place.text))
+                place = self._place = self._conversations.place(call.chat, call.tools)
+                ids = self.kit.codec.encode(place.text)
+                read = len(ids)
                 self._context = call.prompt_tokens = place.tokens + read
                 self._given = self._room(call, read)
             except (ApiError, ValueError) as error:
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
             self._asked_at = self._segments if place.text else place.follows
-            self._conversations.asked(self._asked_at, self._context, call.chat, call.tools)
+            self._conversations.asked(place, self._asked_at, self._context)
             self._segments, self._tokens = self._segments + 1, self._tokens + read
-            return Observation(place.text, follows=place.follows, max_tokens=self._given)
+            return Encoded(
+                place.text, follows=place.follows, max_tokens=self._given, token_ids=ids
+            )
 
     def _room(self, call: AgentCall, read: int = 0) -> int:
         """Most tokens of the model's answer to `call`, for which it reads `read` more; raises
