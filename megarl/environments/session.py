@@ -44,11 +44,13 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded(Observation):
-    """An observation of a session that has tokenised its text itself, for its own count."""
+class AgentObservation(Observation):
+    """The observation of an agent's session, which has tokenised the text itself."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Token ids of `text`."""
+    """[T] token ids of `text`."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the model's next turn ends, beside those of the recipe."""
 
 
 @dataclass(frozen=True, slots=True)

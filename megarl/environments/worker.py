@@ -41,7 +41,7 @@ from megarl.environments.scores import (
     read_score,
     score_reply,
 )
-from megarl.environments.session import Answer, Encoded, Observation
+from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
 from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
 from megarl.environments.user_code import Sources
@@ -472,11 +472,10 @@ class Host:
         if found.role:
             before, after = self._codec.around
             text = f"{before}{text}{after}"
-        if isinstance(found, Encoded):
-            ids = found.token_ids
-        else:
-            ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
+        if isinstance(found, AgentObservation):
+            return {"observation": found.token_ids, "stop": found.stop} | place
+        ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         return {"observation": ids, "reward": reward} | place
 
 
