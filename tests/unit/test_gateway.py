@@ -320,10 +320,10 @@ def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
                 made = await api.chat.completions.create(model="policy", messages=chat, **more)
                 return [f"{one.message.content} {one.finish_reason}" for one in made.choices]
 
-            stops: Any = {"stop": ["Observation:", "vation"], "max_tokens": 30}
+            stops: Any = {"stop": ["tion: ", "Observation:"], "max_tokens": 30}
             assert await ask(ASKED, n=2, **stops) == ["add \n stop", "sum stop"]
             chat = [*ASKED, {"role": "assistant", "content": "add"}, *ASKED]
-            assert await ask(chat, tools=[TOOL], stop="!") == [f"{CALL} stop"]
+            assert await ask(chat, tools=[TOOL], stop="!") == ['<tool_call>{"name": "a stop']
             assert await ask(chat, stop="!", max_tokens=2) == ["ab length"]
             assert await ask(chat, stop="c", max_tokens=2) == ["b stop"]
             assert await ask(chat, stop=END) == ["d stop"]
@@ -334,17 +334,25 @@ def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
             )
             (call,) = made.choices[0].message.tool_calls or ()
             assert made.choices[0].finish_reason == "tool_calls" and call.type == "function"
-            return str(made.choices[0].message.content)
+            return str(made.choices[0].message.content).strip()
 
     add = "add \nObservation: "
-    unfinished = CALL.replace("</tool", "!</tool")
-    says = [add, f"sum{END}", unfinished, "ab", "bc", f"d{END}", "01 2", f"so {CALL}x{END}"]
+    says = [
+        add,
+        f"sum{END}",
+        CALL.replace("dd", "!dd"),
+        "ab",
+        "bc",
+        f"d{END}",
+        "01 2",
+        f"so {CALL}x{END}",
+    ]
     found = played(codec, tmp_path, says, talk)
     begin = f"{END}<|im_start|>assistant"
-    assert found.answer.text == "so "
+    assert found.answer.text == "so"
     assert found.read[1] == found.read[0] == f"<|im_start|>user1+2{begin}"
     assert found.read[3] == f"{found.read[0]}{add}{END}<|im_start|>user1+2{begin}"
-    stops = [("Observation:", "vation")] * 2 + [("!",)] * 2 + [("c",), (END,), ("2", "1"), ("x",)]
+    stops = [("tion: ", "Observation:")] * 2 + [("!",)] * 2 + [("c",), (END,), ("2", "1"), ("x",)]
     assert found.stops == stops
 
 
