@@ -79,7 +79,7 @@ async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent:
         made: Any = await session.start(Prompt(0, "1+2", [], "3"))
         for said in says:
             found.parts.append((made.follows, made.text))
-            found.stops.append(made.stop)
+            found.stops.append(getattr(made, "stop", ()))
             context, number = "", len(found.parts) - 1
             while number >= 0:
                 follows, text = found.parts[number]
