@@ -477,8 +477,6 @@ def silence_s(config: RunConfig) -> float:
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
     verdict_s = 2 * environment.time_limit_s  # a call may be made again
-    if environment.agent.is_used:
-        verdict_s = max(verdict_s, environment.agent.time_limit_s)
     return restart_s + environment.start_limit_s + verdict_s + 60.0
 
 
