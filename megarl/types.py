@@ -147,6 +147,9 @@ class Segment:
     """Number, in the rollout's list of segments, of the segment that this one continues; None: the
     one before it. -1: none, a conversation of its own begins. A rollout whose segments are not one
     chain is a tree: a token attends to its own segment and to those that it continues."""
+    stop_next: tuple[str, ...] = ()
+    """In an environment segment, texts at which the model's segment that follows ends, beside those
+    of the recipe."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class GenerateRequest:
     seed: int
     max_tokens: int
     temperature: float
+    stop: tuple[str, ...] = ()
+    """Texts at which the turn ends, beside those of the recipe."""
 
 
 ENGINES: dict[str, Callable[..., InferenceEngine]] = {"vllm": Engine}
@@ -143,6 +145,7 @@ class EngineActor(ChannelActor):
             seed=request.seed,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
+            **({"stop": request.stop} if request.stop else {}),
         )
 
     async def generate(self, prompt_ids: list[int], **asked: Any) -> Segment:
@@ -212,9 +215,10 @@ class RemoteEngine:
         seed: int,
         max_tokens: int,
         temperature: float,
+        stop: tuple[str, ...] = (),
     ) -> Segment:
         earlier = [part.arrays.token_ids for part in segments]
-        request = GenerateRequest(prompt_ids, earlier, seed, max_tokens, temperature)
+        request = GenerateRequest(prompt_ids, earlier, seed, max_tokens, temperature, stop)
         return await self._remote.ask(request)
 
     def replaced_by(self, handle: Any) -> RemoteEngine:

@@ -206,7 +206,9 @@ def start_engines(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         sampling=config.rollout.sampling,
-        tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stop else "",
+        tokenizer=(config.model.tokenizer or config.model.path)
+        if config.rollout.stop or config.environment.agent.is_used  # for texts that end a response
+        else "",
         environment=engine_environment(
             on_cpu=on_cpu,
             num_threads=engine_threads(config, trains=bool(ranks)),

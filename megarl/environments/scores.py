@@ -194,6 +194,8 @@ class Outcome:
     """Number of the rollout's segment that `observation` continues; see `Observation.follows`."""
     max_tokens: int = 0
     """Most tokens of the model's next turn; 0: no limit but the rollout's."""
+    stop: Sequence[str] = ()
+    """Texts at which the model's next turn ends, beside those of the recipe."""
     answer: str | None = None
     """Final text of a session that has ended, which the recipe's verifier scores."""
     finish: Literal["", "tool_call"] = ""

@@ -213,7 +213,12 @@ class Environment:
 def _segment(outcome: Outcome) -> Segment:
     """The segment of a session's observation."""
     found = observed(outcome.observation or [], outcome.reward)
-    return replace(found, follows=outcome.follows, max_next=outcome.max_tokens)
+    return replace(
+        found,
+        follows=outcome.follows,
+        max_next=outcome.max_tokens,
+        stop_next=tuple(outcome.stop),
+    )
 
 
 def observed(token_ids: Sequence[int], reward: float = 0.0) -> Segment:

@@ -44,6 +44,16 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentObservation(Observation):
+    """The observation of an agent's session, which has tokenised the text itself."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """[T] token ids of `text`."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the model's next turn ends, beside those of the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a session's `step` returns to end the rollout if the recipe's verifier
     (`environment.verifier` or `environment.rewards`) is to score `text`. `metrics`: numbers of the

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import os
@@ -40,7 +41,7 @@ from megarl.environments.scores import (
     read_score,
     score_reply,
 )
-from megarl.environments.session import Answer, Observation
+from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
 from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
 from megarl.environments.user_code import Sources
@@ -292,6 +293,8 @@ class Host:
             self._limit = MemoryLimit(limit_mib)
         except BaseException as error:
             return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
+        gc.collect()
+        gc.freeze()  # what is imported stays, and would be searched again and again
         self._calls = UserCalls(config.threads)
         self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
         if self._overlaps:
@@ -342,13 +345,17 @@ class Host:
     async def begin(self, key: str, prompt: Any) -> Reply:
         """Make the session of rollout `key` (a unique text) and call its `start(prompt)`. Returns
         {observation: token ids that the model reads after the prompt, may be empty, reward: 0.0}.
-        Raises what the session raises, also `LimitExceeded` after `environment.start_limit_s`.
+        Raises what the session raises, also `LimitExceeded` after `environment.start_limit_s`,
+        unless the session limits its calls itself.
         """
         session, goes_on = None, False
         self._in_call.add(key)
         try:
             session = await self._call(self._make, setting="start_limit_s")
-            found = await self._call(session.start, prompt, setting="start_limit_s")
+            if getattr(session, "limits_its_calls", False):
+                found = await session.start(prompt)
+            else:
+                found = await self._call(session.start, prompt, setting="start_limit_s")
             if not isinstance(found, Observation):
                 said = f"the session's start returned {found!r:.200}, not an Observation"
                 raise TypeError(said)
@@ -465,8 +472,10 @@ class Host:
         if found.role:
             before, after = self._codec.around
             text = f"{before}{text}{after}"
-        ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
+        if isinstance(found, AgentObservation):
+            return {"observation": found.token_ids, "stop": found.stop} | place
+        ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         return {"observation": ids, "reward": reward} | place
 
 

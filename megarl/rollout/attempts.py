@@ -150,6 +150,7 @@ class Attempts:
                 seed=self.seed(*place, *([turn] if turn else [])),
                 max_tokens=max_tokens,
                 temperature=temperature,
+                stop=earlier[-1].stop_next if earlier else (),
                 route=route,
             )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -146,10 +147,12 @@ class Engine(VllmProcess):
         max_tokens: int,
         temperature: float,
         sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
     ) -> Segment:
         """Sample one response to the token ids `prompt_ids`, of at most `max_tokens` tokens, a
         final end-of-sequence token or stop text included. `temperature` 0 is greedy. `sampling`:
-        None for the engine's own. Returns a segment of kind "model": int32 token ids and float32
+        None for the engine's own. `stop`: further stop texts, which may be those of special tokens.
+        Returns a segment of kind "model": int32 token ids and float32
         log-probs at `temperature`, and which weight versions have generated how many of the tokens.
         """
         chosen = sampling or self.sampling
@@ -160,8 +163,9 @@ class Engine(VllmProcess):
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(chosen.stop),
-            stop=list(chosen.stop),
+            detokenize=bool(chosen.stop or stop),
+            stop=[*chosen.stop, *stop],
+            skip_special_tokens=not stop,
             include_stop_str_in_output=True,
             stop_token_ids=self.stop_token_ids,
             output_kind=self._final,

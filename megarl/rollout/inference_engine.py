@@ -60,12 +60,19 @@ class InferenceEngine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: list[int], *, seed: int, max_tokens: int, temperature: float
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...] = (),
     ) -> Segment:
         """Sample one response of at most `max_tokens` tokens, which `seed` decides; `temperature` 0
-        is greedy. Returns a segment of kind "model" with token ids and their log-probs at
-        `temperature`; its `versions` say which weight versions have generated how many of the
-        tokens, its `receipts` the digest of each of these weights.
+        is greedy. `stop`: texts at which the response ends, the text included; given only where an
+        agent's call asks for some. Returns a segment of kind "model" with token ids and their
+        log-probs at `temperature`; its `versions` say which weight versions have generated how many
+        of the tokens, its `receipts` the digest of each of these weights.
         """
         ...
 

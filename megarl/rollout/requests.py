@@ -44,11 +44,12 @@ class EngineHandle(Protocol):
         seed: int,
         max_tokens: int,
         temperature: float,
+        stop: tuple[str, ...] = (),
     ) -> Segment:
         """Generate the model segment that follows the prompt ([P] int32 token ids) and the
-        rollout's earlier `segments`, of at most `max_tokens` tokens. `seed` decides the sampling;
-        `temperature` 0 is greedy. Raises `EngineLost` if a process of the engine is dead, and
-        `EngineUnreachable` if the engine may still be alive.
+        rollout's earlier `segments`, of at most `max_tokens` tokens, and up to one of the texts
+        `stop`. `seed` decides the sampling; `temperature` 0 is greedy. Raises `EngineLost` if a
+        process of the engine is dead, and `EngineUnreachable` if the engine may still be alive.
         """
         ...
 
@@ -122,11 +123,13 @@ class EnginePool:
         seed: int,
         max_tokens: int,
         temperature: float,
+        stop: tuple[str, ...] = (),
         route: RequestRoute,
     ) -> Segment:
         """Generate the next model segment of a rollout of `prompt`. `prompt_ids`: its [P] int32
         tokens. `segments`: the rollout's segments so far. `route`: which engine the rollout uses;
-        the same object for all requests of a rollout. `temperature` 0 is greedy.
+        the same object for all requests of a rollout. `temperature` 0 is greedy. `stop`: texts at
+        which the segment ends, beside those of the recipe.
 
         A request whose engine is lost is sent again, with the same seed, to another engine, or to
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
@@ -151,6 +154,7 @@ class EnginePool:
                         seed=seed,
                         max_tokens=max_tokens,
                         temperature=temperature,
+                        **({"stop": stop} if stop else {}),
                     )
                     answer = await before_deadline(generated, deadline, engine)
                 refuse_older(answer, wanted, number)

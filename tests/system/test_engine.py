@@ -138,12 +138,17 @@ def test_a_truncated_law_is_the_one_the_logprobs_are_of(side: Side, sampling: Sa
     assert away > 0.1, "the law was not truncated: this test would prove nothing"
 
 
-def test_a_stop_text_ends_a_response_and_leaves_its_logprobs_alone(side: Side) -> None:
+@pytest.mark.parametrize("of_turn", [False, True])
+def test_a_stop_text_ends_a_response_and_leaves_its_logprobs_alone(
+    side: Side, of_turn: bool
+) -> None:
+    """One of the recipe, and one of a single turn."""
     side.publish()
     tokenizer = load_tokenizer(str(side.folder))
     prompt, stops = [5, 6, 7], ("3", "47")
     free = side.sample(prompt, 24)
-    stopped = side.sample(prompt, 24, sampling=Sampling(stop=stops))
+    settings = {"stop": stops} if of_turn else {"sampling": Sampling(stop=stops)}
+    stopped = side.sample(prompt, 24, **settings)
     ends = 0
     for whole, turn in zip(free, stopped, strict=True):
         tokens = turn.arrays.token_ids.tolist()
@@ -172,15 +177,18 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
     side: Side,
 ) -> None:
     """Requests go on; tokens after the switch have the new weights' log-probs, prefix included; a
-    shared prefix is not stale.
+    shared prefix is not stale. A stop text ends a turn too if its first character is of old weights
+    and its last one of new ones.
     """
     side.publish()
-    prompt = [4, 5, 6, 7] * 4
-    switched = 0
-    for attempt in range(6):
+    tokenizer, prompt = load_tokenizer(str(side.folder)), [4, 5, 6, 7] * 4
+    stops = [f"{number:02}" for number in range(100)]
+    switched = ended = 0
+    for attempt in range(12):
         first = side.version
         old = {name: tensor.clone() for name, tensor in side.model.state_dict().items()}
         running = side.start(prompt, 16, max_tokens=72)
+        ending = side.start(prompt, 64, max_tokens=72, stop=stops)
         side.shake(100 + attempt)
         side.publish()
         turns = ray.get(running, timeout=90)
@@ -198,9 +206,18 @@ def test_publishing_under_running_generation_loses_nothing_and_stamps_every_toke
                 start += count
             switched += len(turn.versions) > 1
         side.model.load_state_dict(new)
-        if switched:
+        for turn in ray.get(ending, timeout=90):
+            tokens = turn.arrays.token_ids.tolist()
+            before = tokenizer.decode(tokens[:-1])
+            assert not any(stop in before for stop in stops)
+            is_met = tokenizer.decode(tokens)[-2:] in stops
+            ended += is_met and [count for _, count in turn.versions][1:] == [1]
+        if switched and ended:
             break
     assert switched, "no request was under way while weights changed: this test would prove nothing"
+    assert ended, (
+        "no stop text was half written while weights changed: this test would prove nothing"
+    )
 
 
 def test_tokens_of_weights_that_vllm_does_not_name_are_of_no_version(side: Side) -> None:

@@ -23,6 +23,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
+from megarl.environments.user_calls import LimitExceeded
 from megarl.types import Prompt
 
 TOOL: Any = {
@@ -57,6 +58,8 @@ class Played:
     """What the model had read, for each of its turns, its own earlier turns included."""
     parts: list[tuple[int | None, str]] = field(default_factory=list)
     """(segment that it follows, text) of all segments."""
+    stops: list[tuple[str, ...]] = field(default_factory=list)
+    """Texts at which each turn of the model was to end."""
     error: BaseException | None = None
 
 
@@ -76,6 +79,7 @@ async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent:
         made: Any = await session.start(Prompt(0, "1+2", [], "3"))
         for said in says:
             found.parts.append((made.follows, made.text))
+            found.stops.append(getattr(made, "stop", ()))
             context, number = "", len(found.parts) - 1
             while number >= 0:
                 follows, text = found.parts[number]
@@ -243,17 +247,23 @@ def test_anthropic(codec: Codec, tmp_path: Path) -> None:
             assert text == "three" and final.stop_reason == "end_turn"
             with pytest.raises(anthropic.NotFoundError, match="ask for `policy`"):
                 await api.messages.create(model="claude", max_tokens=9, messages=chat)
-            with pytest.raises(anthropic.BadRequestError, match="not supported"):
-                await api.messages.create(messages=chat, stop_sequences=["x"], **settings)
+            stops: Any = {"messages": chat, "stop_sequences": ["x", "-"], **settings}
+            made = await api.messages.create(**stops)
+            assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "-")
+            assert [one.text for one in made.content if one.type == "text"] == ["four "]
+            async with api.messages.stream(**stops) as events:
+                final = await events.get_final_message()
+            assert (final.stop_reason, final.stop_sequence) == ("end_turn", None)
         return 1.0
 
-    found = played(codec, tmp_path, [CALL + END, "three" + END], talk)
+    said = [CALL + END, "three" + END, "four -", "five" + END]
+    found = played(codec, tmp_path, said, talk)
     assert found.answer["reward"] == 1.0 and found.read[1].startswith(found.read[0] + CALL + END)
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt"}, 404, "does not exist; ask for `policy`"),
-    ({"stop": ["x"]}, 400, "`stop` is not supported: where the model stops is the run's"),
+    ({"stop": ["x", ""]}, 400, "`stop` has 2 texts, 1 of them empty"),
     ({"logprobs": True}, 400, "`logprobs` is not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "`response_format` is not supported"),
     ({"tools": [TOOL], "tool_choice": "required"}, 400, "`tool_choice` is 'required'"),
@@ -296,6 +306,54 @@ def test_what_is_refused(codec: Codec, tmp_path: Path) -> None:
         return 1.0
 
     assert played(codec, tmp_path, ["3" + END], talk).answer["reward"] == 1.0
+
+
+def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
+    """The model writes them, and the agent does not read them; its next call continues the tokens
+    that were sampled.
+    """
+
+    async def talk(url: str, key: str) -> str:
+        async with client(url, key) as api:
+
+            async def ask(chat: list[Any], **more: Any) -> list[str]:
+                made = await api.chat.completions.create(model="policy", messages=chat, **more)
+                return [f"{one.message.content} {one.finish_reason}" for one in made.choices]
+
+            stops: Any = {"stop": ["tion: ", "Observation:"], "max_tokens": 30}
+            assert await ask(ASKED, n=2, **stops) == ["add \n stop", "sum stop"]
+            chat = [*ASKED, {"role": "assistant", "content": "add"}, *ASKED]
+            assert await ask(chat, tools=[TOOL], stop="!") == ['<tool_call>{"name": "a stop']
+            assert await ask(chat, stop="!", max_tokens=2) == ["ab length"]
+            assert await ask(chat, stop="c", max_tokens=2) == ["b stop"]
+            assert await ask(chat, stop=END) == ["d stop"]
+            made = await api.completions.create(model="policy", prompt="1", stop=["2", "1"])
+            assert (made.choices[0].text, made.choices[0].finish_reason) == ("0", "stop")
+            made = await api.chat.completions.create(
+                model="policy", messages=chat, tools=[TOOL], stop="x"
+            )
+            (call,) = made.choices[0].message.tool_calls or ()
+            assert made.choices[0].finish_reason == "tool_calls" and call.type == "function"
+            return str(made.choices[0].message.content).strip()
+
+    add = "add \nObservation: "
+    says = [
+        add,
+        f"sum{END}",
+        CALL.replace("dd", "!dd"),
+        "ab",
+        "bc",
+        f"d{END}",
+        "01 2",
+        f"so {CALL}x{END}",
+    ]
+    found = played(codec, tmp_path, says, talk)
+    begin = f"{END}<|im_start|>assistant"
+    assert found.answer.text == "so"
+    assert found.read[1] == found.read[0] == f"<|im_start|>user1+2{begin}"
+    assert found.read[3] == f"{found.read[0]}{add}{END}<|im_start|>user1+2{begin}"
+    stops = [("tion: ", "Observation:")] * 2 + [("!",)] * 2 + [("c",), (END,), ("2", "1"), ("x",)]
+    assert found.stops == stops
 
 
 def test_the_model_answers_its_own_turn(codec: Codec, tmp_path: Path) -> None:
@@ -352,10 +410,15 @@ def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
     async def is_silent(url: str, key: str) -> str:
         return "3"
 
+    async def thinks(url: str, key: str) -> None:
+        await asyncio.sleep(60)
+
     with pytest.raises(KeyError, match="of its own"):
         played(codec, tmp_path, ["3" + END], raises)
     with pytest.raises(Exception, match=r"longer than environment\.agent\.time_limit_s = 0\.5 s"):
         played(codec, tmp_path, ["3" + END], hangs, time_limit_s=0.5)
+    with pytest.raises(LimitExceeded, match=r"environment\.agent\.time_limit_s = 0\.5 s"):
+        played(codec, tmp_path, ["3" + END], thinks, time_limit_s=0.5)
     with pytest.raises(Exception, match="the agent made no call"):
         played(codec, tmp_path, ["3" + END], is_silent)
 

@@ -319,7 +319,7 @@ def test_nothing_accepted_makes_a_step_that_trains_on_nothing() -> None:
 
 
 SESSION = """
-from megarl.environments.session import Observation
+from megarl.environments.session import AgentObservation, Observation
 
 class Sum:
     def start(self, prompt):
@@ -340,6 +340,11 @@ class Hangs(Sum):
 
 class Talks(Sum):
     def step(self, text, token_ids): return Observation("again")
+
+class Stops(Sum):
+    def step(self, text, token_ids):
+        self.turns.append(text)
+        return AgentObservation("8", token_ids=[3, 4], stop=("=", "+")) if len(self.turns) < 2 else 1.0
 """
 
 
@@ -348,6 +353,7 @@ class Script:
 
     def __init__(self, *turns: list[int]) -> None:
         self.turns, self.asked = list(turns), []
+        self.stops: list[tuple[str, ...]] = []
 
     async def generate(
         self,
@@ -360,6 +366,7 @@ class Script:
     ) -> Segment:
         before = [prompt_ids.tolist(), *(part.arrays.token_ids.tolist() for part in segments)]
         self.asked.append((before, seed, max_tokens))
+        self.stops.append(rest.get("stop", ()))
         return segment(self.turns[len(self.asked) - 1], logprob=-1.0)
 
 
@@ -406,6 +413,14 @@ async def test_a_session_of_two_turns_is_token_exact(tmp_path: Path) -> None:
     assert (sample.engine_logprobs == np.where(sample.mask, -1.0, 0.0)).all()
     assert sample.rewards.tolist() == [0.0] * 20 + [1.0]
     assert group.rollouts[0].num_tokens == 5
+
+
+async def test_a_turn_has_stop_texts_of_its_own(tmp_path: Path) -> None:
+    """Those of an agent's call, whose session has tokenised what the model reads."""
+    engine = Script([10, 1], [11, 1])
+    segments, verdict = await play("Stops", engine, tmp_path)
+    assert verdict.reward == 1.0 and engine.stops == [(), ("=", "+")]
+    assert segments[2].arrays.token_ids.tolist() == [3, 4]
 
 
 async def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:

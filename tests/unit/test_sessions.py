@@ -74,6 +74,12 @@ class Mixed:
         if self.told == "long": return Observation("a" * 4_000_001)
         return Observation("a") if self.turns < 3 else 1.0
 
+class LimitsItself(Mixed):
+    limits_its_calls = True
+    async def start(self, prompt):
+        await asyncio.sleep(1.0)
+        return super().start(prompt)
+
 class Blocks(Mixed):
     async def step(self, text, token_ids):
         return super().step(text, token_ids)
@@ -223,6 +229,12 @@ async def test_a_start_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
         bad, good = await asyncio.gather(*begun)
     assert bad.failure == "timeout" and "start_limit_s" in bad.detail
     assert good.observation == [] and not good.failure
+
+
+async def test_a_session_may_limit_its_start_itself(tmp_path: Path) -> None:
+    """As that of an agent does, which may think for long before its first call."""
+    async with workers(tmp_path, "LimitsItself", start_limit_s=0.5) as pool:
+        assert (await pool.begin("slow", prompt())).observation == []
 
 
 async def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path) -> None:

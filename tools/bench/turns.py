@@ -169,6 +169,7 @@ async def exact(config: RunConfig, inputs: Any, count: int) -> dict[str, Any]:
         stop_token_ids=inputs.stop_token_ids,
         seed=config.seed,
         sampling=config.rollout.sampling,
+        tokenizer=config.model.tokenizer or config.model.path,
     )
     engine = RecordedEngine(load=True, **arguments)
     codec = Codec.of(inputs.tokenizer, whole=config.environment.needs_template)

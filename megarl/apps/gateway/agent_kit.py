@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from megarl.apps.gateway.agent_program import (
     run_agent_program,
 )
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
-from megarl.apps.gateway.conversations import Conversations, plain
+from megarl.apps.gateway.conversations import Conversations, Place, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError, Schema
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.session import Answer, Observation
+from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.user_calls import LimitExceeded, outcome_of
 from megarl.environments.user_code import Sources, own_function
 from megarl.files import canonical_json
@@ -184,16 +184,21 @@ class AgentKit:
             raise AgentFailed(f"the agent raised {error!r}") from error
         return Answer(answer) if isinstance(answer, str) else answer
 
-    def read(self, token_ids: np.ndarray, tools: list[Schema], room: int) -> tuple[str, Choice]:
-        """(the model's turn with special tokens, the same as the agent reads it). `token_ids`: [T]
-        ids of the turn. `tools`: those that it may call. `room`: most tokens that it could have; 0
-        for no limit.
+    def read(
+        self, text: str, token_ids: np.ndarray, call: AgentCall, room: int
+    ) -> tuple[str, Choice]:
+        """(the model's turn with special tokens, the same as the agent reads it). `text`: the turn
+        without them. `token_ids`: [T] its ids. `call`: what it answers. `room`: most tokens that it
+        could have; 0 for no limit.
         """
         said = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        text, calls = self.codec.decode(token_ids), []
-        if tools:
+        calls: list[dict[str, Any]] = []
+        whole, stop = said, stop_in(said, call.stop)
+        if stop:
+            whole, text = said.partition(stop)[0], text.partition(stop)[0]
+        if call.tools:
             try:
-                beside, found = self._reader(tools).parse(self.markup.without_closing(said))
+                beside, found = self._reader(call.tools).parse(self.markup.without_closing(whole))
             except CallError:
                 found = []  # what cannot be read is text, as other servers have it
             if found:
@@ -206,9 +211,9 @@ class AgentKit:
                     }
                     for call in found
                 ]
-        is_cut = len(token_ids) == room and int(token_ids[-1]) not in self.codec.ends
+        is_cut = not stop and len(token_ids) == room and int(token_ids[-1]) not in self.codec.ends
         finish = "tool_calls" if calls else "length" if is_cut else "stop"
-        return said, Choice(text, calls, finish, len(token_ids))
+        return said, Choice(text, calls, finish, len(token_ids), "" if calls else stop)
 
     def _reader(self, tools: list[Schema]) -> CallReader:
         key = canonical_json(tools)
@@ -216,6 +221,15 @@ class AgentKit:
             reader = CallReader(self.settings.parser, self.codec.tokenizer, tools)
             self._readers = dict(list(self._readers.items())[-63:]) | {key: reader}
         return self._readers[key]
+
+
+def stop_in(said: str, stops: Sequence[str]) -> str:
+    """Which of the texts `stops` has ended the model's turn `said`: the one whose end comes first;
+    "" for none.
+    """
+    places = {stop: said.find(stop) for stop in stops}
+    found = [stop for stop in stops if places[stop] >= 0]
+    return min(found, key=lambda stop: places[stop] + len(stop), default="")
 
 
 class AgentSession:
@@ -229,12 +243,14 @@ class AgentSession:
 
     def __init__(self, kit: AgentKit) -> None:
         self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
-        self.calls: asyncio.Queue[AgentCall] = asyncio.Queue()
-        """Calls that wait to be answered."""
+        self.calls: asyncio.Queue[AgentCall | None] = asyncio.Queue()
+        """Calls that wait to be answered, and None once the agent has ended."""
         self._conversations = Conversations(kit.markup, kit.beginning)
         self._agent: asyncio.Future[Any] | None = None
         self._call: AgentCall | None = None
         """The call that the model answers at present."""
+        self._place: Place
+        """Where that call continues the rollout."""
         self._context, self._asked_at = 0, 0
         """Tokens that the model has read for this call, and the segment with the last of them."""
         self._given = 0
@@ -249,27 +265,29 @@ class AgentSession:
         ends without a call, the prompt's text, so that the rollout has something to end with.
         """
         self._agent = asyncio.ensure_future(self.kit.run(prompt, self.key))
+        self._agent.add_done_callback(lambda _: self.calls.put_nowait(None))
         return await self._observation() or Observation(prompt.text or "?", max_tokens=1)
 
     async def step(self, text: str, token_ids: np.ndarray) -> Any:
         """Give the model's turn to the agent, and wait for its next call. Returns what the model
-        reads next or, if the agent has ended, its answer or score. `token_ids`: [T] int32.
+        reads next or, if the agent has ended, its answer or score. `text`: the turn without special
+        tokens. `token_ids`: [T] int32, the same.
         """
         if self._call is None:
             self._result()
             raise AgentFailed("the agent made no call; see that it asks the server at its URL")
-        self._record(token_ids)
+        self._record(text, token_ids)
         found = await self._observation()
         return self._result() if found is None else found
 
-    def _record(self, token_ids: np.ndarray) -> None:
+    def _record(self, text: str, token_ids: np.ndarray) -> None:
         """Note the model's turn, and answer the call with it if it is the last asked for."""
         assert self._call is not None
-        said, choice = self.kit.read(token_ids, self._call.tools, self._given)
+        said, choice = self.kit.read(text, token_ids, self._call, self._given)
         number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
         self._tokens += len(token_ids)
-        chat, tokens = [*self._call.chat, plain(choice.message)], self._context + len(token_ids)
-        self._conversations.answered(number, tokens, chat, self._call.tools, said)
+        tokens = self._context + len(token_ids)
+        self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
         self._call.add(choice)
 
     async def _observation(self) -> Observation | None:
@@ -279,7 +297,7 @@ class AgentSession:
             try:
                 self._given = self._room(call)
                 self._segments += 1
-                return Observation("", follows=self._asked_at, max_tokens=self._given)
+                return self._asks(call, "", [], self._asked_at)
             except ApiError as error:
                 call.fail(error)
         while True:
@@ -289,17 +307,25 @@ class AgentSession:
             if call.answer.cancelled():
                 continue
             try:
-                place = self._conversations.place(call.chat, call.tools)
-                read = len(self.kit.codec.encode(place.text))
+                place = self._place = self._conversations.place(call.chat, call.tools)
+                ids = self.kit.codec.encode(place.text)
+                read = len(ids)
                 self._context = call.prompt_tokens = place.tokens + read
                 self._given = self._room(call, read)
             except (ApiError, ValueError) as error:
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
             self._asked_at = self._segments if place.text else place.follows
-            self._conversations.asked(self._asked_at, self._context, call.chat, call.tools)
+            self._conversations.asked(place, self._asked_at, self._context)
             self._segments, self._tokens = self._segments + 1, self._tokens + read
-            return Observation(place.text, follows=place.follows, max_tokens=self._given)
+            return self._asks(call, place.text, ids, place.follows)
+
+    def _asks(
+        self, call: AgentCall, text: str, ids: list[int], follows: int | None
+    ) -> AgentObservation:
+        return AgentObservation(
+            text, follows=follows, max_tokens=self._given, token_ids=ids, stop=call.stop
+        )
 
     def _room(self, call: AgentCall, read: int = 0) -> int:
         """Most tokens of the model's answer to `call`, for which it reads `read` more; raises
@@ -329,23 +355,21 @@ class AgentSession:
         too long.
         """
         assert self._agent is not None
-        began, asked = time.monotonic(), asyncio.ensure_future(self.calls.get())
+        began = time.monotonic()
         try:
-            either = {asked, self._agent}
-            await asyncio.wait(either, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._agent.done():
-                if asked.done():
-                    asked.result().fail(_ended())
-                return None
-            if not asked.done():
-                limit_s = self.kit.settings.time_limit_s
-                raise LimitExceeded(
-                    f"the agent took longer than environment.agent.time_limit_s = {limit_s:g} s"
-                )
-            return asked.result()
+            async with asyncio.timeout(self._left_s):
+                call = await self.calls.get()
+        except TimeoutError:
+            limit_s = self.kit.settings.time_limit_s
+            raise LimitExceeded(
+                f"the agent took longer than environment.agent.time_limit_s = {limit_s:g} s"
+            ) from None
         finally:
-            asked.cancel()
             self._left_s -= time.monotonic() - began
+        if call is not None and self._agent.done():
+            call.fail(_ended())
+            return None
+        return call
 
     def _result(self) -> Any:
         """What the agent, which has ended, has answered; raises what it has raised."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.chat_template import Turn
+from megarl.rollout.config import MOST_STOPS
 
 Kind = Literal["invalid_request_error", "authentication_error", "not_found_error", "api_error"]
 
@@ -36,13 +37,14 @@ class ApiError(Exception):
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One answer of the model to a call: `text` beside the tool calls, `calls` in OpenAI's format,
-    why it ended, and the number of sampled tokens.
+    why it ended, the number of sampled tokens, and the stop text that ended it, or "".
     """
 
     text: str
     calls: list[dict[str, Any]]
     finish: Literal["stop", "length", "tool_calls"]
     tokens: int
+    stop: str = ""
 
     @property
     def message(self) -> Turn:
@@ -65,6 +67,9 @@ class AgentCall:
     """Most tokens of each answer; 0: no limit but that of the conversation."""
     count: int = 1
     """Answers asked for."""
+    stop: tuple[str, ...] = ()
+    """Texts before which an answer ends; the model has written them, and the agent does not read
+    them."""
     prompt_tokens: int = 0
     """Tokens of the conversation before the answer; set once it was written for the model."""
     choices: list[Choice] = field(default_factory=list)
@@ -84,6 +89,20 @@ class AgentCall:
         """End the call with an error, if it is not answered."""
         if not self.answer.done():
             self.answer.set_exception(error)
+
+
+def stops_of(given: str | list[str] | None) -> tuple[str, ...]:
+    """The stop texts that a request asks for by `stop`. Raises `ApiError` for those that cannot
+    be.
+    """
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(found) or len(found) > MOST_STOPS:
+        raise ApiError(
+            f"`stop` has {len(found)} texts, {found.count('')} of them empty; send at most"
+            f" {MOST_STOPS}, none of them empty",
+            param="stop",
+        )
+    return found
 
 
 def call_id() -> str:

@@ -2,7 +2,7 @@
 before, and what the model has to read beyond that.
 
     Conversations.place(chat, tools) -> Place(follows, text)
-    Conversations.asked(number, tokens, chat, tools), .answered(..., said)
+    Conversations.asked(place, number, tokens), .answered(place, ..., turn, said)
 
 An agent sends its whole conversation with each call. Where its beginning is a conversation that was
 recorded, the recorded tokens are kept, and only what is new is written by the chat template. Where
@@ -41,6 +41,8 @@ class Place:
     text: str
     tokens: int
     """Tokens of the conversation up to the end of the segment `follows`."""
+    key: bytes
+    """Digest of the call's messages and tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,19 @@ class _Recorded:
     """The model's turn with special tokens, if the segment is one."""
 
 
-def comparable(turn: Turn) -> str:
-    """A text that is equal for messages {role, content, tool_calls, ...} that mean the same: the
+def _after(key: bytes, turn: Turn) -> bytes:
+    """Digest of a conversation that ends with the message `turn`, {role, content, tool_calls, ...};
+    `key`: the digest of what is before it. It is equal for messages that mean the same: the
     contents are equal but for white space around them, and the calls have the same names and
     arguments. Ids of calls and empty fields do not count.
     """
-    calls = []
-    for call in turn.get("tool_calls") or ():
-        function = call.get("function") or {}
-        calls.append([function.get("name"), function.get("arguments")])
-    said = (turn.get("content") or "").strip()
-    return canonical_json([turn["role"], said, calls])
+    head = json.dumps(turn["role"])
+    if made := turn.get("tool_calls"):
+        functions = [call.get("function") or {} for call in made]
+        calls = [[one.get("name"), one.get("arguments")] for one in functions]
+        head = canonical_json([turn["role"], calls])
+    said = f"{head}\n{(turn.get('content') or '').strip()}"  # the head is one line
+    return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def plain(message: dict[str, Any]) -> Turn:
@@ -117,39 +121,31 @@ class Conversations:
         """Where the call with the messages `chat` and `tools` (as `plain` returns them, and in
         OpenAI's format) continues the rollout. Raises `ValueError` if the chat template refuses it.
         """
-        keys = _keys(chat, tools)
+        keys = [blake2b(canonical_json(list(tools)).encode(), digest_size=16).digest()]
+        for turn in chat:
+            keys.append(_after(keys[-1], turn))
         if (again := self._asked.get(keys[-1])) is not None:  # one more answer
-            return Place(again.number, "", again.tokens)
+            return Place(again.number, "", again.tokens, keys[-1])
         for length in range(len(chat), 0, -1):
-            before = self._answered.get(keys[length - 1])
+            before = self._answered.get(keys[length])
             if before is not None:
                 turn, new = chat[length - 1], chat[length:]
                 text = self._markup.following(before.said, turn, new, tools)
-                return Place(before.number, text, before.tokens)
+                return Place(before.number, text, before.tokens, keys[-1])
         self.started += 1
         if chat[0]["role"] == RAW:
-            return Place(NEW, self._beginning + chat[0]["content"], 0)
-        return Place(NEW, self._markup.whole(chat, tools), 0)
+            return Place(NEW, self._beginning + chat[0]["content"], 0, keys[-1])
+        return Place(NEW, self._markup.whole(chat, tools), 0, keys[-1])
 
-    def asked(self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools) -> None:
-        """Remember that segment `number` of the rollout was written for the conversation `chat`,
-        which has `tokens` tokens with it.
+    def asked(self, place: Place, number: int, tokens: int) -> None:
+        """Remember that segment `number` of the rollout was written for the call at `place`, whose
+        conversation has `tokens` tokens with it.
         """
-        self._asked[_keys(chat, tools)[-1]] = _Recorded(number, tokens)
+        self._asked[place.key] = _Recorded(number, tokens)
 
-    def answered(
-        self, number: int, tokens: int, chat: Sequence[Turn], tools: Tools, said: str
-    ) -> None:
-        """Remember that the conversation `chat` ends with the model's turn, segment `number` of the
-        rollout, and has `tokens` tokens. `said`: the turn with special tokens.
+    def answered(self, place: Place, number: int, tokens: int, turn: Turn, said: str) -> None:
+        """Remember that the model has answered the call at `place` with the message `turn`, segment
+        `number` of the rollout, with which the conversation has `tokens` tokens. `said`: the turn
+        with special tokens.
         """
-        self._answered[_keys(chat, tools)[-1]] = _Recorded(number, tokens, said)
-
-
-def _keys(chat: Sequence[Turn], tools: Tools) -> list[bytes]:
-    """For each beginning of a chat, of 1, 2, ... messages, a digest that no other has."""
-    found, digest = [], blake2b(canonical_json(list(tools)).encode(), digest_size=16)
-    for turn in chat:
-        digest.update(b"\n" + comparable(turn).encode())
-        found.append(digest.copy().digest())
-    return found
+        self._answered[_after(place.key, turn)] = _Recorded(number, tokens, said)

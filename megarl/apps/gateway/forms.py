@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megarl.apps.gateway.calls import AgentCall, ApiError, Choice
+from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, stops_of
 from megarl.apps.gateway.conversations import RAW, plain
 
 Event = tuple[str, dict[str, Any] | str]
@@ -28,7 +28,6 @@ NOT_GIVEN = (None, False, 0, [], {}, "", "auto", {"type": "text"})
 REFUSED = {
     "logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
     "top_logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
-    "stop": "where the model stops is the run's: set rollout.stop in the recipe",
     "response_format": "a constrained answer is not sampled from the model that is trained",
     "structured_outputs": "a constrained answer is not sampled from the model that is trained",
     "frequency_penalty": "it would change what is sampled from the model that is trained",
@@ -213,6 +212,7 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
         tools=[] if chosen == "none" else tools,
         max_tokens=limits[0] or limits[1],
         count=request.n or 1,
+        stop=stops_of(request.stop),
     )
     return asked_of(request, call)
 
@@ -260,6 +260,7 @@ class Completions(OpenAIForm):
             tools=[],
             max_tokens=limit_of(body, "max_tokens"),
             count=request.n or 1,
+            stop=stops_of(request.stop),
         )
         return asked_of(request, call)
 

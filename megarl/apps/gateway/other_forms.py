@@ -121,11 +121,14 @@ class Messages:
             found.append(about | {"input": given})
         return found
 
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        reason = "stop_sequence" if choice.stop else self.STOPS[choice.finish]
+        return {"stop_reason": reason, "stop_sequence": choice.stop or None}
+
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         found, choice = self._message(asked, call), choices[0]
         found["usage"]["output_tokens"] = choice.tokens
-        stop = {"stop_reason": self.STOPS[choice.finish]}
-        return found | stop | {"content": self._blocks(choice)}
+        return found | self._stop(choice) | {"content": self._blocks(choice)}
 
     def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         def event(kind: str, **more: Any) -> Event:
@@ -143,7 +146,7 @@ class Messages:
             yield event("content_block_start", index=index, content_block=empty)
             yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
-        stop = {"stop_reason": self.STOPS[choice.finish], "stop_sequence": None}
+        stop = self._stop(choice)
         yield event("message_delta", delta=stop, usage={"output_tokens": choice.tokens})
         yield event("message_stop")
 
