@@ -10,37 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_addition import write_rows
-from make_calculator import problems, write_model
-from support.commands import ROOT, finish, megarl, records, start, tiny_run, write_recipe
-
-AGENTS = """
-from launch.environments.calculator_agent import TOOLS, solve
-
-async def ask(client, chat, **more):
-    made = await client.chat.completions.create(model="policy", messages=chat, max_tokens=9, **more)
-    return [one.message.model_dump(exclude_none=True) for one in made.choices]
-
-async def compacts(prompt, client):
-    chat = [{"role": "user", "content": prompt.text}]
-    for turn in range(4):
-        chat += await ask(client, chat)
-        chat.append({"role": "user", "content": str(turn)})
-        if turn == 2:  # the first turns become a summary
-            chat = [{"role": "system", "content": "12"}, *chat[-3:]]
-    return "12"
-
-async def delegates(prompt, client):
-    chat = [{"role": "user", "content": prompt.text}]
-    (plan,) = await ask(client, chat)
-    (found,) = await ask(client, [{"role": "user", "content": "1+" + prompt.text}], tools=TOOLS)
-    told = {"role": "user", "content": "= " + str(found.get("content"))}
-    drafts = await ask(client, [*chat, plan, told], n=2)
-    return {"reward": len(str(drafts[0])) % 3 / 2, "correct": False}
-
-async def mixed(prompt, client):
-    return await (solve, compacts, delegates)[prompt.index % 3](prompt, client)
-"""
+from support.agents import recipe_of
+from support.commands import ROOT, finish, megarl, records, start, write_recipe
 
 PROGRAM = """
 import asyncio, os, sys
@@ -54,24 +25,6 @@ if sys.argv[1].endswith("7"):
     sys.exit("a mistake of its own")
 print(asyncio.run(own.compacts(SimpleNamespace(text=sys.argv[1]), AsyncOpenAI())))
 """
-
-
-def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
-    """A run of an agent with a model of the calculator's tokenizer, and random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model, data = folder / "model", folder / "train.jsonl"
-    write_model(model)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
-    write_rows(data, problems(200, 1, held_out=False))
-    (folder / "own.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{AGENTS}")
-    tree = tiny_run(folder, model, steps=2)
-    tree["prompts"] = {"source": str(data), "max_prompt_tokens": 32}
-    tree["environment"] = {"agent": agent, "max_failure_share": 0.9}
-    tree["rollout"] |= {"max_new_tokens": 96, "group_size": 3, "groups_per_step": 4}
-    tree["rollout"]["dynamic_sampling"] = {"enabled": False}
-    tree.pop("evaluation", None)
-    return tree
 
 
 def test_what_is_trained_is_what_was_sampled(tmp_path: Path) -> None:
