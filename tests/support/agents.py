@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from make_addition import write_rows
 from make_calculator import problems, write_model
 
-from support.commands import ROOT, tiny_run
+from megarl.rollout.batch_files import read_batch
+from support.commands import ROOT, megarl, records, tiny_run
 
 AGENTS = """
-from launch.environments.calculator_agent import TOOLS, solve
+from launch.environments.calculator_agent import TOOLS, solve, use
 
 async def ask(client, chat, **more):
     made = await client.chat.completions.create(model="policy", messages=chat, max_tokens=9, **more)
@@ -36,6 +38,23 @@ async def delegates(prompt, client):
 
 async def mixed(prompt, client):
     return await (solve, compacts, delegates)[prompt.index % 3](prompt, client)
+
+async def multiplies(prompt, client):
+    chat = [{"role": "user", "content": prompt.text}]
+    said = await ask(client, chat, tools=TOOLS)
+    given = {"name": "multiply", "arguments": '{"a": 3, "b": 4}'}
+    call = {"id": "abcdefghi", "type": "function", "function": given}
+    chat.append({"role": "assistant", "tool_calls": [call]})  # whatever the model has said
+    chat.append({"role": "tool", "tool_call_id": call["id"], "content": use(**given)})
+    (said,) = await ask(client, chat, tools=TOOLS)
+    return len(said.get("content") or "") % 3 / 2
+
+async def fails(prompt, client):
+    await ask(client, [{"role": "user", "content": prompt.text}])
+    raise KeyError("of its own")
+
+async def faulty(prompt, client):
+    return await (multiplies, fails, compacts, delegates)[prompt.index % 4](prompt, client)
 """
 
 
@@ -55,3 +74,27 @@ def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
     tree["rollout"]["dynamic_sampling"] = {"enabled": False}
     tree.pop("evaluation", None)
     return tree
+
+
+def is_exact(run: Path, groups: int) -> None:
+    """Every group of the asynchronous run is accounted for, and each sampled token is trained."""
+    audit = megarl("ledger", str(run), "--json")
+    told = json.loads(audit.out)
+    assert audit.code == 0 and told["trained"] == told["dispatched"] == groups, audit.err
+    assert told["contradictions"] == [] and told["in_flight"] == [] and told["age_max"] == 1
+    ended = [one for one in records(run / "ledger.jsonl") if one["event"] == "finished"]
+    sampled = sum(rollout[1] for one in ended for rollout in one["rollouts"])
+    assert sampled == sum(step["tokens/trained"] for step in records(run / "metrics.jsonl"))
+
+
+def replays_bit_by_bit(run: Path, steps: int) -> None:
+    """Training again on the batches of `run`, some of whose rollouts are trees, gives its metrics
+    and weights.
+    """
+    replayed = megarl("replay", str(run))
+    assert replayed.code == 0, replayed.out + replayed.err[-3000:]
+    found = json.loads(replayed.out)
+    assert found["steps"] == steps and f"step_{steps:06d}" in found["checkpoints_compared"]
+    assert found["steps_that_differ"] == {} and found["checkpoints_that_differ"] == []
+    first = run / "batches" / "step_000001.rank_000.safetensors"
+    assert any(len(part.branches) for part in read_batch(first)[0].samples)

@@ -4,15 +4,12 @@ was sampled is trained, as a replay confirms.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-import psutil
-from support.agents import recipe_of
-from support.commands import finish, megarl, records, start, write_recipe
+from support.agents import is_exact, recipe_of, replays_bit_by_bit
+from support.commands import finish, records, start, write_recipe
 
 CUTS = ("at once", "asked", "half", "half a stream")
 """Where the first connection of an agent is cut: before its request, in the model's turn, in the
@@ -147,6 +144,12 @@ def core():
     ]
     return max(engine.children(recursive=True), key=lambda one: one.memory_info().rss)
 
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
 def harm():
     wait_for("engine")
     victim = core()
@@ -156,7 +159,15 @@ def harm():
     time.sleep(1.0)  # the call is at the engine
     victim.kill()
     wait_for("worker_of")
-    psutil.Process(int((PLACE / "worker_of").read_text())).parent().kill()
+    worker = psutil.Process(int((PLACE / "worker_of").read_text())).parent()
+    agents = worker.children(recursive=True)
+    worker.kill()
+    end = time.monotonic() + 10
+    while left := [one for one in agents if lives(one)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    (PLACE / "left").write_text(f"{len(left)} of {len(agents)}")
 
 threading.Thread(target=harm, daemon=True).start()
 from megarl.cli import main
@@ -183,8 +194,10 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HARM, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
     done = finish(*start(command, PLACE=str(place)), timeout_s=400)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
-    children = [int(one.name[5:]) for one in place.glob("child*")]
-    assert len(children) == 9 and not any(map(psutil.pid_exists, children))
+    left, of = (place / "left").read_text().split(" of ")
+    assert int(left) == 0 and int(of) >= 3, "an agent with two children"
+    children = [one for one in place.glob("child*") if Path(f"/proc/{one.name[5:]}/exe").exists()]
+    assert children == [] and len(list(place.glob("child*"))) == 9
 
     steps = records(tmp_path / "run" / "metrics.jsonl")
     groups = records(tmp_path / "run" / "transcripts.jsonl")
@@ -192,38 +205,16 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     assert len(rollouts) == STEPS * 6 and steps[-1]["engines/replaced"] == 1
     assert "engine 0 has lost one of vLLM's processes; it is replaced" in done.err
     told = [(one["failure"], one["detail"]) for one in rollouts if one["failure"]]
-    killed = [one for one in told if one == ("error", "the agent ended with signal SIGKILL")]
+    killed = [one for one in told if one[1] == "AgentFailed: the agent ended with signal SIGKILL"]
     late = [one for one in told if re.search(r"longer than .*time_limit_s = 30 s", one[1])]
-    lost = [one for one in told if one[1] == "the process of the session ended by signal SIGKILL"]
-    assert (len(killed), len(late)) == (1, 1) and 1 <= len(lost) <= 12, told
-    assert len(told) == 2 + len(lost)
+    assert (len(killed), len(late), len(told)) == (1, 1, 2), told
+    # Those of the worker process that was killed were made again.
+    assert "worker process ended by signal SIGKILL, and is replaced; the rollouts" in done.err
     assert sum(step["verifier/timeouts"] for step in steps) == 1
-    assert sum(step["verifier/errors"] for step in steps) == len(told) - 1
+    assert sum(step["verifier/errors"] for step in steps) == 1
 
     whole = [one for one in rollouts if not one["failure"]]
     assert {one["metrics"]["cut"] for one in whole} == set(range(len(CUTS) + 1))
     assert (place / "streams_again").exists()
-    exact(tmp_path / "run", steps)
-    replays(tmp_path / "run")
-
-
-def exact(run: Path, steps: list[dict[str, Any]]) -> None:
-    """Every group is accounted for, and every token that was sampled is trained."""
-    audit = megarl("ledger", str(run), "--json")
-    told = json.loads(audit.out)
-    assert audit.code == 0 and told["trained"] == told["dispatched"] == 2 * len(steps), audit.err
-    assert told["contradictions"] == [] and told["in_flight"] == [] and told["age_max"] == 1
-    events = [one for one in records(run / "ledger.jsonl") if one["event"] == "finished"]
-    sampled = sum(rollout["tokens"] for one in events for rollout in one["rollouts"])
-    assert sampled == sum(step["tokens/trained"] for step in steps)
-
-
-def replays(run: Path) -> None:
-    """Training again on the batches of `run`, some of whose rollouts are trees, reaches the same
-    metrics and weights.
-    """
-    replayed = megarl("replay", str(run))
-    assert replayed.code == 0, replayed.out + replayed.err[-3000:]
-    found = json.loads(replayed.out)
-    assert found["steps"] == STEPS and f"step_{STEPS:06d}" in found["checkpoints_compared"]
-    assert found["steps_that_differ"] == {} and found["checkpoints_that_differ"] == []
+    is_exact(tmp_path / "run", groups=2 * STEPS)
+    replays_bit_by_bit(tmp_path / "run", STEPS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import recipe_of
+from support.agents import is_exact, recipe_of, replays_bit_by_bit
 from support.commands import ROOT, finish, megarl, records, start, write_recipe
 
 PROGRAM = """
@@ -59,6 +59,24 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     assert "template" not in done.err
     whole = [one for one in rollouts if not one["failure"]]
     assert whole and all(one["metrics"]["conversations"] == 2.0 for one in whole)
+
+
+def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
+    """Of functions with tools, some of which fail: the replay gives the same bits."""
+    tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})
+    tree["rollout"] |= {"groups_per_step": 4, "max_staleness": 1}
+    tree["algorithm"] = {"correction": {"kind": "tis"}}
+    tree |= {"steps": 3, "observe": {"batches": True, "transcripts_per_step": 4}}
+    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    assert done.code == 0, done.err[-3000:]
+    groups = records(tmp_path / "run" / "transcripts.jsonl")
+    rollouts = [one for group in groups for one in group["rollouts"]]
+    failed = [one for one in rollouts if one["failure"]]
+    assert len(rollouts) == 36 and {one["detail"] for one in failed} == {"KeyError: 'of its own'"}
+    whole = [one["metrics"] for one in rollouts if not one["failure"]]
+    assert {one["conversations"] for one in whole} == {2.0}
+    is_exact(tmp_path / "run", groups=12)
+    replays_bit_by_bit(tmp_path / "run", steps=3)
 
 
 @pytest.mark.parametrize(
