@@ -76,6 +76,14 @@ def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def repeatable(tree: dict[str, Any], steps: int) -> None:
+    """Make the run of a recipe asynchronous, with every group trained and all batches recorded."""
+    tree["rollout"] |= {"max_staleness": 1}
+    # With the entropy, groups of equal rewards have a gradient too.
+    tree["algorithm"] = {"correction": {"kind": "tis"}, "entropy_coefficient": 1e-3}
+    tree |= {"steps": steps, "observe": {"batches": True, "transcripts_per_step": 4}}
+
+
 def is_exact(run: Path, groups: int) -> None:
     """Every group of the asynchronous run is accounted for, and each sampled token is trained."""
     audit = megarl("ledger", str(run), "--json")

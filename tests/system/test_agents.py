@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import is_exact, recipe_of, replays_bit_by_bit
+from support.agents import is_exact, recipe_of, repeatable, replays_bit_by_bit
 from support.commands import ROOT, finish, megarl, records, start, write_recipe
 
 PROGRAM = """
@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 from types import SimpleNamespace
 
 assert "answer" not in open(os.environ["MEGARL_PROMPT"]).read()
-if sys.argv[1].endswith("7"):
+if sys.argv[1].endswith("5"):
     sys.exit("a mistake of its own")
 print(asyncio.run(own.compacts(SimpleNamespace(text=sys.argv[1]), AsyncOpenAI())))
 """
@@ -47,6 +47,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(folder=str(tmp_path)))
     tree = recipe_of(tmp_path, {"command": ["python", str(program), "{prompt}"]})
+    tree["observe"] = {"transcripts_per_step": 4}
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), timeout_s=240.0)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
     steps = records(tmp_path / "run" / "metrics.jsonl")
@@ -54,6 +55,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     rollouts = [one for group in groups for one in group["rollouts"]]
     assert len(steps) == 2 and all(step["grad_norm"] >= 0 for step in steps)
     failed = [one for one in rollouts if one["failure"]]
+    assert len(failed) == 6, "of two prompts"
     assert all(one["detail"].endswith("exit code 1: a mistake of its own") for one in failed)
     assert sum(step["verifier/errors"] for step in steps) == len(failed)
     assert "template" not in done.err
@@ -64,9 +66,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
 def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     """Of functions with tools, some of which fail: the replay gives the same bits."""
     tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})
-    tree["rollout"] |= {"groups_per_step": 4, "max_staleness": 1}
-    tree["algorithm"] = {"correction": {"kind": "tis"}}
-    tree |= {"steps": 3, "observe": {"batches": True, "transcripts_per_step": 4}}
+    repeatable(tree, steps=3)
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-3000:]
     groups = records(tmp_path / "run" / "transcripts.jsonl")
