@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from support.agents import is_exact, recipe_of, repeatable, replays_bit_by_bit
 from support.commands import finish, records, start, write_recipe
 
@@ -179,6 +180,7 @@ above an agent."""
 STEPS = 5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     """Agents are killed, hang and lose connections, the engine and the process with the gateway
     die. The run is asynchronous, and its replay reaches the same bits.
