@@ -139,11 +139,15 @@ def wait_for(name):
 
 def core():
     # vLLM's core has no title of its own; it is the largest process below the actor.
-    (engine,) = [
-        one for one in below(psutil.Process())
-        if one.cmdline() and one.cmdline()[0].startswith("ray::Engine")
-    ]
-    return max(engine.children(recursive=True), key=lambda one: one.memory_info().rss)
+    while True:
+        try:
+            (engine,) = [
+                one for one in below(psutil.Process())
+                if one.cmdline() and one.cmdline()[0].startswith("ray::Engine")
+            ]
+            return max(engine.children(recursive=True), key=lambda one: one.memory_info().rss)
+        except psutil.Error:  # agents come and go meanwhile
+            time.sleep(0.05)
 
 def lives(process):
     try:
