@@ -137,16 +137,19 @@ def wait_for(name):
     while not (PLACE / name).exists():
         time.sleep(0.05)
 
+def is_engine(process):
+    try:
+        return "".join(process.cmdline()[:1]).startswith("ray::Engine")
+    except psutil.Error:  # an agent that has ended
+        return False
+
 def core():
     # vLLM's core has no title of its own; it is the largest process below the actor.
     while True:
         try:
-            (engine,) = [
-                one for one in below(psutil.Process())
-                if one.cmdline() and one.cmdline()[0].startswith("ray::Engine")
-            ]
+            (engine,) = filter(is_engine, below(psutil.Process()))
             return max(engine.children(recursive=True), key=lambda one: one.memory_info().rss)
-        except psutil.Error:  # agents come and go meanwhile
+        except psutil.Error:
             time.sleep(0.05)
 
 def lives(process):
