@@ -471,13 +471,14 @@ def patience_s(config: RunConfig, num_requests: int) -> float:
 
 def silence_s(config: RunConfig) -> float:
     """Seconds without any engine step and any verifier's verdict after which the run counts as
-    stuck: the time to find a hung engine, to start a new one 3 times, and to start and score by a
-    slow verifier, plus a minute.
+    stuck: the time to find a hung engine, to start a new one 3 times, to start and score by a slow
+    verifier, and in which an agent need not call the model, plus a minute.
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
     verdict_s = 2 * environment.time_limit_s  # a call may be made again
-    return restart_s + environment.start_limit_s + verdict_s + 60.0
+    agent_s = environment.agent.time_limit_s if environment.agent.is_used else 0.0
+    return restart_s + environment.start_limit_s + verdict_s + agent_s + 60.0
 
 
 COMMANDS: dict[type[Config], str] = {

@@ -178,6 +178,8 @@ class Verdict:
     """"tool_call" if the last response was cut off inside a call of a tool."""
     judged: bool = True
     """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
+    lost: bool = False
+    """Whether the failure is the end of the process that ran the session, with all others in it."""
 
 
 def total_reward(segments: Sequence[Segment], verdict: Verdict) -> float:

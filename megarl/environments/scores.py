@@ -203,6 +203,8 @@ class Outcome:
     warning: str = ""
     """What the user should know of the environment, such as a worker process that was replaced; in
     one outcome only."""
+    lost: bool = False
+    """Whether the process of the session has ended, through whatever ran in it."""
 
     @classmethod
     def of(cls, reply: Reply) -> Outcome:

@@ -199,6 +199,7 @@ class Environment:
             penalty=penalty,
             metrics=outcome.metrics,
             warning=outcome.warning,
+            lost=outcome.lost,
         )
 
     async def close(self) -> None:

@@ -15,9 +15,9 @@ them are repeated, one at a time in a process of their own, so that only the cal
 process fails.
 
 Thousands of sessions are open at once; the calls of one process run concurrently. A call that
-exceeds its time limit costs its own rollout. A process that ends, or that one call keeps from
-answering anything, costs the rollouts whose sessions it ran. If no process starts in its place, the
-run ends with the reason.
+exceeds its time limit costs its own rollout. A process that one call keeps from answering anything
+costs the rollouts whose sessions it ran. So does one that ends, but these can be made again
+(`Outcome.lost`). If no process starts in its place, the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -397,12 +397,14 @@ class Workers:
         try:
             found = Outcome.of(await self._shielded(call))
         except WorkerLost as lost:
+            is_session = self._config.has_sessions
             said = f"the process of the session {lost}"
-            if not self._config.has_sessions:
+            if not is_session:
                 said = f"the verifier's process {lost}"
                 if lost.failure == "timeout":
                     said = f"{late_verdict(self._config.time_limit_s)}: {said}"
-            found = Outcome(failure=lost.failure, detail=said)
+            has_ended = is_session and lost.by_itself
+            found = Outcome(failure=lost.failure, detail=said, lost=has_ended)
         if found.observation is not None:
             return found
         return replace(found, warning=self.files.take_warning())
@@ -490,8 +492,10 @@ class Workers:
             if worker is not None and not worker.retires:
                 if not worker.lost and worker.how_it_ended():
                     await asyncio.wait({worker.life})  # which sets `lost`
-                if worker.lost and worker.lost.calls == 0:
-                    lost = worker.lost
+                if (lost := worker.lost) and self._config.has_sessions and lost.by_itself:
+                    again = "the rollouts whose sessions it ran begin again, once"
+                    self.files.warn(f"a worker process {lost}, and is replaced; {again}")
+                elif lost and lost.calls == 0:
                     self.files.warn(f"a worker process {lost} between two calls, and is replaced")
             if worker is None or worker.lost or worker.retires:
                 self.places[place] = None

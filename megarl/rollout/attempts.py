@@ -127,10 +127,19 @@ class Attempts:
         `place` names the rollout in the run, for example (group, sample). The seed of its first
         request is `request_seed(run_seed, *place)`, that of request n > 0 is
         `request_seed(run_seed, *place, n)`. Raises `RuntimeError` if an engine does not answer.
+
+        A rollout whose session is lost with its process is made again, once: any of the sessions
+        there may have ended the process, or none of them.
         """
         key = "/".join(map(str, place))
         try:
-            return await self._attempt(key, prompt, place, temperature)
+            segments, verdict = await self._attempt(key, prompt, place, temperature)
+            if not verdict.lost:
+                return segments, verdict
+            told = verdict.warning
+            segments, verdict = await self._attempt(key, prompt, place, temperature)
+            warning = "; ".join(filter(None, [told, verdict.warning]))
+            return segments, replace(verdict, warning=warning)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 asyncio.gather(self.environment.cut_off(key, 0), return_exceptions=True)

@@ -10,37 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_addition import write_rows
-from make_calculator import problems, write_model
-from support.commands import ROOT, finish, megarl, records, start, tiny_run, write_recipe
-
-AGENTS = """
-from launch.environments.calculator_agent import TOOLS, solve
-
-async def ask(client, chat, **more):
-    made = await client.chat.completions.create(model="policy", messages=chat, max_tokens=9, **more)
-    return [one.message.model_dump(exclude_none=True) for one in made.choices]
-
-async def compacts(prompt, client):
-    chat = [{"role": "user", "content": prompt.text}]
-    for turn in range(4):
-        chat += await ask(client, chat)
-        chat.append({"role": "user", "content": str(turn)})
-        if turn == 2:  # the first turns become a summary
-            chat = [{"role": "system", "content": "12"}, *chat[-3:]]
-    return "12"
-
-async def delegates(prompt, client):
-    chat = [{"role": "user", "content": prompt.text}]
-    (plan,) = await ask(client, chat)
-    (found,) = await ask(client, [{"role": "user", "content": "1+" + prompt.text}], tools=TOOLS)
-    told = {"role": "user", "content": "= " + str(found.get("content"))}
-    drafts = await ask(client, [*chat, plan, told], n=2)
-    return {"reward": len(str(drafts[0])) % 3 / 2, "correct": False}
-
-async def mixed(prompt, client):
-    return await (solve, compacts, delegates)[prompt.index % 3](prompt, client)
-"""
+from support.agents import is_exact, recipe_of, repeatable, replays_bit_by_bit
+from support.commands import ROOT, finish, megarl, records, start, write_recipe
 
 PROGRAM = """
 import asyncio, os, sys
@@ -50,28 +21,10 @@ from openai import AsyncOpenAI
 from types import SimpleNamespace
 
 assert "answer" not in open(os.environ["MEGARL_PROMPT"]).read()
-if sys.argv[1].endswith("7"):
+if sys.argv[1].endswith("5"):
     sys.exit("a mistake of its own")
 print(asyncio.run(own.compacts(SimpleNamespace(text=sys.argv[1]), AsyncOpenAI())))
 """
-
-
-def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
-    """A run of an agent with a model of the calculator's tokenizer, and random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model, data = folder / "model", folder / "train.jsonl"
-    write_model(model)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
-    write_rows(data, problems(200, 1, held_out=False))
-    (folder / "own.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{AGENTS}")
-    tree = tiny_run(folder, model, steps=2)
-    tree["prompts"] = {"source": str(data), "max_prompt_tokens": 32}
-    tree["environment"] = {"agent": agent, "max_failure_share": 0.9}
-    tree["rollout"] |= {"max_new_tokens": 96, "group_size": 3, "groups_per_step": 4}
-    tree["rollout"]["dynamic_sampling"] = {"enabled": False}
-    tree.pop("evaluation", None)
-    return tree
 
 
 def test_what_is_trained_is_what_was_sampled(tmp_path: Path) -> None:
@@ -94,6 +47,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(folder=str(tmp_path)))
     tree = recipe_of(tmp_path, {"command": ["python", str(program), "{prompt}"]})
+    tree["observe"] = {"transcripts_per_step": 4}
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), timeout_s=240.0)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
     steps = records(tmp_path / "run" / "metrics.jsonl")
@@ -101,11 +55,28 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     rollouts = [one for group in groups for one in group["rollouts"]]
     assert len(steps) == 2 and all(step["grad_norm"] >= 0 for step in steps)
     failed = [one for one in rollouts if one["failure"]]
+    assert len(failed) == 6, "of two prompts"
     assert all(one["detail"].endswith("exit code 1: a mistake of its own") for one in failed)
     assert sum(step["verifier/errors"] for step in steps) == len(failed)
     assert "template" not in done.err
     whole = [one for one in rollouts if not one["failure"]]
     assert whole and all(one["metrics"]["conversations"] == 2.0 for one in whole)
+
+
+def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
+    """Of functions with tools, some of which fail: the replay gives the same bits."""
+    tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})
+    repeatable(tree, steps=3)
+    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    assert done.code == 0, done.err[-3000:]
+    groups = records(tmp_path / "run" / "transcripts.jsonl")
+    rollouts = [one for group in groups for one in group["rollouts"]]
+    failed = [one for one in rollouts if one["failure"]]
+    assert len(rollouts) == 36 and {one["detail"] for one in failed} == {"KeyError: 'of its own'"}
+    whole = [one["metrics"] for one in rollouts if not one["failure"]]
+    assert {one["conversations"] for one in whole} == {2.0}
+    is_exact(tmp_path / "run", groups=12)
+    replays_bit_by_bit(tmp_path / "run", steps=3)
 
 
 @pytest.mark.parametrize(

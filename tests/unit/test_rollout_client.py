@@ -14,8 +14,9 @@ import pytest
 from megarl.cluster import rollout_client
 from megarl.cluster.asking import ActorDied
 from megarl.cluster.rollout_client import RolloutClient
-from megarl.config import RunConfig
+from megarl.config import RunConfig, silence_s
 from megarl.data.config import PromptsConfig
+from megarl.environments.agent_config import AgentConfig
 from megarl.loops.rl_setup import rollout_deadline_s, step_deadline_s
 from megarl.objectives.config import AlgorithmConfig
 from megarl.rollout.config import DynamicSamplingConfig, EngineConfig, RolloutConfig
@@ -139,3 +140,10 @@ def test_a_step_may_take_what_is_done_in_it() -> None:
     """
     assert step_deadline_s(BASE, 0) == 3 * 88.0 + 30_000.0 + 3_000.0 + 200_000.0
     assert step_deadline_s(BASE, 400) - step_deadline_s(BASE, 0) == 3 * (242.0 - 88.0)
+
+
+def test_an_agent_may_work_as_long_as_it_is_allowed_to() -> None:
+    """In which it need not call the model, nor is anything judged."""
+    agent = AgentConfig(function="own.py:solve", time_limit_s=3600.0)
+    config = replace(BASE, environment=replace(BASE.environment, agent=agent))
+    assert silence_s(config) == silence_s(BASE) + 3600.0

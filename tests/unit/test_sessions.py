@@ -22,7 +22,10 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.workers import Workers
-from megarl.types import Prompt, Verdict
+from megarl.rollout.attempts import Attempts
+from megarl.rollout.config import RolloutConfig
+from megarl.rollout.requests import EnginePool
+from megarl.types import Prompt, Segment, Verdict
 
 CLASSES = """
 import asyncio, os, sys, threading, time
@@ -63,6 +66,9 @@ class Mixed:
         if self.told == "fork" and not os.fork(): sys.exit(0)
         if self.told == "exit": sys.exit(3)
         if self.told == "die": os._exit(7)
+        if self.told.startswith("/") and not os.path.exists(self.told):
+            open(self.told, "w").close()
+            os._exit(7)
         if self.told == "raise": raise TimeoutError("a time-out of its own")
         if self.told == "number": return Observation(5)
         if self.told == "nothing": return Observation("")
@@ -250,6 +256,29 @@ async def test_a_process_that_ends_costs_its_sessions_and_no_more(tmp_path: Path
         assert len(ended) + len(late) == len(keys)
         assert (await pool.begin("new", prompt())).observation == []
         assert (await pool.step("new", SAID)).observation
+
+
+async def test_rollouts_of_a_process_that_ended_begin_again_once(tmp_path: Path) -> None:
+    """And count as failures if it ends again."""
+
+    class Says:
+        async def generate(self, *_: object, **__: object) -> Segment:
+            return segment(SAID)
+
+    async with workers(tmp_path, "Mixed", whole=True) as environment:
+        attempts = Attempts(EnginePool([Says()], RolloutConfig()), environment, 0, 20)  # type: ignore[list-item]
+
+        async def play(*told: str) -> list[Verdict]:
+            made = [attempts.attempt(prompt(one), one, temperature=1.0) for one in told]
+            return [verdict for _, verdict in await asyncio.gather(*made)]
+
+        found = await play("8", f"{tmp_path}/has_died", "9")
+        assert [one.reward for one in found] == [1.0] * 3
+        warning = "a worker process ended with exit code 7, and is replaced"
+        assert sum(warning in one.warning for one in found) == 1
+        (died,) = await play("die")
+        assert died.failure == "error" and "ended with exit code 7" in died.detail
+        assert [one.reward for one in await play("8")] == [1.0]
 
 
 async def test_a_process_killed_between_two_turns(tmp_path: Path) -> None:
