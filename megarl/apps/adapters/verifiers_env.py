@@ -217,10 +217,10 @@ def main(words: list[str]) -> None:
         for row in task_rows(name, size, settings):
             print(json.dumps(row))
     except Exception as error:
+        said = " ".join(f"{error or type(error).__name__}".split()).rstrip(".")
         sys.exit(
-            f"verifiers:{name} cannot be loaded with {words[3]}: {' '.join(str(error).split()).rstrip('.')};"
-            " correct prompts.source or prompts.arguments, or install what it needs for"
-            f" {sys.executable}"
+            f"verifiers:{name} cannot be loaded with {words[3]}: {said}; correct prompts.source or"
+            f" prompts.arguments, or install what it needs for {sys.executable}"
         )
 
 
