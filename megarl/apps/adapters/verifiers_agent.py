@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.apps.gateway.agent_program import AgentFailed
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -32,6 +31,7 @@ MODEL = "policy"
 MOST_BYTES = 2**22
 """Longest answer of the program."""
 ERROR_BYTES = 2000
+CLOSE_WITHIN_S = 1.0
 
 
 def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
@@ -81,10 +81,10 @@ class Episodes:
 
     async def play(self, told: dict[str, Any]) -> dict[str, float]:
         """Play one episode, `told` of `verifiers_env.episode`; returns its reward and metrics.
-        Raises `AgentFailed` if it failed or the program ended. Ends the episode when cancelled.
+        Raises `RuntimeError` if it failed or the program ended. Ends the episode when cancelled.
         """
         async with self._lock:
-            if self._reading is None or self._reading.done():
+            if self._process is None:
                 pipe = subprocess.PIPE
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._python, str(PROGRAM), "play"),
@@ -102,12 +102,12 @@ class Episodes:
         finally:
             self._waiting.pop(number, None)
         if "error" in found:
-            raise AgentFailed(found["error"])
+            raise RuntimeError(found["error"])
         return found["result"]
 
     def _tell(self, what: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps(what)}\n".encode())
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(f"{json.dumps(what)}\n".encode())
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hand on the program's answers, to its end."""
@@ -120,7 +120,12 @@ class Episodes:
                 if answer is not None and not answer.done():
                     answer.set_result(found)
         finally:
-            said = (await complaining).decode(errors="replace").strip().splitlines()[-1:]
+            # What it has started may hold the pipe open.
+            await asyncio.wait([complaining], timeout=CLOSE_WITHIN_S)
+            kept = complaining.result() if complaining.done() else b""
+            complaining.cancel()
+            said = kept.decode(errors="replace").strip().splitlines()[-1:]
+            self._process = None  # the next episode starts another
             for answer in self._waiting.values():
                 if not answer.done():
                     ended = f"the program of verifiers ended: {''.join(said) or 'without a word'}"
@@ -143,7 +148,7 @@ _programs: dict[str, Episodes] = {}
 async def episode(prompt: Prompt, client: Any) -> dict[str, float]:
     """The agent `verifiers`: play the task of a prompt. `client`: an `openai.AsyncOpenAI`, whose
     address and key the environment calls the model with. Returns {reward, and each reward and
-    metric by its name}. Raises `AgentFailed` with the environment's error if it fails.
+    metric by its name}. Raises `RuntimeError` with the environment's error if it fails.
     """
     told: Any = prompt.fields.get("verifiers")
     require(
