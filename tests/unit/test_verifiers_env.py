@@ -52,6 +52,7 @@ class SumConfig(vf.TasksetConfig):
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     def load(self):
+        print("no row")
         for a in range(5):
             answer = str(a + self.config.more)
             yield SumTask(

@@ -46,7 +46,8 @@ def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
         type(size) is int and size >= 0,
         f"prompts.arguments.size is {size!r}; set it to a whole number from 0",
     )
-    python = str(Path(str(python)).expanduser())
+    if "/" in (python := str(python)):
+        python = str(Path(python).expanduser().absolute())  # not resolved: links are environments
     size = size if limit is None else min(size, limit)
     words = [python, str(PROGRAM), "rows", name, str(size), json.dumps(settings)]
     try:

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 VERSION = "0.4.0"
 """Version of verifiers that this is written for."""
@@ -167,14 +167,12 @@ async def episode(told: dict[str, Any]) -> dict[str, float]:
     return named | {"reward": sum(trace.reward for trace in done.traces)}
 
 
-async def serve() -> None:
+async def serve(answers: TextIO) -> None:
     """Play the episodes that the lines of standard input ask for, all at once, to its end. A line
     is a JSON object, `told` of `episode` with an `id`, which is answered with a line {id, result}
-    or {id, error} of standard output; or {cancel: an id}, which is not answered.
+    or {id, error} on `answers`; or {cancel: an id}, which is not answered.
     """
     call_here()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an environment prints is no answer
     under_way: dict[int, asyncio.Task[None]] = {}
 
     async def play(told: dict[str, Any]) -> None:
@@ -209,13 +207,15 @@ def main(words: list[str]) -> None:
     sys.path = [folder for folder in sys.path if os.path.abspath(folder) != here]
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where uv is
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an environment prints is no answer
     if words[0] == "play":
-        asyncio.run(serve())
+        asyncio.run(serve(answers))
         return
     name, size, settings = words[1], int(words[2]), json.loads(words[3])
     try:
         for row in task_rows(name, size, settings):
-            print(json.dumps(row))
+            answers.write(f"{json.dumps(row)}\n")
     except Exception as error:
         said = " ".join(f"{error or type(error).__name__}".split()).rstrip(".")
         sys.exit(
