@@ -1,70 +1,29 @@
 """Environments of `verifiers` as a source of prompts and an agent, against a small server of the
-chat completions API. Most of it needs the package, and is skipped without.
+chat completions API. Most of it needs the package, and is skipped without (`support`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import re
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.apps.adapters import verifiers_agent, verifiers_env
+from support.verifiers_sums import NEEDS, PYTHON, SUMS
+
+from megarl.apps.adapters import verifiers_agent
 from megarl.apps.adapters.verifiers_agent import episode, verifiers_rows
 from megarl.types import Prompt
 
-SUMS = """
-import os
-import verifiers.v1 as vf
-import openenv_is_not_shadowed
-
-class SumData(vf.TaskData):
-    answer: str
-
-class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
-    @vf.reward(weight=0.5)
-    async def right(self, trace: vf.Trace) -> float:
-        print("not an answer")
-        if trace.last_reply == "ends":
-            os._exit(3)
-        return float(trace.last_reply == self.data.answer)
-
-    @vf.reward
-    async def answers(self, trace: vf.Trace) -> float:
-        return 0.25 * (trace.last_reply or "").isdigit()
-
-    @vf.metric
-    async def letters(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply or ""))
-
-class SumConfig(vf.TasksetConfig):
-    more: int = 3
-    system: str = "Add."
-
-class SumTaskset(vf.Taskset[SumTask, SumConfig]):
-    def load(self):
-        print("no row")
-        for a in range(5):
-            answer = str(a + self.config.more)
-            yield SumTask(
-                SumData(
-                    name=f"s{a}", prompt=f"{a}+{self.config.more}=", answer=answer,
-                    system_prompt=self.config.system,
-                ),
-                self.config.task,
-            )
-
-__all__ = ["SumTaskset"]
-"""
 ASKS_TWICE = """
 import verifiers.v1 as vf
 from sums import SumTaskset
@@ -83,19 +42,6 @@ class TwiceTaskset(SumTaskset):
 
 __all__ = ["TwiceEnv", "TwiceTaskset"]
 """
-
-
-def is_installed() -> bool:
-    """Whether verifiers is there in the version that the adapter needs."""
-    try:
-        return importlib.metadata.version("verifiers") == verifiers_env.VERSION
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-NEEDS = pytest.mark.skipif(
-    not is_installed(), reason=f"verifiers {verifiers_env.VERSION} is not installed"
-)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -124,7 +70,8 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server of a model, and the tasksets `sums` and `twice` that can be imported."""
-    for name, text in {"sums": SUMS, "twice": ASKS_TWICE}.items():
+    sums = f"import openenv_is_not_shadowed\n{SUMS}"
+    for name, text in {"sums": sums, "twice": ASKS_TWICE}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "openenv_is_not_shadowed.py").write_text(
         "import importlib.util as util\n"
@@ -157,7 +104,7 @@ def test_another_version_or_none_is_one_line_that_says_what_to_set(
         (tmp_path / "verifiers-9.0.dist-info").mkdir()
         about = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
         (tmp_path / "verifiers-9.0.dist-info" / "METADATA").write_text(about)
-    elif is_installed():
+    elif find_spec("verifiers"):
         pytest.skip("verifiers is installed")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(
@@ -185,19 +132,19 @@ def test_an_environment_that_cannot_be_loaded_is_one_line() -> None:
     with pytest.raises(
         ValueError, match=r"^verifiers:nosuch cannot be loaded with {}: .* not found"
     ):
-        verifiers_rows("nosuch", {}, None)
+        verifiers_rows("nosuch", {"python": PYTHON}, None)
     with pytest.raises(
         ValueError, match=r"^verifiers:sums cannot .*{\"moar\": 4}: .*taskset.moar "
     ):
-        verifiers_rows("sums", {"moar": 4}, None)
+        verifiers_rows("sums", {"python": PYTHON, "moar": 4}, None)
 
 
 @NEEDS
 def test_rollouts_have_the_rewards_of_their_environment(server: Any) -> None:
-    rows = verifiers_rows("sums", {"size": 9, "more": 4}, None)
+    rows = verifiers_rows("sums", {"python": PYTHON, "size": 9, "more": 4}, None)
     assert [row["prompt"] for row in rows] == ["0+4=", "1+4=", "2+4=", "3+4=", "4+4="]
-    assert verifiers_rows("sums", {"more": 4}, 2) == rows[:2]
-    (asks_twice,) = verifiers_rows("twice", {"size": 1}, None)
+    assert verifiers_rows("sums", {"python": PYTHON, "more": 4}, 2) == rows[:2]
+    (asks_twice,) = verifiers_rows("twice", {"python": PYTHON, "size": 1}, None)
 
     async def run() -> None:
         for says, want in {
