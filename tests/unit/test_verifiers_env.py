@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from support.verifiers_sums import NEEDS, PYTHON, SUMS
 
 from megarl.apps.adapters import verifiers_agent
