@@ -95,7 +95,7 @@ def call_here() -> None:
     """Have the chat loop of verifiers call the model from this process where the environment has no
     tools: it is one call a turn, and to start the loop's own program takes more than a second.
     """
-    from openai import APIStatusError, AsyncOpenAI
+    from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1 import ProgramResult  # pyright: ignore[reportMissingImports]
     from verifiers.v1.dialects.chat import (  # pyright: ignore[reportMissingImports]
         message_to_wire,
@@ -106,6 +106,8 @@ def call_here() -> None:
     )
 
     program = NullHarness.launch
+    # One for all episodes: to make one takes tens of milliseconds.
+    web = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
 
     async def launch(
         self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str,
@@ -119,14 +121,12 @@ def call_here() -> None:
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         chat = [one if isinstance(one, dict) else message_to_wire(one) for one in chat]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
-        async with AsyncOpenAI(
-            base_url=endpoint, api_key=secret, timeout=None, max_retries=0
-        ) as client:
-            try:
-                await client.chat.completions.create(model=ctx.model, messages=chat)
-            except APIStatusError as error:  # as the program does it
-                if not is_context_overflow(error):
-                    raise
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=web)
+        try:
+            await client.chat.completions.create(model=ctx.model, messages=chat)
+        except APIStatusError as error:  # as the program does it
+            if not is_context_overflow(error):
+                raise
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def setup(self: Any, runtime: Any) -> None:
