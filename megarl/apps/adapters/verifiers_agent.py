@@ -11,6 +11,7 @@ to import verifiers takes seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import subprocess
@@ -121,6 +122,8 @@ class Episodes:
                 if answer is not None and not answer.done():
                     answer.set_result(found)
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             # What it has started may hold the pipe open.
             await asyncio.wait([complaining], timeout=CLOSE_WITHIN_S)
             kept = complaining.result() if complaining.done() else b""
