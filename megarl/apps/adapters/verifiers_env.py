@@ -158,7 +158,7 @@ async def episode(told: dict[str, Any]) -> dict[str, float]:
         done = await loaded.run_slot(RunSlot(task), context)
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
-        said = errors[-1].message if errors else "no error was given"
+        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was given"
         raise RuntimeError(f"{name}, task {number}: {said}")
     named: dict[str, float] = {}
     for trace in done.traces:
