@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megarl.lookup import AGENTS
 from megarl.objectives.config import COMPARING
 from megarl.observe.config import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
 from megarl.schema import require
@@ -135,15 +134,9 @@ def check_tool_variables(config: RunConfig) -> None:
 
 def check_agent_prompts(config: RunConfig) -> None:
     """Raise `ValueError` if an agent would get prompts that a chat template has written: it writes
-    its messages itself; or a built-in agent those of another source than its own.
+    its messages itself.
     """
-    name = config.environment.agent.function
     for place, part in sources(config) if config.environment.agent.is_used else ():
-        require(
-            name not in AGENTS or not part.names_data or part.source.startswith(f"{name}:"),
-            f"{place}.source is '{part.source}', but the agent '{name}' plays the environment that"
-            f" its prompts are of; set {place}.source to {name}:NAME",
-        )
         require(
             part.template == "none" or not part.names_data,
             f"{place}.template is '{part.template}', but the agent (environment.agent) sends its"

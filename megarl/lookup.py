@@ -44,7 +44,7 @@ SESSIONS = {
 }
 """{built-in name of `environment.session`: function () -> the session's class}. It raises
 `ValueError` if a package is missing."""
-AGENTS = {"verifiers": "megarl.apps.adapters.verifiers_agent:episode"}
+AGENTS = {"verifiers": "megarl.apps.adapters.verifiers_agent:play_episode"}
 """{built-in name of `environment.agent.function`: the async function (prompt, client)}"""
 
 

@@ -20,7 +20,7 @@ import pytest
 from support.verifiers_sums import NEEDS, PYTHON, SUMS
 
 from megarl.apps.adapters import verifiers_agent
-from megarl.apps.adapters.verifiers_agent import episode, verifiers_rows
+from megarl.apps.adapters.verifiers_agent import play_episode, verifiers_rows
 from megarl.types import Prompt
 
 ASKS_TWICE = """
@@ -90,7 +90,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def play(server: Any, row: dict[str, Any], key: str = "secret") -> Coroutine[Any, Any, Any]:
     """One episode of a row, as the gateway has an agent play it."""
     client = SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}/v1/", api_key=key)
-    return episode(Prompt(index=0, text=row["prompt"], token_ids=[], answer="", fields=row), client)
+    return play_episode(
+        Prompt(index=0, text=row["prompt"], token_ids=[], answer="", fields=row), client
+    )
 
 
 @pytest.mark.parametrize("version", ["9.0", ""])

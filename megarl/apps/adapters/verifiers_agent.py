@@ -149,7 +149,7 @@ _programs: dict[str, Episodes] = {}
 """{path of a Python: its program}"""
 
 
-async def episode(prompt: Prompt, client: Any) -> dict[str, float]:
+async def play_episode(prompt: Prompt, client: Any) -> dict[str, float]:
     """The agent `verifiers`: play the task of a prompt. `client`: an `openai.AsyncOpenAI`, whose
     address and key the environment calls the model with. Returns {reward, and each reward and
     metric by its name}. Raises `RuntimeError` with the environment's error if it fails.

@@ -3,7 +3,7 @@ That need not be megarl's, whose packages have other versions: nothing of megarl
 `verifiers_agent` starts this file.
 
     PYTHON verifiers_env.py rows NAME SIZE SETTINGS     the first tasks, as rows of prompts
-    PYTHON verifiers_env.py play                        plays episodes: see `serve`
+    PYTHON verifiers_env.py play                        plays episodes: see `serve_episodes`
 
 Each rollout is one episode: a chat loop, or the agent that the environment brings, calls the model;
 the reward is the sum of the environment's own weighted rewards.
@@ -118,8 +118,8 @@ def call_here() -> None:
                 self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url
             )
         system, prompt = self.resolve_prompt(data)
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        chat = [one if isinstance(one, dict) else message_to_wire(one) for one in chat]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        chat: Any = [one if isinstance(one, dict) else message_to_wire(one) for one in asked]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
         client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=web)
         try:
@@ -167,7 +167,7 @@ async def episode(told: dict[str, Any]) -> dict[str, float]:
     return named | {"reward": sum(trace.reward for trace in done.traces)}
 
 
-async def serve(answers: TextIO) -> None:
+async def serve_episodes(answers: TextIO) -> None:
     """Play the episodes that the lines of standard input ask for, all at once, to its end. A line
     is a JSON object, `told` of `episode` with an `id`, which is answered with a line {id, result}
     or {id, error} on `answers`; or {cancel: an id}, which is not answered.
@@ -210,7 +210,7 @@ def main(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an environment prints is no answer
     if words[0] == "play":
-        asyncio.run(serve(answers))
+        asyncio.run(serve_episodes(answers))
         return
     name, size, settings = words[1], int(words[2]), json.loads(words[3])
     try:
