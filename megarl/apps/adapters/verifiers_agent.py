@@ -90,7 +90,10 @@ class Episodes:
                 pipe = subprocess.PIPE
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._python, str(PROGRAM), "play"),
-                    **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "limit": MOST_BYTES},
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=pipe,
+                    limit=MOST_BYTES,
                 )
                 self._reading = asyncio.create_task(self._read(self._process))
         number = next(self._numbers)
