@@ -5,7 +5,7 @@ commands in `command_line/table.py`, the verifiers in `environments/verifiers.py
 only the apps that its recipe uses, and `megarl.apps.runs`, which writes its report.
 
 To add an environment of another library, write an adapter in `megarl/apps/adapters` and name it in
-`SOURCES`, and in `SESSIONS` or in the verifiers.
+`SOURCES`, and in `SESSIONS`, in `AGENTS` or in the verifiers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SOURCES = {
     "gymnasium": "megarl.apps.adapters.gym:gym_rows",
     "textarena": "megarl.apps.adapters.arena:arena_rows",
     "openenv": "megarl.apps.adapters.openenv:openenv_rows",
+    "verifiers": "megarl.apps.adapters.verifiers_agent:verifiers_rows",
 }
 """{what stands before the colon of `prompts.source: reasoning_gym:NAME`: function (NAME,
 `prompts.arguments`, most rows or None) -> rows, dicts with `prompt` and `answer`}. It raises
@@ -43,6 +44,8 @@ SESSIONS = {
 }
 """{built-in name of `environment.session`: function () -> the session's class}. It raises
 `ValueError` if a package is missing."""
+AGENTS = {"verifiers": "megarl.apps.adapters.verifiers_agent:play_episode"}
+"""{built-in name of `environment.agent.function`: the async function (prompt, client)}"""
 
 
 def load(place: str) -> Callable[..., Any]:

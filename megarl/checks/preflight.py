@@ -23,7 +23,7 @@ from megarl.cluster.recorded_table import recorded_table
 from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.config_checks import sources
 from megarl.data.source import PromptList, load_prompts
-from megarl.lookup import of_app
+from megarl.lookup import AGENTS, of_app
 from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
@@ -215,6 +215,13 @@ def read_prompts(
     verifier that cannot be used.
     """
     tools = check_verifier(config.environment)
+    name = config.environment.agent.function
+    for place, part in sources(config) if name in AGENTS else ():
+        require(
+            not part.names_data or part.source.startswith(f"{name}:"),
+            f"{place}.source is '{part.source}', but the agent '{name}' plays the environment that"
+            f" its prompts are of; set {place}.source to {name}:NAME",
+        )
     if launcher.rank() != 0:
         return None, None, tools
     are_read = not config.environment.agent.is_used

@@ -23,7 +23,8 @@ class AgentConfig(Config):
     function: Annotated[CodeText, Excludes("command")] = ""
     """`path/to/file.py:name` of an async function (prompt, client), called in a worker process:
     `prompt.text` is the prompt, `client` an `openai.AsyncOpenAI`. It returns its answer, a text
-    that the verifier scores, or a reward, a number or a dict with `reward`."""
+    that the verifier scores, or a reward, a number or a dict with `reward`. `verifiers` plays an
+    environment of that library, the source of the prompts."""
     columns: Annotated[tuple[str, ...], Of("command", fix="set environment.agent.command")] = ()
     """Columns of the data that the program may see, beside the prompt, in the JSON file that the
     environment variable MEGARL_PROMPT names."""

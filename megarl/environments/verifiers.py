@@ -163,7 +163,9 @@ def own_files(config: EnvironmentConfig) -> list[Path]:
         )
     if config.agent.is_used:
         name = config.agent.function
-        return [split_name(name, f"{setting}.function")[0]] if name else []
+        if not name or name in lookup.AGENTS:
+            return []
+        return [split_name(name, f"{setting}.function")[0]]
     found = [split_name(name, where, OTHERS)[0] for where, name in _own_functions(config)]
     return list(dict.fromkeys(found))
 

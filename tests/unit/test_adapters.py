@@ -37,7 +37,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import load_session, load_verifier
 from megarl.environments.workers import Workers
-from megarl.lookup import SESSIONS, SOURCES
+from megarl.lookup import AGENTS, SESSIONS, SOURCES
 from megarl.types import Prompt
 
 
@@ -119,7 +119,7 @@ def test_each_package_has_an_extra_of_the_adapters_version() -> None:
     setup = (ROOT / "setup.py").read_text()
     for name, version in PINNED.values():
         assert f'["{name}=={version}"]' in setup
-    assert set(SOURCES) == set(PINNED) and set(SESSIONS) < set(SOURCES)
+    assert set(SOURCES) == set(PINNED) | set(AGENTS) and set(SESSIONS) < set(SOURCES)
 
 
 def test_arguments_are_for_sources_that_make_their_rows(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ async def test_an_observation_becomes_a_turn_of_the_user(
         assert "start returned an observation with a role" in refused.detail
 
 
-RECIPES = {"reasoning_gym": 5, "textarena": 4, "gymnasium": 5, "openenv": 4}
+RECIPES = {"reasoning_gym": 5, "textarena": 4, "gymnasium": 5, "openenv": 4, "verifiers": 3}
 """{recipe: lines that name the environment}"""
 
 
@@ -187,10 +187,11 @@ def test_a_recipe_names_its_environment_in_few_lines(name: str) -> None:
     """At most eight, without code."""
     text = (ROOT / "launch" / "recipes" / f"{name}.yaml").read_text()
     found = config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
-    assert name in (found.environment.session, found.environment.verifier)
+    used = found.environment
+    assert name in (used.session, used.verifier, used.agent.function)
     assert all(part.source.startswith(f"{name}:") for part in found.prompts.parts)
     trained = text.partition("evaluation:")[0]
-    keys = r"\bsource:|arguments:|instruction:|session:|verifier:|max_turns:|sources:"
+    keys = r"\bsource:|arguments:|instruction:|session:|verifier:|function:|max_turns:|sources:"
     lines = [line for line in trained.splitlines() if re.search(keys, line)]
     assert len(lines) == RECIPES[name] <= 8
 

@@ -12,7 +12,7 @@ from support.commands import ROOT, python
 
 from megarl.command_line.table import COMMANDS
 from megarl.environments.verifiers import VERIFIERS
-from megarl.lookup import OF_APPS, SESSIONS, SOURCES
+from megarl.lookup import AGENTS, OF_APPS, SESSIONS, SOURCES
 
 LAYERS = (
     {"errors", "files", "host_memory", "limits", "peer_names", "quick_imports", "types"},
@@ -197,13 +197,13 @@ def test_what_is_looked_up_exists() -> None:
     """The tables that name code as "module:function" name functions and classes that are there."""
     files = modules()
     commands = [(one.check, one.run, one.arguments) for one in COMMANDS.values()]
-    tables = (OF_APPS, SOURCES, SESSIONS, VERIFIERS)
+    tables = (OF_APPS, SOURCES, SESSIONS, AGENTS, VERIFIERS)
     places = {place for table in tables for place in table.values()}
     places |= {place for row in commands for place in row}
     for place in sorted(places - {""}):
         module, _, name = place.partition(":")
         assert module in files, place
-        defined = (ast.FunctionDef, ast.ClassDef)
+        defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         tree = ast.parse(files[module].read_text())
         assert any(isinstance(node, defined) and node.name == name for node in tree.body), place
 

@@ -18,6 +18,7 @@ from support.rollouts import dealt, segment
 from support.sequence_cases import Case, assert_close, split_attention
 from support.trees import before, branched, lineages, path
 
+from megarl.apps.runs.show_rollouts import lines
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.rollout.batch_files import batch_file, read_batch, write_batch
 from megarl.rollout.transcripts import turns
@@ -298,3 +299,28 @@ def test_transcripts_say_what_each_turn_follows_and_got() -> None:
     assert [turn.get("follows") for turn in found] == [*[None] * 3, 1, None, -1, None, 0, None]
     paid = [turn.get("reward") for turn in found]
     assert paid == [0.25, None, 0.5, None, 0.0, None, 0.125, None, 1.0]
+
+
+def test_printed_turns_say_what_they_follow() -> None:
+    """Of a tree, with the failure that ended it; a chain has no numbers."""
+    found = turns(TWO_ANSWERS, Verdict(1.0, True), [f"text {n}" for n in range(9)])
+    record: dict[str, Any] = {
+        "prompt": "3+4", "response": "", "tokens": 9, "finish": "stop", "turns": found,
+        "correct": False, "reward": 0.0, "answer": "7", "failure": "error", "detail": "it ended",
+    }  # fmt: skip
+    shown = "\n".join(lines(record, in_colour=False, environment="agent"))
+    heads = [line for line in shown.splitlines() if line.startswith("---")]
+    assert heads[1:8] == [
+        "--- 0 model, 2 tokens, reward +0.25 ---",
+        "--- 1 agent, 2 tokens ---",
+        "--- 2 model, 3 tokens, reward +0.5 ---",
+        "--- 3 agent, 0 tokens, a branch behind 1 ---",
+        "--- 4 model, 1 tokens ---",
+        "--- 5 agent, 2 tokens, a new conversation ---",
+        "--- 6 model, 1 tokens, reward +0.125 ---",
+    ]
+    assert "--- wrong, reward +0, answer 7, failure error: it ended" in shown
+    record["turns"] = found[:3]
+    assert "--- model, 2 tokens, reward +0.25 ---\ntext 0\n--- environment, 2 tokens ---" in (
+        "\n".join(lines(record, in_colour=False))
+    )

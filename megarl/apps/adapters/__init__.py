@@ -6,6 +6,7 @@
     gym         environments of gymnasium with texts
     arena       games of textarena for one player
     openenv     environments behind an OpenEnv server
+    verifiers_agent  environments of verifiers, played by a program in another Python, verifiers_env
 
 No adapter's package is installed with megarl.
 """

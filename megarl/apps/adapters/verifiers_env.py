@@ -1,69 +1,145 @@
-"""Environments of `verifiers` (PyPI) as programs of an agent. Runs with the Python in whose
-environment `verifiers` is installed, which need not be that of megarl: nothing of megarl is
-imported.
+"""Environments of `verifiers` (PyPI, prime-rl's), in a Python in whose environment it is installed.
+That need not be megarl's, whose packages have other versions: nothing of megarl is imported here.
+`verifiers_agent` starts this file.
 
-    PYTHON verifiers_env.py NAME SIZE > prompts.jsonl       the tasks, as rows of prompts
-    PYTHON verifiers_env.py                                 one rollout: see `main`
+    PYTHON verifiers_env.py rows NAME SIZE SETTINGS     the first tasks, as rows of prompts
+    PYTHON verifiers_env.py play                        plays episodes: see `serve_episodes`
 
-Each rollout is one episode of the environment: its harness, a chat loop of verifiers, calls the
-model; the reward is the sum of the environment's own weighted rewards.
+Each rollout is one episode: a chat loop, or the agent that the environment brings, calls the model;
+the reward is the sum of the environment's own weighted rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
 import json
 import os
-import pwd
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 VERSION = "0.4.0"
 """Version of verifiers that this is written for."""
-URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-"""Environment variables with the address of the OpenAI-compatible server and its key."""
+MOST_BYTES = 2**22
+"""Longest line that is read."""
+
+
+def check_version() -> None:
+    """Exit with one line if verifiers is missing or has another version."""
+    try:
+        found = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        found = ""
+    if found != VERSION:
+        sys.exit(
+            f"verifiers {found or 'is not installed'}{found and ' is installed'} for"
+            f" {sys.executable}, and {VERSION} is needed; set prompts.arguments.python to a Python"
+            f" that has it, such as that of: python -m venv ~/verifiers && ~/verifiers/bin/pip"
+            f" install verifiers=={VERSION} uv"
+        )
 
 
 def environment(name: str, settings: dict[str, Any]) -> Any:
     """Load the environment of the taskset `name` (the id of an installed one, as `vf-eval` takes
-    it) with the `settings` of that taskset. Exits with one line if verifiers is missing or has
-    another version.
+    it) with the `settings` of that taskset. Raises what verifiers raises.
     """
-    try:
-        found = importlib.metadata.version("verifiers")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != VERSION:
-        sys.exit(
-            f"verifiers {VERSION} is needed, and {found} is installed for {sys.executable}; install"
-            f" it: pip install verifiers=={VERSION} uv"
-        )
+    from verifiers.v1 import AgentConfig  # pyright: ignore[reportMissingImports]
     from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
-    # A chat loop on this machine; the default runs code in a sandbox of a service.
-    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     kind = loaders.env_config_type(name)
-    return loaders.load_environment(kind(taskset={"id": name} | settings, agent=agent))
+    brings_its_own = loaders.default_harness_id(name) == name
+    agents: dict[str, Any] = {}
+    for role, field in kind.model_fields.items():
+        if isinstance(field.default, AgentConfig):
+            # On this machine; the default is a sandbox of a service.
+            agents[role] = {"runtime": {"type": "subprocess"}}
+            if field.default.harness is None and not brings_its_own:
+                agents[role]["harness"] = {"id": "null"}
+    return loaders.load_environment(kind(taskset={"id": name} | settings, **agents))
 
 
-def task_rows(name: str, size: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+@functools.lru_cache(16)
+def _tasks(name: str, settings: str) -> tuple[Iterator[Any], list[Any]]:
+    """(the tasks of an environment that are not yet read, those that are)"""
+    return iter(environment(name, json.loads(settings)).taskset), []
+
+
+def task_of(name: str, settings: dict[str, Any], number: int) -> Any:
+    """Task `number`, from 0, of an environment, whose data is read once; None behind the last."""
+    unread, found = _tasks(name, json.dumps(settings))
+    while len(found) <= number:
+        task = next(unread, None)
+        if task is None:
+            return None
+        found.append(task)
+    return found[number]
+
+
+def task_rows(name: str, size: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The first `size` tasks of an environment as rows {prompt: text, answer, verifiers: what
-    `episode` needs}. The prompt is shown only: the harness sends the task's own messages.
+    `episode` needs}. The prompt is shown only: the episode sends the task's own messages.
     """
-    found = []
-    for number, task in enumerate(environment(name, settings).taskset.take(size)):
-        prompt = task.data.prompt
+    for number in range(size):
+        task = task_of(name, settings, number)
+        if task is None:
+            return
+        title, prompt = task.data.name or f"task {number}", task.data.prompt
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         told = {"name": name, "number": number, "settings": settings}
-        found.append({"prompt": text, "answer": task.data.name or f"{number}", "verifiers": told})
-    return found
+        yield {"prompt": text if prompt else title, "answer": title, "verifiers": told}
 
 
-async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
-    """Run one rollout of the task of a row of `task_rows` against the server at `URL`. Returns
-    {reward: sum of the weighted rewards of all traces, and each reward and metric by its name}.
-    Raises `RuntimeError` with the environment's error if the rollout failed.
+def call_here() -> None:
+    """Have the chat loop of verifiers call the model from this process where the environment has no
+    tools: it is one call a turn, and to start the loop's own program takes more than a second.
+    """
+    from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+    from verifiers.v1 import ProgramResult  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.dialects.chat import (  # pyright: ignore[reportMissingImports]
+        message_to_wire,
+    )
+    from verifiers.v1.harnesses.null import NullHarness  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.harnesses.utils.compaction import (  # pyright: ignore[reportMissingImports]
+        is_context_overflow,
+    )
+
+    program = NullHarness.launch
+    # One for all episodes: to make one takes tens of milliseconds.
+    web = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
+
+    async def launch(
+        self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str,
+        mcp_urls: dict[str, str], data: Any, tool_interception_url: str | None = None,
+    ) -> Any:  # fmt: skip
+        if mcp_urls:
+            return await program(
+                self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url
+            )
+        system, prompt = self.resolve_prompt(data)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        chat: Any = [one if isinstance(one, dict) else message_to_wire(one) for one in asked]
+        chat = [{"role": "system", "content": system}, *chat] if system else chat
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=web)
+        try:
+            await client.chat.completions.create(model=ctx.model, messages=chat)
+        except APIStatusError as error:  # as the program does it
+            if not is_context_overflow(error):
+                raise
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def setup(self: Any, runtime: Any) -> None:
+        """Nothing: `program` prepares itself."""
+
+    NullHarness.launch, NullHarness.setup = launch, setup
+
+
+async def episode(told: dict[str, Any]) -> dict[str, float]:
+    """Play one rollout. `told`: `verifiers` of a row of `task_rows`, with the address `url` of the
+    server of the model, the `key` of the rollout's calls, and the `model`'s name. Returns {reward:
+    sum of the weighted rewards of all agents, and each reward and metric by its name}. Raises
+    `RuntimeError` with the environment's error if the rollout failed.
     """
     from verifiers.v1.clients import (  # pyright: ignore[reportMissingImports]
         EvalClientConfig,
@@ -71,16 +147,19 @@ async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
     )
     from verifiers.v1.env import RunSlot  # pyright: ignore[reportMissingImports]
 
-    loaded = environment(told["name"], told["settings"])
-    number = told["number"]
-    (task,) = loaded.taskset.skip(number).take(1)
-    client = EvalClientConfig(base_url=os.environ[URL], api_key_var=KEY)
+    name, number, settings = told["name"], told["number"], told["settings"]
+    # Of its own, since its servers keep a client for each key.
+    loaded, task = environment(name, settings), task_of(name, settings, number)
+    client = EvalClientConfig(
+        base_url=told["url"], api_key_var="NONE", headers={"x-api-key": told["key"]}
+    )
     async with loaded.serving():
-        done = await loaded.run_slot(RunSlot(task), ModelContext(model=model, client=client))
+        context = ModelContext(model=told["model"], client=client)
+        done = await loaded.run_slot(RunSlot(task), context)
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
-        said = errors[-1].message if errors else "no error was given"
-        raise RuntimeError(f"{told['name']}, task {number}: {said}")
+        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was given"
+        raise RuntimeError(f"{name}, task {number}: {said}")
     named: dict[str, float] = {}
     for trace in done.traces:
         named |= {name: one.score for name, one in trace.rewards.items() if one is not None}
@@ -88,26 +167,61 @@ async def episode(told: dict[str, Any], model: str) -> dict[str, Any]:
     return named | {"reward": sum(trace.reward for trace in done.traces)}
 
 
-def main(words: list[str]) -> None:
-    """Do what the command line asks for. With the arguments `words` = [name of an environment,
-    number of its tasks, and maybe its settings as a JSON object], print a row of prompts for each
-    task, as JSON lines. Without arguments, run one rollout of the task in the JSON file that the
-    environment variable MEGARL_PROMPT names, and write the reward to the file that MEGARL_RESULT
-    names. MEGARL_MODEL holds the model's name, "policy" if it is not set.
+async def serve_episodes(answers: TextIO) -> None:
+    """Play the episodes that the lines of standard input ask for, all at once, to its end. A line
+    is a JSON object, `told` of `episode` with an `id`, which is answered with a line {id, result}
+    or {id, error} on `answers`; or {cancel: an id}, which is not answered.
     """
-    # An agent's home folder is a new one; the programs that uv prepares are kept in the user's.
-    os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+    call_here()
+    under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def play(told: dict[str, Any]) -> None:
+        try:
+            found: dict[str, Any] = {"result": await episode(told)}
+        except Exception as error:
+            found = {"error": " ".join(f"{error or type(error).__name__}".split())}
+        answers.write(json.dumps({"id": told["id"]} | found) + "\n")
+
+    loop = asyncio.get_running_loop()
+    asked = asyncio.StreamReader(MOST_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(asked), sys.stdin)
+    while line := await asked.readline():
+        told = json.loads(line)
+        if "cancel" in told:
+            if task := under_way.get(told["cancel"]):
+                task.cancel()
+            continue
+        number = told["id"]
+        under_way[number] = loop.create_task(play(told))
+        under_way[number].add_done_callback(lambda _, number=number: under_way.pop(number))
+    for task in under_way.values():
+        task.cancel()
+    await asyncio.gather(*under_way.values(), return_exceptions=True)
+
+
+def main(words: list[str]) -> None:
+    """Do what the command line `words` asks for, without the program's name."""
+    check_version()
+    here = os.path.dirname(os.path.abspath(__file__))
+    # Modules beside this file have names of packages that an environment may import.
+    sys.path = [folder for folder in sys.path if os.path.abspath(folder) != here]
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where uv is
-    if words:
-        settings = json.loads(words[2]) if len(words) > 2 else {}
-        for row in task_rows(words[0], int(words[1]), settings):
-            print(json.dumps(row))
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an environment prints is no answer
+    if words[0] == "play":
+        asyncio.run(serve_episodes(answers))
         return
-    with open(os.environ["MEGARL_PROMPT"]) as file:
-        told = json.load(file)["verifiers"]
-    found = asyncio.run(episode(told, os.environ.get("MEGARL_MODEL", "policy")))
-    with open(os.environ["MEGARL_RESULT"], "w") as file:
-        json.dump(found, file)
+    name, size, settings = words[1], int(words[2]), json.loads(words[3])
+    try:
+        for row in task_rows(name, size, settings):
+            answers.write(f"{json.dumps(row)}\n")
+    except Exception as error:
+        said = " ".join(f"{error or type(error).__name__}".split()).rstrip(".")
+        sys.exit(
+            f"verifiers:{name} cannot be loaded with {words[3]}: {said}; correct prompts.source or"
+            f" prompts.arguments, or install what it needs for {sys.executable}"
+        )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     0.
     """
     console.open_log(Path(config.folder) / "rollout")
+    asker = "agent" if config.environment.agent.is_used else "environment"
     for record in rollouts(config, inputs):
-        console.result("\n".join(lines(record, in_colour=console.in_terminal())))
+        found = lines(record, in_colour=console.in_terminal(), environment=asker)
+        console.result("\n".join(found))
     return 0
 
 
@@ -83,10 +85,13 @@ def decode_whole(
             turn["text"] = text
 
 
-def lines(record: dict[str, Any], *, in_colour: bool) -> Iterator[str]:
+def lines(
+    record: dict[str, Any], *, in_colour: bool, environment: str = "environment"
+) -> Iterator[str]:
     """The lines of one rollout, without newlines at their ends: the prompt, each turn with its
-    reward, and whether the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`:
-    with ANSI colours. Control characters are replaced.
+    number and reward, where a turn begins a branch of the tree also what it follows, and whether
+    the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`: with ANSI colours;
+    `environment`: what the turns that the model reads are by. Control characters are replaced.
     """
 
     def paint(what: str, text: str) -> str:
@@ -95,8 +100,14 @@ def lines(record: dict[str, Any], *, in_colour: bool) -> Iterator[str]:
     yield paint("soft", "--- prompt ---")
     yield _shown(record["prompt"])
     one = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
-    for turn in record.get("turns") or [one | {"finish": record["finish"]}]:
-        about = [turn["by"], f"{turn['tokens']:,} tokens"]
+    turns = record.get("turns") or [one | {"finish": record["finish"]}]
+    is_tree = any("follows" in turn for turn in turns)
+    for number, turn in enumerate(turns):
+        by = environment if turn["by"] == "environment" else turn["by"]
+        about = [f"{number} {by}" if is_tree else by, f"{turn['tokens']:,} tokens"]
+        if "follows" in turn:
+            follows = turn["follows"]
+            about.append("a new conversation" if follows < 0 else f"a branch behind {follows}")
         if turn.get("reward"):
             about.append(f"reward {turn['reward']:+g}")
         if turn.get("finish", "stop") != "stop":

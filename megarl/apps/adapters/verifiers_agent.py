@@ -1,0 +1,168 @@
+"""Environments of `verifiers`, prime-rl's, as a source of prompts and an agent:
+
+    prompts: {source: "verifiers:NAME", arguments: {size: 100, python: ~/verifiers/bin/python}}
+    environment: {agent: {function: verifiers}}
+
+verifiers is installed in an environment of its own, since it needs other versions of megarl's
+packages. A worker process starts one program there (`verifiers_env`), which plays all its episodes:
+to import verifiers takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.schema import require
+from megarl.types import Prompt
+
+PROGRAM = Path(__file__).with_name("verifiers_env.py")
+SIZE = 100
+"""Number of tasks where the recipe has none."""
+ROWS_WITHIN_S = 600.0
+"""Seconds in which an environment must have made its tasks."""
+MODEL = "policy"
+"""Name of the model in the calls."""
+MOST_BYTES = 2**22
+"""Longest answer of the program."""
+ERROR_BYTES = 2000
+CLOSE_WITHIN_S = 1.0
+
+
+def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+    """A row for each of the first `limit` tasks, or all (None), of the environment `name`.
+    `arguments`: `size` (default 100), `python`, that in which verifiers is installed (default:
+    this), and settings of the taskset. Raises `ValueError` if verifiers is missing there, or the
+    environment cannot be loaded.
+    """
+    settings = dict(arguments)
+    size, python = settings.pop("size", SIZE), settings.pop("python", sys.executable)
+    require(
+        type(size) is int and size >= 0,
+        f"prompts.arguments.size is {size!r}; set it to a whole number from 0",
+    )
+    if "/" in (python := str(python)):
+        python = str(Path(python).expanduser().absolute())  # not resolved: links are environments
+    size = size if limit is None else min(size, limit)
+    words = [python, str(PROGRAM), "rows", name, str(size), json.dumps(settings)]
+    try:
+        made = subprocess.run(words, capture_output=True, text=True, timeout=ROWS_WITHIN_S)
+    except OSError as error:
+        raise ValueError(
+            f"prompts.arguments.python is '{python}', which cannot be run: {error.strerror}; set"
+            " the path of a Python that has verifiers"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"verifiers:{name} did not make {size} tasks within {ROWS_WITHIN_S:g} s; lower"
+            " prompts.arguments.size"
+        ) from None
+    said = made.stderr.strip().splitlines()[-1:] or [f"{python} ended with {made.returncode}"]
+    require(made.returncode == 0, said[0])
+    rows = [json.loads(line) for line in made.stdout.splitlines()]
+    for row in rows:
+        row["verifiers"]["python"] = python
+    return rows
+
+
+class Episodes:
+    """The program that plays the episodes of this process in the environments of one Python."""
+
+    def __init__(self, python: str) -> None:
+        self._python, self._numbers = python, itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def play(self, told: dict[str, Any]) -> dict[str, float]:
+        """Play one episode, `told` of `verifiers_env.episode`; returns its reward and metrics.
+        Raises `RuntimeError` if it failed or the program ended. Ends the episode when cancelled.
+        """
+        async with self._lock:
+            if self._process is None:
+                pipe = subprocess.PIPE
+                self._process = await asyncio.create_subprocess_exec(
+                    *(self._python, str(PROGRAM), "play"),
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=pipe,
+                    limit=MOST_BYTES,
+                )
+                self._reading = asyncio.create_task(self._read(self._process))
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._tell(told | {"id": number})
+            found = await answer
+        except asyncio.CancelledError:
+            self._tell({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found["result"]
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(f"{json.dumps(what)}\n".encode())
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Hand on the program's answers, to its end."""
+        assert process.stdout is not None and process.stderr is not None
+        complaining = asyncio.create_task(_last(process.stderr))
+        try:
+            async for line in process.stdout:
+                found = json.loads(line)
+                answer = self._waiting.get(found["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(found)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            # What it has started may hold the pipe open.
+            await asyncio.wait([complaining], timeout=CLOSE_WITHIN_S)
+            kept = complaining.result() if complaining.done() else b""
+            complaining.cancel()
+            said = kept.decode(errors="replace").strip().splitlines()[-1:]
+            self._process = None  # the next episode starts another
+            for answer in self._waiting.values():
+                if not answer.done():
+                    ended = f"the program of verifiers ended: {''.join(said) or 'without a word'}"
+                    answer.set_result({"error": ended})
+            await process.wait()
+
+
+async def _last(stream: asyncio.StreamReader) -> bytes:
+    """The last bytes of a pipe, which is read to its end."""
+    kept = b""
+    while chunk := await stream.read(2**16):
+        kept = (kept + chunk)[-ERROR_BYTES:]
+    return kept
+
+
+_programs: dict[str, Episodes] = {}
+"""{path of a Python: its program}"""
+
+
+async def play_episode(prompt: Prompt, client: Any) -> dict[str, float]:
+    """The agent `verifiers`: play the task of a prompt. `client`: an `openai.AsyncOpenAI`, whose
+    address and key the environment calls the model with. Returns {reward, and each reward and
+    metric by its name}. Raises `RuntimeError` with the environment's error if it fails.
+    """
+    told: Any = prompt.fields.get("verifiers")
+    require(
+        isinstance(told, dict),
+        f"row {prompt.index} is of no environment of verifiers; set prompts.source to"
+        " verifiers:NAME, or environment.agent.function to another",
+    )
+    program = _programs.setdefault(told["python"], Episodes(told["python"]))
+    called = {"url": str(client.base_url), "key": client.api_key, "model": MODEL}
+    return await program.play(told | called)
