@@ -477,8 +477,8 @@ def silence_s(config: RunConfig) -> float:
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
     verdict_s = 2 * environment.time_limit_s  # a call may be made again
-    agent_s = environment.agent.time_limit_s if environment.agent.is_used else 0.0
-    return restart_s + environment.start_limit_s + verdict_s + agent_s + 60.0
+    own_s = environment.start_limit_s + environment.agent.longest_s
+    return restart_s + own_s + verdict_s + 60.0
 
 
 COMMANDS: dict[type[Config], str] = {

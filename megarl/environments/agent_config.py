@@ -58,6 +58,11 @@ class AgentConfig(Config):
         """Whether the recipe names an agent: a program or a function."""
         return bool(self.command or self.function)
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds that an agent itself may take in a rollout; 0 without one."""
+        return self.time_limit_s if self.is_used else 0.0
+
     def check(self) -> None:
         require(
             all(self.command),

@@ -396,12 +396,13 @@ STEPS_OF = 10
 
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     """Seconds that the rollouts of one step, or one evaluation on the `num_held_out` held-out
-    problems, may take at most, from the recipe's deadline of a single request.
+    problems, may take at most, from the recipe's deadline of a single request, and that of an
+    agent's own time.
     """
     draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
-    return patience_s(config, max(requests, num_held_out))
+    return patience_s(config, max(requests, num_held_out)) + config.environment.agent.longest_s
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:

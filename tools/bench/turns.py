@@ -3,7 +3,7 @@
     python tools/bench/turns.py exact RECIPE.yaml [--rollouts 500]
     python tools/bench/turns.py load MODEL [--sessions 2000] [--turns 8] [--wait-ms 50]
                                            [--tokens 16] [--minutes 0]
-    python tools/bench/turns.py agents MODEL [--sessions 500] [--turns 8] [--minutes 0]
+    python tools/bench/turns.py agents MODEL [--sessions 2000] [--turns 8] [--minutes 0]
 
 `exact` generates rollouts of a recipe with a session, tools or an agent, each from another prompt.
 It compares each turn of the model, with what it had read, token by token with what the engine

@@ -132,7 +132,6 @@ class Conversations:
                 turn, new = chat[length - 1], chat[length:]
                 text = self._markup.following(before.said, turn, new, tools)
                 return Place(before.number, text, before.tokens, keys[-1])
-        self.started += 1
         if chat[0]["role"] == RAW:
             return Place(NEW, self._beginning + chat[0]["content"], 0, keys[-1])
         return Place(NEW, self._markup.whole(chat, tools), 0, keys[-1])
@@ -141,6 +140,7 @@ class Conversations:
         """Remember that segment `number` of the rollout was written for the call at `place`, whose
         conversation has `tokens` tokens with it.
         """
+        self.started += place.follows == NEW
         self._asked[place.key] = _Recorded(number, tokens)
 
     def answered(self, place: Place, number: int, tokens: int, turn: Turn, said: str) -> None:

@@ -14,7 +14,7 @@ from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_tur
 from megarl.files import canonical_json
 from megarl.schema import require
 
-SETTING = "environment.tools: the chat template"
+SETTING = "tools (environment.tools or environment.agent): the chat template"
 ASKED = {"role": "user", "content": "?"}
 MOST_QUESTIONS = 64
 CALL_ID = "call00000"
