@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import glob
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,11 +158,14 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
 
 
 def data_files(config: RunConfig) -> list[str]:
-    """Paths of the files and folders that the recipe's sources of prompts name. Data sets of the
-    hub and sources that make their rows have none.
+    """Paths of the files and folders that the recipe's sources of prompts name, and of the data
+    sets of the hub on this machine; "/a/b*" stands for all that begin with /a/b.
     """
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    hub = [f"{os.environ.get('HF_HUB_CACHE') or f'{home}/hub'}/datasets--*"]
+    hub.append(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets")
     named = [part.source for _, part in sources(config)]
-    return [
+    return hub + [
         path
         for one in named
         for path in ([one] if Path(one).exists() else glob.glob(one, recursive=True))

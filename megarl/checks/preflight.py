@@ -216,6 +216,12 @@ def read_prompts(
     """
     tools = check_verifier(config.environment)
     name = config.environment.agent.function
+    if name in AGENTS:
+        require(
+            config.environment.agent.model == "policy",
+            f"environment.agent.model is '{config.environment.agent.model}', but the agent '{name}'"
+            " asks for 'policy'; leave it out",
+        )
     for place, part in sources(config) if name in AGENTS else ():
         require(
             not part.names_data or part.source.startswith(f"{name}:"),

@@ -28,6 +28,10 @@ class AgentConfig(Config):
     columns: Annotated[tuple[str, ...], Of("command", fix="set environment.agent.command")] = ()
     """Columns of the data that the program may see, beside the prompt, in the JSON file that the
     environment variable MEGARL_PROMPT names."""
+    scores_itself: Annotated[bool, Of("command", fix="set environment.agent.command")] = False
+    """Whether the program scores itself: it writes JSON, a number or an object with `reward`, to
+    the file that the environment variable MEGARL_RESULT names. Otherwise there is no such file, and
+    the verifier scores what it prints."""
     model: str = "policy"
     """The model's name in the agent's calls; a call that asks for another model is refused. Set it
     to the name that the agent uses."""
@@ -57,6 +61,11 @@ class AgentConfig(Config):
     def is_used(self) -> bool:
         """Whether the recipe names an agent: a program or a function."""
         return bool(self.command or self.function)
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether the agent may return a score: a function, or a program that scores itself."""
+        return bool(self.function) or self.scores_itself
 
     @property
     def longest_s(self) -> float:

@@ -438,9 +438,9 @@ class EnvironmentConfig(Config):
     @property
     def may_score_itself(self) -> bool:
         """Whether the rollouts may end with a score that no verifier has given: those of a session
-        class or an agent.
+        class, an agent's function, or a program that scores itself.
         """
-        return bool(self.session) or self.agent.is_used
+        return bool(self.session) or self.agent.is_judge
 
     @property
     def needs_template(self) -> bool:

@@ -43,12 +43,11 @@ WRITE = 1 << 1 | 1 << 14
 CHANGE = WRITE | 0b11_1111_1111 << 4
 """Rights to write, make, rename and remove files of every kind."""
 MAKE_DEVICES = 1 << 6 | MAKE_BLOCK_DEVICES
-WRITABLE = {
-    "/dev/shm": CHANGE & ~MAKE_DEVICES,  # where multiprocessing keeps semaphores
-    **dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), WRITE),
-    **dict.fromkeys(("/dev/random", "/dev/urandom", "/dev/ptmx", "/dev/pts"), WRITE),
-}
-"""{path: rights} of what programs write to outside of their own folder."""
+WRITABLE = dict.fromkeys(
+    ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/dev/urandom"), WRITE
+)
+"""{path: rights} of what programs write to outside of their own folder. Not /dev/shm, where Ray and
+vLLM keep memory of the run, nor other terminals."""
 PATH_RULE = 1
 CONNECT, PORT_RULE = 1 << 1, 2
 """Right to connect by TCP, which a rule grants for one port (Linux 6.7)."""
@@ -187,7 +186,7 @@ def _all_but(hidden: Sequence[str]) -> Iterator[str]:
     """
     whole = {one for one in hidden if not one.endswith("*")}
     begin = tuple(one[:-1] for one in hidden if one.endswith("*"))
-    on_the_way = {"/", "/dev"}
+    on_the_way, whole = {"/", "/dev"}, whole | {"/dev/shm", "/dev/pts"}
     for one in hidden:
         above, upwards = set[str](), one
         while len(upwards := os.path.dirname(upwards)) > 1:
@@ -195,7 +194,7 @@ def _all_but(hidden: Sequence[str]) -> Iterator[str]:
         if not above & whole:  # or all of it is hidden already
             on_the_way |= above
     for folder in on_the_way:
-        with contextlib.suppress(PermissionError):  # some can be passed, and not listed
+        with contextlib.suppress(OSError):  # some can be passed and not listed, or are missing
             for path in (one.path for one in os.scandir(folder)):
                 if not (path in on_the_way or path in whole or path.startswith(begin)):
                     yield path

@@ -195,7 +195,11 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     place, program = tmp_path / "place", tmp_path / "program.py"
     place.mkdir()
     program.write_text(AGENT.format(place=str(place), cuts=CUTS))
-    agent = {"command": ["python", str(program), "{prompt}"], "network": "open"}
+    agent = {
+        "command": ["python", str(program), "{prompt}"],
+        "network": "open",
+        "scores_itself": True,
+    }
     tree = recipe_of(tmp_path, agent | {"time_limit_s": 30.0})
     repeatable(tree, STEPS)
     tree["rollout"]["groups_per_step"] = 2

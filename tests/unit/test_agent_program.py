@@ -30,6 +30,7 @@ from megarl.apps.gateway.agent_program import (
     check_command,
     run_agent_program,
 )
+from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.types import Prompt
@@ -270,9 +271,10 @@ def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
 
 @has_rules
 def test_what_an_agent_can_still_do(tmp_path: Path) -> None:
-    """Files and processes of its own, Python's pools, terminals, curl and Node.js."""
+    """Files and processes of its own, curl and Node.js; not memory and terminals that are shared
+    with others.
+    """
     tries = f"""{TRIES}
-        from concurrent.futures import ProcessPoolExecutor
         import tempfile
 
         async def shout():
@@ -288,15 +290,6 @@ def test_what_an_agent_can_still_do(tmp_path: Path) -> None:
             os.mkfifo("d/e")
             return open("c").read()
 
-        def pool():
-            with multiprocessing.Pool(2) as made:
-                return made.map(abs, [-1, 2])
-
-        def spawned():
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=spawn) as made:
-                return made.submit(abs, -3).result()
-
         def out(*words):
             done = subprocess.run(words, capture_output=True, text=True)
             return done.stdout + done.stderr
@@ -304,8 +297,7 @@ def test_what_an_agent_can_still_do(tmp_path: Path) -> None:
         if __name__ == "__main__":
             attempt("files", files)
             attempt("asyncio", lambda: asyncio.run(shout()))
-            attempt("pool", pool)
-            attempt("spawned", spawned)
+            attempt("memory", lambda: open("/dev/shm/" + str(os.getpid()), "w"))
             attempt("terminal", lambda: len(os.openpty()))
             attempt("devices", lambda: out("sh", "-c", "echo a > /dev/null; echo b > /dev/stdout"))
             url = "http://localhost:" + sys.argv[1]
@@ -321,7 +313,7 @@ def test_what_an_agent_can_still_do(tmp_path: Path) -> None:
         port = str(server.server_address[1])
         found = json.loads(run(tmp_path, tries, port, port=port).text)
         server.shutdown()
-    wanted = {"files": "a", "asyncio": "a\n", "pool": [1, 2], "spawned": 3, "terminal": 2}
+    wanted = {"files": "a", "asyncio": "a\n"} | dict.fromkeys(("memory", "terminal"), "refused")
     wanted |= {"devices": "b\n"} | {name: "hello" for name in ("curl", "node") if name in found}
     assert found == wanted
 
@@ -334,6 +326,25 @@ class Hello(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+@pytest.mark.parametrize("verifier", ["exact_match", "numeric"])
+def test_a_program_scores_itself_only_where_the_recipe_says_so(verifier: str) -> None:
+    for scores in (False, True):
+        agent: Any = {"command": ["python"], "scores_itself": scores}
+        config = EnvironmentConfig(agent=agent, verifier=verifier)
+        assert config.may_score_itself == scores
+        assert config.needs_verifier == (not scores or verifier == "numeric")
+
+
+def test_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files are absolute; a module is none, nor is a long program."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("agent.py", "agent"):
+        Path(name).touch()
+    words = ["python", "-m", "agent", "agent.py", "-c", "a=1;" * 99 + "b.c"]
+    made = check_command(words, network="open", isolate=True)
+    assert made == [sys.executable, "-m", "agent", str(tmp_path / "agent.py"), *words[4:]]
 
 
 def test_commands_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,11 +160,12 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
             edited = {"role": "assistant", "content": "eins"}
             assert await ask([*ASKED, edited, {"role": "user", "content": "and"}]) == ["six"]
             assert await ask([{"role": "user", "content": "sum"}]) == ["seven"]
+            assert await ask([{"role": "user", "content": "1+2 "}]) == ["eight"]  # here it is one
             return {"reward": 0.5, "turns": 2 * float((one, two) == ("one", "two"))}
 
-    says = ["one", "two", "three", "four", "five", "six", "seven"]
+    says = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 7.0, "conversations": 3.0}
+    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 8.0, "conversations": 4.0}
     user, begin = "<|im_start|>user", "<|im_end|><|im_start|>assistant"
     first = f"{user}1+2{begin}"
     assert found.read == [
@@ -175,8 +176,9 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
         first,
         f"{first}eins{END}{user}and{begin}",
         f"{user}sum{begin}",
+        f"{user}1+2 {begin}",
     ]
-    assert [follows for follows, _ in found.parts[::2]] == [-1, 1, 1, 0, 0, -1, -1]
+    assert [follows for follows, _ in found.parts[::2]] == [-1, 1, 1, 0, 0, -1, -1, -1]
 
 
 def test_streams_and_other_forms(codec: Codec, tmp_path: Path) -> None:

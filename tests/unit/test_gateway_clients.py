@@ -200,10 +200,15 @@ async def test_settings_without_effect(codec: Codec, tmp_path: Path) -> None:
 
 PATHS = ("chat/completions", "completions", "responses", "messages")
 FIELD = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
+PART = {"type": "text", "text": "1"}
 MALFORMED = [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"a": NaN}', b'{"a": 1e999}', b"[" * 10**5]
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": 5}, "`messages` is no list"),
     ("chat/completions", {"messages": [{"role": "user", "content": ["text"]}]}, "content part"),
+    ("chat/completions", {"messages": [{"role": "user", "content": PART}]}, "no text and no list"),
+    ("chat/completions", {"messages": [{"role": "text", "content": "1"}]}, "has the role 'text'"),
+    ("chat/completions", {"messages": [0] * 20_001}, "more than 20,000 items"),
+    ("responses", {"input": [{"role": "user", "content": [0] * 20_000}]}, "more than 20,000"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates"),
     ("chat/completions", {"tool_choice": "required"}, "`tools` must be set"),
     ("chat/completions", {"stream_options": {"include_usage": True}}, "`stream=True`"),

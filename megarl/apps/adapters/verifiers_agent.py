@@ -125,6 +125,8 @@ class Episodes:
                 if answer is not None and not answer.done():
                     answer.set_result(found)
         finally:
+            # The next episode starts another program, for which none of these wait.
+            self._process, left = None, list(self._waiting.values())
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             # What it has started may hold the pipe open.
@@ -132,8 +134,7 @@ class Episodes:
             kept = complaining.result() if complaining.done() else b""
             complaining.cancel()
             said = kept.decode(errors="replace").strip().splitlines()[-1:]
-            self._process = None  # the next episode starts another
-            for answer in self._waiting.values():
+            for answer in left:
                 if not answer.done():
                     ended = f"the program of verifiers ended: {''.join(said) or 'without a word'}"
                     answer.set_result({"error": ended})

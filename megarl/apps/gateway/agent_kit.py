@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import resource
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
@@ -26,7 +27,7 @@ from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, call_id
 from megarl.apps.gateway.conversations import Conversations, Place, plain
 from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
-from megarl.apps.tools.tool import CallError, Schema
+from megarl.apps.tools.tool import Schema
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import AgentObservation, Answer, Observation
@@ -37,6 +38,10 @@ from megarl.schema import require
 from megarl.types import Prompt
 
 FUNCTION = "environment.agent.function"
+MOST_FILES = 65_536
+"""Open files that a worker process asks for."""
+ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
+"""A tool with which the parser of tool calls is tried."""
 
 
 def _ended() -> ApiError:
@@ -98,6 +103,9 @@ class AgentKit:
             )
         if self._codec is None:
             return
+        # A program, and the connection of a call, take some each.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
         if settings.command:
             adopt_orphans()
         require(
@@ -106,6 +114,10 @@ class AgentKit:
             " the tokenizer (chat_template.jinja)",
         )
         tokenizer = self.codec.tokenizer
+        try:
+            CallReader(settings.parser, tokenizer, [ANY_TOOL])
+        except ValueError as error:
+            raise ValueError(str(error).replace("environment.tools", "environment.agent")) from None
         self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
         begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
         self.beginning = str(tokenizer.bos_token) if begins else ""
@@ -161,7 +173,7 @@ class AgentKit:
         port = port if self.config.isolate else "none"
         return run_agent_program(
             *(self.command, prompt, settings.columns, variables, port),
-            scores=not self.config.needs_verifier,
+            scores=settings.scores_itself,
             hidden=settings.hidden,
         )
 
@@ -199,8 +211,8 @@ class AgentKit:
         if call.tools:
             try:
                 beside, found = self._reader(call.tools).parse(self.markup.without_closing(whole))
-            except CallError:
-                found = []  # what cannot be read is text, as other servers have it
+            except Exception:
+                found = []  # what vLLM's parser cannot read is text, as other servers have it
             if found:
                 text = beside
                 calls = [
@@ -312,7 +324,7 @@ class AgentSession:
                 read = len(ids)
                 self._context = call.prompt_tokens = place.tokens + read
                 self._given = self._room(call, read)
-            except (ApiError, ValueError) as error:
+            except Exception as error:  # also what the template and the tokenizer raise
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
             self._asked_at = self._segments if place.text else place.follows

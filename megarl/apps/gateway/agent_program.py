@@ -65,6 +65,23 @@ _agents: set[int] = set()
 """Ids of the agents' processes that are not yet reaped."""
 
 
+def _names_file(word: str) -> bool:
+    """Whether a word of a command looks like a file: `tools/agent`, `agent.py`; not `agent`, which
+    may be the module after `-m`.
+    """
+    return "/" in word or bool(Path(word).suffix)
+
+
+def _absolute(word: str) -> str:
+    """The absolute path of a file that is there; any other word as it is. Links are kept: the
+    Python of a virtual environment is one.
+    """
+    try:
+        return str(Path(word).absolute()) if Path(word).exists() else word
+    except OSError:  # a program after `-c` is too long for a name
+        return word
+
+
 class AgentFailed(Exception):
     """Raised if an agent ends without an answer."""
 
@@ -74,8 +91,9 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     Python, and words that name files are absolute. Raises `ValueError` if there is no such program,
     or the kernel cannot keep it from the network.
     """
-    # Links are kept: the Python of a virtual environment is one.
-    found = [str(Path(word).absolute()) if Path(word).exists() else word for word in command]
+    found = [
+        _absolute(word) if n == 0 or _names_file(word) else word for n, word in enumerate(command)
+    ]
     if command[0] in ("python", "python3"):
         found[0] = sys.executable
     require(

@@ -60,15 +60,17 @@ class _Recorded:
 def _after(key: bytes, turn: Turn) -> bytes:
     """Digest of a conversation that ends with the message `turn`, {role, content, tool_calls, ...};
     `key`: the digest of what is before it. It is equal for messages that mean the same: the
-    contents are equal but for white space around them, and the calls have the same names and
-    arguments. Ids of calls and empty fields do not count.
+    contents are equal, those of the model but for white space around them, which some clients
+    remove, and the calls have the same names and arguments. Ids of calls and empty fields do not
+    count.
     """
     head = json.dumps(turn["role"])
     if made := turn.get("tool_calls"):
         functions = [call.get("function") or {} for call in made]
         calls = [[one.get("name"), one.get("arguments")] for one in functions]
         head = canonical_json([turn["role"], calls])
-    said = f"{head}\n{(turn.get('content') or '').strip()}"  # the head is one line
+    content = turn.get("content") or ""
+    said = f"{head}\n{content.strip() if turn['role'] == 'assistant' else content}"
     return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -85,8 +87,12 @@ def plain(message: dict[str, Any]) -> Turn:
             said = ", ".join(map(str, kinds))
             raise ValueError(f"messages may hold text only, and one has {said:.80}")
         content = "".join(part.get("text") or "" for part in content)
+    if not isinstance(content, str | None):
+        raise ValueError(f"the content of a message is no text and no list, but {content!r:.80}")
     turn["content"] = content or ""
     turn["role"] = "system" if turn.get("role") == "developer" else turn.get("role", "user")
+    if turn["role"] == RAW:
+        raise ValueError(f"a message has the role '{RAW}'; set another")
     if turn.get("tool_calls"):
         turn["tool_calls"] = [_as_object(call) for call in turn["tool_calls"]]
     return turn

@@ -104,7 +104,7 @@ def refuse_settings(request: Any) -> None:
     for name in REFUSED:
         found = getattr(request, name, None)
         found = found.model_dump(exclude_none=True) if isinstance(found, BaseModel) else found
-        if found not in NOT_GIVEN:
+        if found not in NOT_GIVEN and (name, found) != ("repetition_penalty", 1.0):
             raise unsupported(name)
     count = getattr(request, "n", None)
     if count is not None and not 1 <= count <= MOST_CHOICES:

@@ -40,6 +40,8 @@ FORMS: tuple[Form, ...] = (
 """The APIs that the gateway speaks."""
 MOST_BYTES = 2**22
 """Longest request."""
+MOST_ITEMS = 20_000
+"""Most items in all lists of a request: messages, parts of contents, tools."""
 MOST_OPEN = 256
 """Calls of one rollout that may wait at the same time."""
 
@@ -212,6 +214,8 @@ def _read(form: Form, body: bytes | bytearray) -> Asked:
         raise ApiError(f"the request is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ApiError("the request is no JSON object; send one with `model`")
+    if _items(found) > MOST_ITEMS:  # each may be told about by several errors
+        raise ApiError(f"the request has more than {MOST_ITEMS:,} items in lists", status=413)
     try:
         return form.read(found)
     except ApiError:
@@ -222,6 +226,19 @@ def _read(form: Form, body: bytes | bytearray) -> Asked:
         raise ApiError(str(error.args[0]), param=error.parameter) from None
     except Exception as error:  # checks of vLLM that read a value before they know its type
         raise ApiError(f"the request has a value that cannot be read: {error}") from None
+
+
+def _items(value: Any) -> int:
+    """The number of items in the lists of JSON data, at most one list beyond `MOST_ITEMS`."""
+    count, left = 0, [value]
+    while left and count <= MOST_ITEMS:
+        one = left.pop()
+        if isinstance(one, list):
+            count += len(one)
+            left += one[: MOST_ITEMS - count] if count < MOST_ITEMS else []
+        elif isinstance(one, dict):
+            left += one.values()
+    return count
 
 
 def _finite(text: str) -> float:
