@@ -24,6 +24,7 @@ VERSION = "0.4.0"
 """Version of verifiers that this is written for."""
 MOST_BYTES = 2**22
 """Longest line that is read."""
+ERROR_CHARACTERS = 2000
 
 
 def check_version() -> None:
@@ -179,7 +180,9 @@ async def serve_episodes(answers: TextIO) -> None:
         try:
             found: dict[str, Any] = {"result": await episode(told)}
         except Exception as error:
-            found = {"error": " ".join(f"{error or type(error).__name__}".split())}
+            found = {
+                "error": " ".join(f"{error or type(error).__name__}".split())[:ERROR_CHARACTERS]
+            }
         answers.write(json.dumps({"id": told["id"]} | found) + "\n")
 
     loop = asyncio.get_running_loop()
