@@ -303,3 +303,43 @@ async def test_arguments_that_are_no_object(codec: Codec, tmp_path: Path) -> Non
         )
         (use,) = [one for one in made.content if one.type == "tool_use"]
         assert use.input == {"arguments": [3]}
+
+
+async def test_one_call_at_a_time(codec: Codec, tmp_path: Path) -> None:
+    """The agent reads the first of two calls, and what it sends back is the same conversation."""
+    made = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    async with gateway(codec, tmp_path) as found:
+        found.says = f"{made}{made}{END}"
+        asked: Any = {"model": "policy", "tools": [TOOL], "parallel_tool_calls": False}
+        chat: list[Any] = list(CHAT)
+        for _ in range(2):
+            (one,) = (await found.openai.chat.completions.create(messages=chat, **asked)).choices
+            (call,) = one.message.tool_calls or ()
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+            chat += [one.message.model_dump(exclude_none=True), result]
+        tool: Any = {"name": "add", "input_schema": BARE}
+        choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        answer = await found.anthropic.messages.create(
+            model="policy", messages=CHAT, max_tokens=99, tools=[tool], tool_choice=choice
+        )
+        assert [one.type for one in answer.content] == ["tool_use"]
+        response = await found.openai.responses.create(
+            model="policy",
+            input="1",
+            tools=[{"type": "function", **FUNCTION}],
+            parallel_tool_calls=False,
+        )
+        assert [one.type for one in response.output] == ["function_call"]
+
+
+async def test_thoughts_in_messages_keep_their_name(codec: Codec, tmp_path: Path) -> None:
+    thinks = copy.deepcopy(codec.tokenizer)
+    thinks.chat_template += "{% for one in messages %}{{ one.reasoning_content }}{% endfor %}"
+    async with gateway(Codec.of(thinks, whole=True), tmp_path) as found:
+        sizes = []
+        for thought in ("1", "123"):
+            turn = {"role": "assistant", "content": "2", "reasoning_content": thought}
+            body = {"model": "policy", "messages": [*CHAT, turn, *CHAT]}
+            answer = await found.post("/v1/chat/completions", body)
+            sizes.append(answer.json()["usage"]["prompt_tokens"])
+        assert sizes[1] == sizes[0] + 2

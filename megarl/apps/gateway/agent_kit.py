@@ -214,7 +214,7 @@ class AgentKit:
             except Exception:
                 found = []  # what vLLM's parser cannot read is text, as other servers have it
             if found:
-                text = beside
+                text, found = beside, found[:1] if call.calls_once else found
                 calls = [
                     {
                         "id": call_id(),

@@ -67,6 +67,8 @@ class AgentCall:
     """Most tokens of each answer; 0: no limit but that of the conversation."""
     count: int = 1
     """Answers asked for."""
+    calls_once: bool = False
+    """Whether the agent reads the first tool call of an answer only."""
     stop: tuple[str, ...] = ()
     """Texts before which an answer ends; the model has written them, and the agent does not read
     them."""

@@ -27,6 +27,8 @@ RAW = "text"
 """Role of a text that no chat template writes, the only message of its conversation."""
 TEXTS = {"text", "input_text", "output_text", "refusal"}
 """Types of content parts that are texts."""
+WRITTEN = ("name", "reasoning", "reasoning_content")
+"""Fields of a message, besides its content and calls, that templates write."""
 NEW = -1
 """Value of `Place.follows` for a conversation of its own."""
 
@@ -62,13 +64,13 @@ def _after(key: bytes, turn: Turn) -> bytes:
     `key`: the digest of what is before it. It is equal for messages that mean the same: the
     contents are equal, those of the model but for white space around them, which some clients
     remove, and the calls have the same names and arguments. Ids of calls and empty fields do not
-    count.
+    count; thoughts and names, which templates may write, do.
     """
-    head = json.dumps(turn["role"])
+    head = json.dumps([turn["role"], *(turn.get(name) for name in WRITTEN)])
     if made := turn.get("tool_calls"):
         functions = [call.get("function") or {} for call in made]
         calls = [[one.get("name"), one.get("arguments")] for one in functions]
-        head = canonical_json([turn["role"], calls])
+        head = f"{head} {canonical_json(calls)}"
     content = turn.get("content") or ""
     said = f"{head}\n{content.strip() if turn['role'] == 'assistant' else content}"
     return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -146,7 +146,9 @@ class ChatCompletions(OpenAIForm):
         if not body.get("tools"):  # frameworks may say auto all the same
             idle = (("tool_choice", "auto"), ("tool_choice", "none"))
             body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
-        return chat_asked(ChatCompletionRequest.model_validate(body), body)
+        # vLLM writes into the messages that it checks: it renames `reasoning_content`.
+        given = [dict(one) if isinstance(one, dict) else one for one in body.get("messages", [])]
+        return chat_asked(ChatCompletionRequest.model_validate(body | {"messages": given}), body)
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
         return {
@@ -212,6 +214,7 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
         tools=[] if chosen == "none" else tools,
         max_tokens=limits[0] or limits[1],
         count=request.n or 1,
+        calls_once=body.get("parallel_tool_calls") is False,
         stop=stops_of(request.stop),
     )
     return asked_of(request, call)

@@ -86,13 +86,15 @@ class Messages:
                 code="unsupported",
                 param="messages",
             )
-        chosen = (body.get("tool_choice") or {}).get("type")
+        choice = body.get("tool_choice") or {}
+        chosen = choice.get("type")
         told = {"auto": None, None: None, "none": "none"}.get(chosen, chosen)
         made.tool_choice = None  # as `told` says
         chat = {
             "messages": [_dict(one) for one in made.messages],
             "tools": [_dict(one) for one in made.tools or ()],
             "tool_choice": told,
+            "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
             "max_tokens": made.max_tokens,
         }
         return chat_asked(made, chat)
@@ -218,6 +220,7 @@ class Responses(OpenAIForm):
             "messages": [_dict(one) for one in messages],
             "tools": construct_tool_dicts(request.tools, request.tool_choice),
             "tool_choice": body.get("tool_choice"),
+            "parallel_tool_calls": body.get("parallel_tool_calls"),
             "max_completion_tokens": request.max_output_tokens,
         }
         made = ChatCompletionRequest(
