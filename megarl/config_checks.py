@@ -164,7 +164,7 @@ def data_files(config: RunConfig) -> list[str]:
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     hub = [f"{os.environ.get('HF_HUB_CACHE') or f'{home}/hub'}/datasets--*"]
     hub.append(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets")
-    named = [part.source for _, part in sources(config)]
+    named = [part.source for _, part in sources(config) if part.source]
     return hub + [
         path
         for one in named

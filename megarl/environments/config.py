@@ -457,11 +457,13 @@ class EnvironmentConfig(Config):
         """
         if not self.agent.is_used:
             return self
-        limits = {
+        limits: dict[str, Any] = {
             "context_tokens": min(self.agent.context_tokens or longest, longest),
             "rollout_tokens": self.agent.rollout_tokens or max(longest, together),
-            "hidden": tuple(map(os.path.abspath, (*self.agent.hidden, *hidden))),
         }
+        if self.agent.command:
+            unseen = (*self.agent.hidden, *hidden)
+            limits["hidden"] = tuple(map(os.path.abspath, unseen))
         return replace(self, agent=replace(self.agent, **limits))
 
     @property

@@ -21,6 +21,11 @@ from openai import AsyncOpenAI
 from types import SimpleNamespace
 
 assert "answer" not in open(os.environ["MEGARL_PROMPT"]).read()
+for hidden in ("train.jsonl", "run/recipe.yaml"):
+    try:
+        sys.exit(open({folder!r} + "/" + hidden).read())
+    except PermissionError:
+        pass
 if sys.argv[1].endswith("5"):
     sys.exit("a mistake of its own")
 print(asyncio.run(own.compacts(SimpleNamespace(text=sys.argv[1]), AsyncOpenAI())))
