@@ -157,19 +157,26 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
             yield f"{section}.sources[{number}]" if prompts.sources else section, part
 
 
-def data_files(config: RunConfig) -> list[str]:
-    """Paths of the files and folders that the recipe's sources of prompts name, and of the data
-    sets of the hub on this machine; "/a/b*" stands for all that begin with /a/b.
+def hidden_places(config: RunConfig) -> list[str]:
+    """Paths that an agent's program must not read: the run's folder, the files and folders of the
+    recipe's prompts, and the data sets of the hub on this machine; "/a/b*" stands for all that
+    begin with /a/b. Empty without such a program.
     """
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    hub = [f"{os.environ.get('HF_HUB_CACHE') or f'{home}/hub'}/datasets--*"]
-    hub.append(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets")
+    if not config.environment.agent.command:
+        return []
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+
+    from megarl.data.rows import format_of
+
+    found = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
+    found.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
     named = [part.source for _, part in sources(config) if part.source]
-    return hub + [
-        path
-        for one in named
-        for path in ([one] if Path(one).exists() else glob.glob(one, recursive=True))
-    ]
+    for one in [*named, *config.evaluation.sources]:
+        if Path(one).exists():
+            found.append(one)
+        else:  # a pattern, which may also match what is no data
+            found += [path for path in glob.glob(one, recursive=True) if format_of(Path(path))]
+    return found
 
 
 def check_answers(config: RunConfig) -> None:

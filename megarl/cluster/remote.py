@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 import time
@@ -140,12 +141,14 @@ class EngineActor(ChannelActor):
         tokens, the version of the weights that generated it.
         """
         token_ids = np.concatenate([request.prompt_ids, *request.earlier])
+        # An engine of the user's own may not know it; an agent reads up to the text all the same.
+        knows_stop = "stop" in inspect.signature(self.engine.generate).parameters
         return await self.generate(
             token_ids.tolist(),
             seed=request.seed,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            **({"stop": request.stop} if request.stop else {}),
+            **({"stop": request.stop} if request.stop and knows_stop else {}),
         )
 
     async def generate(self, prompt_ids: list[int], **asked: Any) -> Segment:

@@ -17,9 +17,10 @@ class AgentConfig(Config):
     """
 
     command: tuple[str, ...] = ()
-    """The program and its arguments: `[python, my_agent.py, "{prompt}"]`. `{prompt}` stands for the
-    text of the prompt; files are named as in the folder from which the run is started. Each rollout
-    starts one process, in an empty folder of its own. What it prints is its answer."""
+    """The program and its arguments: `[python, my_agent.py, "{prompt}"]`. `python` is megarl's own;
+    paths are relative to the folder from which the run is started; `{prompt}` stands for the text
+    of the prompt. Each rollout starts one process, in an empty folder of its own. What it prints is
+    its answer."""
     function: Annotated[CodeText, Excludes("command")] = ""
     """`path/to/file.py:name` of an async function (prompt, client), called in a worker process:
     `prompt.text` is the prompt, `client` an `openai.AsyncOpenAI`. It returns its answer, a text
@@ -48,14 +49,14 @@ class AgentConfig(Config):
     """Longest conversation in tokens, with the answer; a call beyond it is refused. 0:
     `rollout.max_new_tokens`, which is also the most."""
     rollout_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Most tokens of all conversations of a rollout together, each counted once; a call beyond it
-    is refused. 0: `training.micro_batch_tokens`, what a rank computes at once."""
+    """Most tokens of all conversations of a rollout, each counted once; a call beyond is refused.
+    0: `training.micro_batch_tokens` x sequence ranks, or `rollout.max_new_tokens` if larger."""
     hidden: Annotated[tuple[PathText, ...], Of("command", fix="set environment.agent.command")] = ()
-    """Files and folders that the program cannot read, besides the run's folder and the files of the
-    recipe's data. Holds with `network: gateway`."""
+    """Further files and folders that the program cannot read, besides the run's folder and the
+    recipe's data. Needs `network: gateway` and `environment.isolate`."""
     network: Literal["gateway", "open"] = "gateway"
-    """Which TCP connections the program may make: `gateway`, to the server of this section's port
-    only (Linux 6.7 or newer, with Landlock); `open`, any."""
+    """`gateway`: the program connects to the gateway only and writes to its folder only, and
+    `hidden` holds (Linux 6.7 or newer, with Landlock). `open`: no such rules."""
 
     @property
     def is_used(self) -> bool:

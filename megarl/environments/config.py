@@ -449,21 +449,26 @@ class EnvironmentConfig(Config):
         """
         return self.tools.are_used or self.agent.is_used
 
-    def within(self, longest: int, together: int, hidden: Iterable[str] = ()) -> Self:
+    def hiding(self, places: Iterable[str]) -> Self:
+        """A copy in which an agent's program cannot read the files and folders `places` either; the
+        configuration itself without a program.
+        """
+        if not self.agent.command:
+            return self
+        hidden = tuple(map(os.path.abspath, (*self.agent.hidden, *places)))
+        return replace(self, agent=replace(self.agent, hidden=hidden))
+
+    def within(self, longest: int, together: int) -> Self:
         """A copy in which the limits of an agent are set: a conversation to at most `longest`
-        tokens, and all conversations of a rollout to `together` if the recipe sets no limit; and in
-        which an agent's program cannot read the files and folders `hidden` either. The
+        tokens, and all conversations of a rollout to `together` if the recipe sets no limit. The
         configuration itself without an agent.
         """
         if not self.agent.is_used:
             return self
-        limits: dict[str, Any] = {
+        limits = {
             "context_tokens": min(self.agent.context_tokens or longest, longest),
             "rollout_tokens": self.agent.rollout_tokens or max(longest, together),
         }
-        if self.agent.command:
-            unseen = (*self.agent.hidden, *hidden)
-            limits["hidden"] = tuple(map(os.path.abspath, unseen))
         return replace(self, agent=replace(self.agent, **limits))
 
     @property

@@ -32,8 +32,8 @@ OVER_MACHINE = tuple(range(9, 64))
 """All capabilities but those over files and users: over networks, devices, modules, ..."""
 CAPABILITY_VERSION = 0x20080522
 MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
-"""Rights to make block device files, and to rename or link a file into another folder. A domain has
-to restrict something: the former. It then denies the latter too, unless a rule grants it."""
+"""Rights to make block device files, and to move or link a file into another folder. A domain must
+restrict a right, here the first; it then denies the second too, unless a rule grants it."""
 MOVES_SINCE = 2
 """First version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
 READ = 1 << 0 | 1 << 2
@@ -144,7 +144,10 @@ def enter_own_domain(
     rules = struct.pack(f"{len(fields)}Q", *fields)
     ruleset = call_libc("syscall", CREATE_RULESET, rules, len(rules), 0)
     if folder:
-        for path in _all_but(hidden):
+        # Python too, where it lies beside others in a folder that cannot be listed.
+        pythons = {os.path.realpath(one) for one in (sys.prefix, sys.base_prefix)}
+        above = {place for place in pythons if any(one.startswith(f"{place}/") for one in hidden)}
+        for path in [*_all_but(hidden), *(pythons - above)]:
             with contextlib.suppress(OSError):  # it has been removed, or is a link
                 _grant(ruleset, path, READ)
         for path, rights in WRITABLE.items():
@@ -181,8 +184,8 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
 
 
 def _all_but(hidden: Sequence[str]) -> Iterator[str]:
-    """Paths below which all files lie but those `hidden`, as `enter_own_domain` gets them, and what
-    is put later into the folders on the way there, or into the root folder or /dev.
+    """Iterate over paths that hold all files but `hidden` (see `enter_own_domain`), /dev/shm and
+    /dev/pts; not over what appears later in /, /dev or a folder above a hidden one.
     """
     whole = {one for one in hidden if not one.endswith("*")}
     begin = tuple(one[:-1] for one in hidden if one.endswith("*"))

@@ -214,7 +214,9 @@ def over_samples(
     by_problem = [records[number::num_problems] for number in range(num_problems)]
     correct = [[one["correct"] for one in rows] for rows in by_problem]
     answers, parts = None, environment.named_parts or {"": environment}
-    if not environment.may_score_itself and all(
+    # Of an agent, a record has all conversations, and not what was scored.
+    is_whole = environment.may_score_itself or environment.agent.is_used
+    if not is_whole and all(
         part.verifier in ("exact_match", "math") and not (environment.mixture and part.rewards)
         for part in parts.values()
     ):

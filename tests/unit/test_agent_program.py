@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.commands import write_recipe
 
 from megarl.apps.gateway.agent_program import (
     FOLDER,
@@ -30,6 +31,8 @@ from megarl.apps.gateway.agent_program import (
     check_command,
     run_agent_program,
 )
+from megarl.config import RunConfig, read
+from megarl.config_checks import hidden_places
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
@@ -233,6 +236,7 @@ def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
         file.write_text("4")
     (tmp_path / "link").symlink_to(inner)
     hidden = [str(answers), str(tmp_path / "whole"), str(tmp_path / "link" / "answers")]
+    hidden += [f"/nowhere/{number:0100}" for number in range(2000)]  # too long for one word
     other, run_file = Path(tempfile.mkdtemp(prefix=FOLDER)), tmp_path / "checkpoint"
     for file in (other / "prompt.json", run_file):
         file.write_text("before")
@@ -335,6 +339,28 @@ def test_a_program_scores_itself_only_where_the_recipe_says_so(verifier: str) ->
         config = EnvironmentConfig(agent=agent, verifier=verifier)
         assert config.may_score_itself == scores
         assert config.needs_verifier == (not scores or verifier == "numeric")
+
+
+def test_what_is_hidden_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "data/b.jsonl", "data/tool.py", "more.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    tree = {
+        "folder": "run", "steps": 1, "model": {"path": "model"},
+        "prompts": {"source": "data/*"},
+        "evaluation": {"prompts": {"source": "a.jsonl"}, "sources": ["more.jsonl"]},
+        "environment": {"agent": {"command": ["python"], "hidden": ["secret"]}},
+    }  # fmt: skip
+    config = read(RunConfig, write_recipe(tmp_path / "recipe.yaml", tree), [])
+    found = config.environment.hiding(hidden_places(config)).agent.hidden
+    assert found[0] == str(tmp_path / "secret") and found[1] == str(tmp_path / "run")
+    assert found[2].endswith("/datasets--*") and found[3].endswith("datasets")
+    data = {str(tmp_path / name) for name in ("a.jsonl", "data/b.jsonl", "more.jsonl")}
+    assert set(found[4:]) == data
+    tree["environment"] = {"agent": {"function": "own.py:run"}}
+    config = read(RunConfig, write_recipe(tmp_path / "recipe.yaml", tree), [])
+    assert config.environment.hiding(hidden_places(config)) == config.environment
 
 
 def test_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
+import setuptools  # noqa: F401 - before pip's parser, after which it cannot be imported
 from support.commands import ROOT
 from support.documented import PAGES, Block, blocks_of
 

@@ -153,7 +153,8 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
                 return [str(one.message.content) for one in made.choices]
 
             (one,) = await ask(ASKED)
-            turn = {"role": "assistant", "content": f" {one}\n"}  # white space is no change
+            # White space and a name of its own are no change.
+            turn = {"role": "assistant", "content": f" {one}\n", "name": "agent"}
             (two,) = await ask([*ASKED, turn, {"role": "user", "content": "and"}])
             assert await ask([*ASKED, turn, {"role": "user", "content": "or"}]) == ["three"]
             assert await ask(ASKED, n=2, max_tokens=4) == ["four", "five"]

@@ -247,6 +247,9 @@ def test_majorities_are_counted_by_the_verifier_of_each_row() -> None:
                    for text, right in texts]  # fmt: skip
         found = over_samples(records, 1, other if name == "other" else both)
         assert [value for key, value in found.items() if "maj" in key][-1] == majority
+    agent: Any = {"command": ["python"]}  # whose records have all that was said
+    found = over_samples(records, 1, EnvironmentConfig(agent=agent))
+    assert [value for key, value in found.items() if "maj" in key][-1] is None
 
 
 def tree(place: Path, **changes: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
 
 
 class Episodes:
-    """The program that plays the episodes of this process in the environments of one Python."""
+    """Starts `verifiers_env.py play` in one Python, and has it play episodes."""
 
     def __init__(self, python: str) -> None:
         self._python, self._numbers = python, itertools.count()

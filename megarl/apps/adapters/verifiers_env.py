@@ -93,8 +93,8 @@ def task_rows(name: str, size: int, settings: dict[str, Any]) -> Iterator[dict[s
 
 
 def call_here() -> None:
-    """Have the chat loop of verifiers call the model from this process where the environment has no
-    tools: it is one call a turn, and to start the loop's own program takes more than a second.
+    """Replace the `null` harness's program by a call from this process where there are no tools: it
+    makes one call a turn, and to start it takes more than a second.
     """
     from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1 import ProgramResult  # pyright: ignore[reportMissingImports]

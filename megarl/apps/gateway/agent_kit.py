@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import resource
 import secrets
 import time
@@ -45,7 +46,7 @@ ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type
 
 
 def _ended() -> ApiError:
-    """What a call gets that the end of its rollout leaves without an answer."""
+    """The error of a call that has no answer when its rollout ends."""
     return ApiError("the rollout has ended, at a limit of the run", code="ended")
 
 
@@ -131,9 +132,10 @@ class AgentKit:
         if self.settings.network == "open" or not self.config.isolate:
             return
         for word in self.command:
+            real = Path(os.path.realpath(word))
             for place in self.settings.hidden:
                 require(
-                    not (Path(word).is_absolute() and Path(word).is_relative_to(place)),
+                    not (Path(word).is_absolute() and real.is_relative_to(os.path.realpath(place))),
                     f"environment.agent.command names {word}, but an agent cannot read {place}"
                     " (data, the run's folder or environment.agent.hidden); move the program out of"
                     " it, or set environment.agent.network to 'open'",
@@ -250,8 +252,7 @@ class AgentSession:
     """
 
     limits_its_calls = True
-    """True: the time of a turn is that of the agent, which has a limit of its own for the rollout.
-    """
+    """True: `environment.time_limit_s` does not hold for `step`; the agent has its own limit."""
 
     def __init__(self, kit: AgentKit) -> None:
         self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
@@ -264,7 +265,7 @@ class AgentSession:
         self._place: Place
         """Where that call continues the rollout."""
         self._context, self._asked_at = 0, 0
-        """Tokens that the model has read for this call, and the segment with the last of them."""
+        """Tokens of the call's conversation before the answer, and its last segment."""
         self._given = 0
         """Most tokens of the model's present turn."""
         self._segments, self._turns, self._tokens = 0, 0, 0

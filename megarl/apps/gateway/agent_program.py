@@ -37,26 +37,29 @@ CLOSE_WITHIN_S = 1.0
 """Seconds that the output of an agent which has ended is still read for: a process that has escaped
 may hold it open."""
 MARK = "MEGARL_PROMPT"
-"""Environment variable whose value no two rollouts share."""
+"""Environment variable by which `_end` knows its rollout."""
 SET_CHILD_SUBREAPER = 36
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from megarl.environments.isolation import allow_tcp_only, call_libc, enter_own_domain
-parent, port, folder, hidden, *command = sys.argv[2:]
+parent, port, folder, *command = sys.argv[2:]
 call_libc("prctl", 1, 9, 0, 0, 0)
 if os.getppid() != int(parent):
     os._exit(1)
 if port == "0":
     enter_own_domain(mounts=False)
 elif port != "none":
-    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=json.loads(hidden))
+    with open(folder + "/hidden.json") as file:
+        hidden = json.load(file)
+    os.remove(file.name)
+    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
     allow_tcp_only()
 os.execvp(command[0], command)"""
 """Program that becomes the agent: arguments are where megarl lies, the id of its parent process,
 the only port that the agent may connect to (0: no rules of networks and files; "none": no domain),
-its folder, JSON of what it cannot read (`enter_own_domain`), and the agent's command."""
+its folder, where hidden.json has what it cannot read, and the agent's command."""
 FOLDER = "megarl_agent_"
 """How the names of the agents' folders begin."""
 
@@ -65,20 +68,14 @@ _agents: set[int] = set()
 """Ids of the agents' processes that are not yet reaped."""
 
 
-def _names_file(word: str) -> bool:
-    """Whether a word of a command looks like a file: `tools/agent`, `agent.py`; not `agent`, which
-    may be the module after `-m`.
-    """
-    return "/" in word or bool(Path(word).suffix)
-
-
 def _absolute(word: str) -> str:
     """The absolute path of a file that is there; any other word as it is. Links are kept: the
     Python of a virtual environment is one.
     """
     try:
-        return str(Path(word).absolute()) if Path(word).exists() else word
-    except OSError:  # a program after `-c` is too long for a name
+        path = Path(word).expanduser()
+        return str(path.absolute()) if path.exists() else word
+    except (OSError, RuntimeError):  # it is too long for a name, or there is no such user
         return word
 
 
@@ -92,7 +89,8 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     or the kernel cannot keep it from the network.
     """
     found = [
-        _absolute(word) if n == 0 or _names_file(word) else word for n, word in enumerate(command)
+        word if before in ("-m", "-c") else _absolute(word)
+        for before, word in zip(["", *command], command, strict=False)
     ]
     if command[0] in ("python", "python3"):
         found[0] = sys.executable
@@ -103,7 +101,7 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     )
     scripts = [word for word in command[1:2] if word.endswith((".py", ".sh"))]
     require(
-        all(Path(word).exists() for word in scripts),
+        all(Path(word).expanduser().exists() for word in scripts),
         f"environment.agent.command names {', '.join(scripts)}, but there is no such file; set the"
         " path of one there is",
     )
@@ -151,10 +149,11 @@ async def run_agent_program(
             own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         unseen = [f"{folder.parent / FOLDER}*", *map(os.path.realpath, hidden)]
-        places = [str(folder), json.dumps(unseen)]
+        if port not in ("0", "none"):  # a file, since the words of a command are limited
+            (folder / "hidden.json").write_text(json.dumps(unseen))
         starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
         process = subprocess.Popen(
-            [*starter, *places, *words],
+            [*starter, str(folder), *words],
             cwd=work,
             env=dict(os.environ) | own | dict(variables),
             stdin=subprocess.DEVNULL,
@@ -242,10 +241,10 @@ def adopt_orphans() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill the process, and all processes that it has started, as far as they can be found: its
-    descendants, its process group, and what it has left to this process, which has `mark` in its
-    environment. Reaps what any agent has left that has ended. Does nothing the second time, when
-    the process's id may be another's.
+    """Kill the process and all that it has started, as far as found: its descendants, its process
+    group, and orphans with `mark` in their environment, which `adopt_orphans` has brought here.
+    Reaps ended orphans of all agents. Does nothing the second time, when the process's id may be
+    another's.
     """
     if process.returncode is not None:
         return

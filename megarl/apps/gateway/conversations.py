@@ -64,15 +64,18 @@ def _after(key: bytes, turn: Turn) -> bytes:
     `key`: the digest of what is before it. It is equal for messages that mean the same: the
     contents are equal, those of the model but for white space around them, which some clients
     remove, and the calls have the same names and arguments. Ids of calls and empty fields do not
-    count; thoughts and names, which templates may write, do.
+    count. Thoughts and names, which templates may write, do, but for the model's name, which some
+    clients add.
     """
-    head = json.dumps([turn["role"], *(turn.get(name) for name in WRITTEN)])
+    is_models = turn["role"] == "assistant"
+    written = [turn.get(name) for name in WRITTEN if not (is_models and name == "name")]
+    head = json.dumps([turn["role"], *written])
     if made := turn.get("tool_calls"):
         functions = [call.get("function") or {} for call in made]
         calls = [[one.get("name"), one.get("arguments")] for one in functions]
         head = f"{head} {canonical_json(calls)}"
     content = turn.get("content") or ""
-    said = f"{head}\n{content.strip() if turn['role'] == 'assistant' else content}"
+    said = f"{head}\n{content.strip() if is_models else content}"
     return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

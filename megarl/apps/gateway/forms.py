@@ -1,4 +1,4 @@
-"""The forms of the APIs that the gateway speaks: how a request becomes a `AgentCall`, and how the
+"""The forms of the APIs that the gateway speaks: how a request becomes an `AgentCall`, and how the
 answers become a response, or the events of a streamed one.
 
 To add one: write a class with the methods of `Form`, and put an object of it into `server.FORMS`.
@@ -39,6 +39,8 @@ REFUSED = {
     "stop_token_ids": "where the model stops is the run's",
     "continue_final_message": "the model's turns are its own",
     "echo": "the prompt is not repeated",
+    "return_token_ids": "they are recorded with the rollout, and not given to the agent",
+    "include_stop_str_in_output": "an answer ends before its stop text",
     "suffix": "the model writes from left to right",
     "functions": "`tools` is its newer form",
     "function_call": "`tool_choice` is its newer form",
@@ -70,7 +72,7 @@ class Asked:
 
 
 class Form(Protocol):
-    """One API: the address of its requests, and its texts."""
+    """One API: its path, how to read its requests and how to answer."""
 
     path: str
 
@@ -148,7 +150,8 @@ class ChatCompletions(OpenAIForm):
             body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
         # vLLM writes into the messages that it checks: it renames `reasoning_content`.
         given = [dict(one) if isinstance(one, dict) else one for one in body.get("messages", [])]
-        return chat_asked(ChatCompletionRequest.model_validate(body | {"messages": given}), body)
+        checked = body | ({"messages": given} if given else {})
+        return chat_asked(ChatCompletionRequest.model_validate(checked), body)
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
         return {

@@ -47,7 +47,7 @@ MOST_OPEN = 256
 
 
 class _Server(uvicorn.Server):
-    """uvicorn in a process whose signals are another's."""
+    """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ def _read(form: Form, body: bytes | bytearray) -> Asked:
 
 
 def _items(value: Any) -> int:
-    """The number of items in the lists of JSON data, at most one list beyond `MOST_ITEMS`."""
+    """The number of items in the lists of JSON data; counting ends above `MOST_ITEMS`."""
     count, left = 0, [value]
     while left and count <= MOST_ITEMS:
         one = left.pop()
@@ -250,8 +250,8 @@ def _finite(text: str) -> float:
 
 
 def _invalid(request: Any, error: ValidationError) -> ApiError:
-    """The error for a request that its protocol class refuses: the first at the place that is
-    deepest in the request, since a union is also told about the forms that were not meant.
+    """The error for a request that its protocol class refuses. Of pydantic's errors the deepest in
+    the request: for a union there are also those of the types that were not meant.
     """
     places = []
     for one in error.errors(include_url=False, include_context=False):
