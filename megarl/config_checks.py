@@ -20,8 +20,11 @@ from megarl.schema import require
 if TYPE_CHECKING:
     from megarl.config import RunConfig
     from megarl.data.config import PromptsConfig
+    from megarl.environments.config import EnvironmentConfig
 
 
+CODE = (".py", ".sh")
+"""Suffixes of files that are no data, where a pattern of data matches them."""
 TELL_S = 60.0
 """Seconds by which rank 0 gives up before the ranks that wait for it: otherwise these would end the
 run, with an error that does not name the engine."""
@@ -157,16 +160,13 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
             yield f"{section}.sources[{number}]" if prompts.sources else section, part
 
 
-def hidden_places(config: RunConfig) -> list[str]:
-    """Paths that an agent's program must not read: the run's folder, the files and folders of the
-    recipe's prompts, and the data sets of the hub on this machine; "/a/b*" stands for all that
-    begin with /a/b. Empty without such a program.
+def with_hidden(config: RunConfig) -> EnvironmentConfig:
+    """The recipe's environment, in which an agent's program cannot read the run's folder, the files
+    and folders of the prompts, and the data sets of the hub on this machine.
     """
     if not config.environment.agent.command:
-        return []
+        return config.environment
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
-
-    from megarl.data.rows import format_of
 
     found = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
     found.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
@@ -174,9 +174,10 @@ def hidden_places(config: RunConfig) -> list[str]:
     for one in [*named, *config.evaluation.sources]:
         if Path(one).exists():
             found.append(one)
-        else:  # a pattern, which may also match what is no data
-            found += [path for path in glob.glob(one, recursive=True) if format_of(Path(path))]
-    return found
+        else:  # a pattern, which may also match programs
+            matched = map(Path, glob.glob(one, recursive=True))
+            found += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
+    return config.environment.hiding(found)
 
 
 def check_answers(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from megarl.checks.verifier_trial import check_verifier, try_verifier
 from megarl.cluster.ray_address import ray_address
 from megarl.cluster.recorded_table import recorded_table
 from megarl.config import AnyConfig, RunConfig, with_steps
-from megarl.config_checks import hidden_places, sources
+from megarl.config_checks import sources, with_hidden
 from megarl.data.source import PromptList, load_prompts
 from megarl.lookup import AGENTS, of_app
 from megarl.objectives.config import AlgorithmConfig
@@ -133,8 +133,7 @@ def check_run(
         with_steps(config, len(prompts))
         first = config.prompts.parts[0]
         chats, variables = first.template == "chat", first.template_variables
-        environment = config.environment.hiding(hidden_places(config))
-        try_verifier(environment, prompts, tokenizer, variables, chats=chats)
+        try_verifier(with_hidden(config), prompts, tokenizer, variables, chats=chats)
         try_filter(config, prompts)
     parts = [part for _, part in sources(config) if part.names_data]
     ends = [end_of_turn(tokenizer, one.template, one.template_variables) for one in parts]
@@ -215,7 +214,7 @@ def read_prompts(
     Held-out prompts are None too where the recipe has none. Raises `ValueError` for data or a
     verifier that cannot be used.
     """
-    tools = check_verifier(config.environment.hiding(hidden_places(config)))
+    tools = check_verifier(with_hidden(config))
     name = config.environment.agent.function
     if name in AGENTS:
         require(

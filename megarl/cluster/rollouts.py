@@ -27,7 +27,7 @@ from megarl.cluster.ray_cluster import Cluster, object_store_bytes
 from megarl.cluster.service_process import service_arguments
 from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
-from megarl.config_checks import TELL_S, hidden_places
+from megarl.config_checks import TELL_S, with_hidden
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
@@ -251,7 +251,7 @@ def start_service(
         prefix_saves=must_save(config.training.share_prefix),
         windows=layer_windows(inputs.hf),
     )
-    environment = config.environment.hiding(hidden_places(config)).within(
+    environment = with_hidden(config).within(
         config.rollout.max_new_tokens,
         config.training.micro_batch_tokens * inputs.layout.sequence,
     )

@@ -150,6 +150,11 @@ class PromptsConfig(DataSetConfig):
     """Most tokens of a prompt; `too_long` says what becomes of longer ones."""
 
     def check(self) -> None:
+        require(
+            self.names_data or not self.arguments,
+            f"PromptsConfig.arguments is {self.arguments}, but there is no source; set source to"
+            " one that makes its rows, or leave arguments out",
+        )
         if not self.sources:
             return
         weights = [part.weight for part in self.sources]

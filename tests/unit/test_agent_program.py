@@ -32,7 +32,7 @@ from megarl.apps.gateway.agent_program import (
     run_agent_program,
 )
 from megarl.config import RunConfig, read
-from megarl.config_checks import hidden_places
+from megarl.config_checks import with_hidden
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import call_libc, has_filters, landlock_version
 from megarl.environments.session import Answer
@@ -353,14 +353,14 @@ def test_what_is_hidden_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "environment": {"agent": {"command": ["python"], "hidden": ["secret"]}},
     }  # fmt: skip
     config = read(RunConfig, write_recipe(tmp_path / "recipe.yaml", tree), [])
-    found = config.environment.hiding(hidden_places(config)).agent.hidden
+    found = with_hidden(config).agent.hidden
     assert found[0] == str(tmp_path / "secret") and found[1] == str(tmp_path / "run")
     assert found[2].endswith("/datasets--*") and found[3].endswith("datasets")
     data = {str(tmp_path / name) for name in ("a.jsonl", "data/b.jsonl", "more.jsonl")}
     assert set(found[4:]) == data
     tree["environment"] = {"agent": {"function": "own.py:run"}}
     config = read(RunConfig, write_recipe(tmp_path / "recipe.yaml", tree), [])
-    assert config.environment.hiding(hidden_places(config)) == config.environment
+    assert with_hidden(config) == config.environment
 
 
 def test_words_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
