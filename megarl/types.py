@@ -334,8 +334,9 @@ class Samples:
         )
 
     def places(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Where the tokens of some samples are in the per-token arrays: [T'] int64 indices of all
-        tokens of the samples number `positions` (indices from 0, not their `ids`), in that order.
+        """Indices into the per-token arrays, such as `token_ids`: [T'] int64, those of all tokens
+        of some samples, one sample after the other. `positions`: which samples, by their place in
+        this object from 0, not by their `ids`.
         """
         chosen = np.asarray(positions, dtype=np.int64)
         lengths = self.lengths[chosen]
@@ -344,16 +345,17 @@ class Samples:
         return np.arange(starts[-1]) + np.repeat(self.offsets[chosen] - starts[:-1], lengths)
 
     def branches_of(self, number: int) -> np.ndarray:
-        """[b, 2] the rows of `branches` of sample `number` (an index, not its id), counted from its
-        first token.
+        """The rows of `branches` that belong to one sample: [b, 2] int64, token indices that are
+        counted from the sample's first token. `number`: its place in this object from 0, not its
+        id.
         """
         first, last = self.offsets[number : number + 2].tolist()
         low, high = np.searchsorted(self.branches[:, 0], (first, last))
         return _moved(self.branches[low:high], -first)
 
     def select(self, positions: Sequence[int] | np.ndarray) -> Samples:
-        """New `Samples` with the samples number `positions` (indices from 0, not their `ids`), in
-        that order; the arrays are copied.
+        """New `Samples` with some of these samples, in the order of `positions`: their places in
+        this object from 0, not their `ids`. The arrays are copies.
         """
         chosen = np.asarray(positions, dtype=np.int64)
         places = self.places(chosen)

@@ -141,14 +141,16 @@ class EngineActor(ChannelActor):
         tokens, the version of the weights that generated it.
         """
         token_ids = np.concatenate([request.prompt_ids, *request.earlier])
+        asked: dict[str, Any] = {}
         # An engine of the user's own may not know it; an agent reads up to the text all the same.
-        knows_stop = "stop" in inspect.signature(self.engine.generate).parameters
+        if request.stop and "stop" in inspect.signature(self.engine.generate).parameters:
+            asked["stop"] = request.stop
         return await self.generate(
             token_ids.tolist(),
             seed=request.seed,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            **({"stop": request.stop} if request.stop and knows_stop else {}),
+            **asked,
         )
 
     async def generate(self, prompt_ids: list[int], **asked: Any) -> Segment:

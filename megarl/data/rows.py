@@ -287,11 +287,13 @@ def format_of(path: Path) -> str:
 
 
 def _of_folder(path: Path, split: str, subset: str, setting: str) -> tuple[list[Path], list[str]]:
-    """The files of a folder to read, by name, and the names of all else in it. These are the files
-    of `split` where names tell of splits, and otherwise all. A folder without files of its own has
-    them in a folder named by `subset` or `split`, or in `data`. No files: a folder for `datasets`.
+    """Choose which files of the data folder `path` are read. Returns (those files, sorted by name;
+    names of all else in the folder). If file names contain names of splits, the files of `split`
+    are read, otherwise all. If the folder has no data files itself, they are looked for in its
+    subfolder `subset`, `split` or `data`. Returns ([], []) for a folder that the library `datasets`
+    has saved and reads itself. `setting`: section of the recipe, for messages.
 
-    Raises `ValueError` where it is not clear which files are meant.
+    Raises `ValueError` if it is not clear which files are meant.
     """
     # datasets looks at every file below, which in / or a home folder takes minutes.
     counts = (len(folders) + len(files) for _, folders, files in os.walk(path))

@@ -450,8 +450,8 @@ class EnvironmentConfig(Config):
         return self.tools.are_used or self.agent.is_used
 
     def hiding(self, places: Iterable[str]) -> Self:
-        """A copy in which an agent's program cannot read the files and folders `places` either; the
-        configuration itself without a program.
+        """A copy in which `places`, paths of files and folders, are added to `agent.hidden` and all
+        its paths are absolute; this object itself if no program is the agent.
         """
         if not self.agent.command:
             return self
@@ -459,9 +459,9 @@ class EnvironmentConfig(Config):
         return replace(self, agent=replace(self.agent, hidden=hidden))
 
     def within(self, longest: int, together: int) -> Self:
-        """A copy in which the limits of an agent are set: a conversation to at most `longest`
-        tokens, and all conversations of a rollout to `together` if the recipe sets no limit. The
-        configuration itself without an agent.
+        """A copy whose agent has its limits of tokens filled in; this object itself if the recipe
+        has no agent. `agent.context_tokens` becomes `longest` if it is 0 or larger.
+        `agent.rollout_tokens`, if it is 0, becomes the larger of `longest` and `together`.
         """
         if not self.agent.is_used:
             return self

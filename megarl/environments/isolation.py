@@ -74,6 +74,13 @@ ALLOWED: dict[str, tuple[int, int, Sequence[tuple[int, int, Sequence[int]]]]] = 
 """{system call: (its number on x86_64, on aarch64, conditions)}. A condition is (number of an
 argument, mask, values that it may have under the mask)."""
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""{machine: seccomp's number of its architecture}"""
+Instruction = tuple[int, int, int, int]
+"""Of BPF: (code, instructions to skip if true, if false, operand)."""
+LOAD, EQUAL, AT_LEAST, GIVE = 0x20, 0x15, 0x35, 0x06
+"""Codes of BPF: load a word of what is known of a system call, compare, end with a result."""
+REFUSE, ALLOW, KILL = 0x00050000, 0x7FFF0000, 0x80000000
+"""Results of a seccomp filter; to the first an error number is added."""
 
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -209,17 +216,8 @@ def allow_tcp_only() -> None:
     `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64. `enter_own_domain`
     comes first.
     """
-    machine = os.uname().machine
-    load, equal, at_least, mask, give = 0x20, 0x15, 0x35, 0x54, 0x06  # instructions of BPF
-    refuse, allow, kill = 0x00050000 | errno.EACCES, 0x7FFF0000, 0x80000000
-    code = [
-        (load, 0, 0, 4),  # architecture: the numbers of 32-bit calls are others
-        (equal, 1, 0, AUDIT[machine]),
-        (give, 0, 0, kill),
-        (load, 0, 0, 0),  # number of the call
-    ]
-    if machine == "x86_64":
-        code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # x32
+    machine, code = os.uname().machine, list[Instruction]()
+    load, equal, mask, give, refuse = LOAD, EQUAL, 0x54, GIVE, REFUSE | errno.EACCES
     for *numbers, conditions in ALLOWED.values():
         body = []
         for argument, bits, values in conditions:
@@ -227,12 +225,25 @@ def allow_tcp_only() -> None:
             # One that is equal goes past the others, and past the refusal.
             body += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
             body.append((give, 0, 0, refuse))
-        body.append((give, 0, 0, allow))
+        body.append((give, 0, 0, ALLOW))
         number = numbers[0 if machine == "x86_64" else 1]
         code += [(equal, 0, len(body), number), *body]
-    code.append((give, 0, 0, allow))
-    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
-    program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(packed))
+    install_filter([*code, (give, 0, 0, ALLOW)], x32=errno.EACCES)
+
+
+def install_filter(code: Sequence[Instruction], *, x32: int) -> None:
+    """Install a seccomp filter in this process, and so in all that it starts. `code`: instructions
+    of BPF, of which the first finds the number of the system call loaded. Calls with the numbers of
+    32-bit programs kill the process, those of the x32 interface of x86_64 fail with the error
+    number `x32`. Raises `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64.
+    """
+    machine = os.uname().machine
+    head = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        head += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, REFUSE | x32)]
+    packed = b"".join(struct.pack("HBBI", *one) for one in [*head, *code])
+    buffer = ctypes.create_string_buffer(packed)
+    program = struct.pack("HxxxxxxQ", len(head) + len(code), ctypes.addressof(buffer))
     held = ctypes.create_string_buffer(program)
     call_libc("prctl", SET_SECCOMP, WITH_FILTER, ctypes.addressof(held), 0, 0)
 

@@ -91,8 +91,9 @@ class Environment:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call, in OpenAI's format: {"type": "function", "function":
-        {name, description, parameters}}. Empty if the recipe has none, and before `start`.
+        """The tools of the recipe (`environment.tools`) that the model may call, each in OpenAI's
+        format: {"type": "function", "function": {name, description, parameters}}. Known after
+        `start`; empty before, and if the recipe has none.
         """
         return self._sessions.tools if self._sessions is not None else []
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from megarl import lookup
 from megarl.schema import require
 
 Sources = dict[str, bytes]
@@ -134,8 +133,9 @@ class PinnedFinder:
     """
 
     def __init__(self, sources: Sources, folders: Sequence[str] = ()) -> None:
-        """`folders`: an import of a module that two of these folders hold raises `ImportError`,
-        since a process keeps one module of a name.
+        """`sources`: {absolute path of a Python file: its content as bytes}. `folders`: absolute
+        paths of the folders of the user's files; if two of them have a module of the same name,
+        its import raises `ImportError`, because a process can hold only one.
         """
         self.sources, self.folders = sources, folders
 
@@ -253,14 +253,12 @@ def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
 def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
-    """Load a user's function, given as `path/to/file.py:function`, or a built-in agent. If
-    `sources`, {absolute path: content}, has the file, that content is run. For messages: `setting`
-    is the recipe's key with that value, and `others` what to propose before a file, such as "one of
-    math, code, or to ". Raises `ValueError` if the file or the function is not there, does not
-    import, or is a generator function.
+    """Load a user's function, given as `path/to/file.py:function`. If `sources`, {absolute path:
+    content}, has the file, that content is run. For messages: `setting` is the recipe's key with
+    that value, and `others` what to propose before a file, such as "one of math, code, or to ".
+    Raises `ValueError` if the file or the function is not there, does not import, or is a generator
+    function.
     """
-    if setting == "environment.agent.function" and name in lookup.AGENTS:
-        return lookup.load(lookup.AGENTS[name])
     path, attribute = split_name(name, setting, others)
     found = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
     check_function(found, name, setting)

@@ -63,11 +63,11 @@ MOST_CHARACTERS = 4_000_000
 
 
 class WorkerChannel:
-    """The worker process's end of the socket to the process that started it. A request is the
-    length of its body (8 bytes, big-endian) and the body, a pickle. A reply is a line of JSON,
-    [number, reply], because the worker runs code that is not trusted, and the other side must not
-    unpickle what it sends. In a process forked from the worker, the socket's descriptor becomes
-    /dev/null.
+    """Receives requests and sends replies over the socket that connects a worker process with the
+    process that started it; this is the worker's side. A request is the length of its body (8
+    bytes, big-endian) and the body, a pickle. A reply is a line of JSON, [number, reply]: the
+    worker runs code that is not trusted, so that the other side must not unpickle what it sends.
+    In a process that the worker forks, the socket's file descriptor becomes /dev/null.
     """
 
     def __init__(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:

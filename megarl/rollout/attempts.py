@@ -219,8 +219,9 @@ class Attempts:
             turn += 1
 
     def _room(self, segments: Sequence[Segment]) -> int:
-        """Most tokens of a turn of the model after `segments`, by the limits of what the model
-        reads and of the whole rollout.
+        """The number of tokens that the model's next turn may have at most, after the rollout's
+        `segments` so far. Two limits hold: what the model reads for the turn, with the turn, has at
+        most `max_new_tokens` after the prompt, and all segments together at most `max_together`.
         """
         read = self.max_new_tokens - sum(one.num_tokens for one in path(segments))
         together = self.max_together or self.max_new_tokens
@@ -229,8 +230,9 @@ class Attempts:
     def _limit_reached(
         self, turn: int, segments: Sequence[Segment]
     ) -> Literal["", "length", "turns"]:
-        """Which limit keeps the model from replying to an observation, the last of `segments`, if
-        one does.
+        """The limit that ends the rollout before the model replies to the last of `segments`, an
+        observation: "length" if no token is left, "turns" if the model has had all its turns, ""
+        if neither is reached. `turn`: number of the model's last turn, from 0.
         """
         if self._room(segments) <= 0:
             return "length"

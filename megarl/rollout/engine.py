@@ -151,8 +151,8 @@ class Engine(VllmProcess):
     ) -> Segment:
         """Sample one response to the token ids `prompt_ids`, of at most `max_tokens` tokens, a
         final end-of-sequence token or stop text included. `temperature` 0 is greedy. `sampling`:
-        None for the engine's own. `stop`: further stop texts, which may be those of special tokens.
-        Returns a segment of kind "model": int32 token ids and float32
+        None for the engine's own. `stop`: further texts at which the response ends, which may be
+        those of special tokens. Returns a segment of kind "model": int32 token ids and float32
         log-probs at `temperature`, and which weight versions have generated how many of the tokens.
         """
         chosen = sampling or self.sampling

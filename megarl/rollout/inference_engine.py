@@ -115,8 +115,9 @@ class InferenceEngine(Protocol):
         ...
 
     async def paused_s(self, last_s: float) -> float:
-        """For how many of the last `last_s` seconds generation was paused on purpose, because
-        weights arrived or the engine slept. The deadlines of requests do not count this time.
+        """Return how many of the last `last_s` seconds the engine did not generate because it was
+        told to pause: while it received weights, or slept. These seconds do not count towards the
+        deadline of a request.
         """
         ...
 

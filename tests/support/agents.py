@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from make_addition import write_rows
 from make_calculator import problems, write_model
 
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.codec import Codec
 from megarl.rollout.batch_files import read_batch
 from support.commands import ROOT, megarl, records, tiny_run
 
@@ -56,6 +60,13 @@ async def fails(prompt, client):
 async def faulty(prompt, client):
     return await (multiplies, fails, compacts, delegates)[prompt.index % 4](prompt, client)
 """
+
+
+def codec_of_characters(folder: Path) -> Codec:
+    """The codec of a model with the calculator's chat template, which knows all of ASCII."""
+    with patch("make_calculator.CHARACTERS", string.printable):
+        write_model(folder / "model")
+    return Codec.of(load_tokenizer(str(folder / "model")), whole=True)
 
 
 def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:

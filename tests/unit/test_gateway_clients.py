@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import string
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +17,9 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from make_calculator import write_model
+from support.agents import codec_of_characters
 
 from megarl.apps.gateway.agent_kit import AgentKit
-from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Observation
@@ -41,11 +39,7 @@ END = "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
-    folder = tmp_path_factory.mktemp("calculator")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("make_calculator.CHARACTERS", string.printable)
-        write_model(folder / "model")
-    return Codec.of(load_tokenizer(str(folder / "model")), whole=True)
+    return codec_of_characters(tmp_path_factory.mktemp("calculator"))
 
 
 class Gateway:

@@ -266,7 +266,8 @@ async def test_rollouts_of_a_process_that_ended_begin_again_once(tmp_path: Path)
             return segment(SAID)
 
     async with workers(tmp_path, "Mixed", whole=True) as environment:
-        attempts = Attempts(EnginePool([Says()], RolloutConfig()), environment, 0, 20)  # type: ignore[list-item]
+        engines: list[Any] = [Says()]
+        attempts = Attempts(EnginePool(engines, RolloutConfig()), environment, 0, 20)
 
         async def play(*told: str) -> list[Verdict]:
             made = [attempts.attempt(prompt(one), one, temperature=1.0) for one in told]

@@ -7,7 +7,7 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 31_160, "apps": 10_876, "tests": 39_481, "tools": 8_544}
+LIMITS = {"core": 31_159, "apps": 10_876, "tests": 39_479, "tools": 8_544}
 """{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
 
 

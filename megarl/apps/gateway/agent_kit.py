@@ -35,6 +35,7 @@ from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.user_calls import LimitExceeded, outcome_of
 from megarl.environments.user_code import Sources, own_function
 from megarl.files import canonical_json
+from megarl.lookup import AGENTS, load
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -96,7 +97,12 @@ class AgentKit:
             )
             self._check_readable()
         else:
-            self.function = own_function(settings.function, FUNCTION, sources=self._sources)
+            name = settings.function
+            self.function = (
+                load(AGENTS[name])
+                if name in AGENTS
+                else own_function(name, FUNCTION, sources=self._sources)
+            )
             require(
                 inspect.iscoroutinefunction(self.function),
                 f"{FUNCTION} is '{settings.function}', which is no async function; write it as"
@@ -115,10 +121,7 @@ class AgentKit:
             " the tokenizer (chat_template.jinja)",
         )
         tokenizer = self.codec.tokenizer
-        try:
-            CallReader(settings.parser, tokenizer, [ANY_TOOL])
-        except ValueError as error:
-            raise ValueError(str(error).replace("environment.tools", "environment.agent")) from None
+        CallReader(settings.parser, tokenizer, [ANY_TOOL], "environment.agent.parser")
         self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
         begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
         self.beginning = str(tokenizer.bos_token) if begins else ""
@@ -221,9 +224,9 @@ class AgentKit:
                     {
                         "id": call_id(),
                         "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
+                        "function": {"name": one.name, "arguments": one.arguments},
                     }
-                    for call in found
+                    for one in found
                 ]
         is_cut = not stop and len(token_ids) == room and int(token_ids[-1]) not in self.codec.ends
         finish = "tool_calls" if calls else "length" if is_cut else "stop"

@@ -43,10 +43,10 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 
 def rollouts(config: RunConfig, inputs: RunInputs) -> list[dict[str, Any]]:
-    """Generate one rollout for each of the first `sample.shown` prompts of `inputs` and return a
-    dict of each with `prompt`, `response`, `answer`, `reward`, `correct`, `turns` and so on, whose
-    texts have all special tokens. Starts an inference engine and stops it; blocks until all are
-    done.
+    """Generate one rollout for each of the first `sample.shown` prompts of `inputs`. Returns one
+    dict for each rollout with the keys of transcripts.jsonl, such as `prompt`, `response`,
+    `reward` and `turns`; its texts contain the special tokens. Starts an inference engine, blocks
+    until all rollouts are done, and stops the engine.
     """
     assert inputs.prompts is not None
     prompts = [

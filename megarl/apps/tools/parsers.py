@@ -29,9 +29,16 @@ class CallReader:
     one.
     """
 
-    def __init__(self, parser: str, tokenizer: Any, schemas: Sequence[Schema]) -> None:
+    def __init__(
+        self,
+        parser: str,
+        tokenizer: Any,
+        schemas: Sequence[Schema],
+        setting: str = "environment.tools.parser",
+    ) -> None:
         """`parser`: vLLM's name of it, such as "hermes". `tokenizer`: of transformers. `schemas`:
-        the tools, as dicts in OpenAI's format. Raises `ValueError` for an unknown parser, or one
+        the tools, as dicts in OpenAI's format. `setting`: key of the recipe with that name, for
+        messages. Raises `ValueError` for an unknown parser, or one
         that does not fit the tokenizer.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -41,9 +48,7 @@ class CallReader:
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
         if parser not in known:
-            raise ValueError(
-                f"environment.tools.parser is '{parser}'; set one of {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"{setting} is '{parser}'; set one of {', '.join(sorted(known))}")
         self._request = ChatCompletionRequest(
             messages=[{"role": "user", "content": ""}],
             tools=list(schemas),  # type: ignore[arg-type]
@@ -53,8 +58,8 @@ class CallReader:
             self._parser = kind(tokenizer, self._request.tools)  # type: ignore[arg-type]
         except Exception as error:
             raise ValueError(
-                f"environment.tools.parser is '{parser}', which does not fit the model's tokenizer:"
-                f" {error}; set the parser of this family of models"
+                f"{setting} is '{parser}', which does not fit the model's tokenizer: {error}; set"
+                " the parser of this family of models"
             ) from None
         marks = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_start_token")
         found = [getattr(self._parser, name, None) for name in marks]

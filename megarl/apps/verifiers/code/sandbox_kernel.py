@@ -6,13 +6,21 @@ pivot_root(2), mount_setattr(2), capabilities(7), seccomp(2).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import struct
 from collections.abc import Sequence
 
-from megarl.environments.isolation import call_libc
+from megarl.environments.isolation import (
+    ALLOW,
+    EQUAL,
+    GIVE,
+    LOAD,
+    REFUSE,
+    Instruction,
+    call_libc,
+    install_filter,
+)
 
 NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -26,7 +34,7 @@ FOLDER = "/box"
 MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_RECURSIVE = 0x8000
 
-SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP = 1, 4, 22
+SET_DEATH_SIGNAL, SET_DUMPABLE = 1, 4
 SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 36, 38
 
 NOBODY = 65534
@@ -90,7 +98,6 @@ DENIED = {
 """{system call: (its number on x86_64, on aarch64)} of calls that fail with EPERM in a program of a
 sandbox."""
 CLONE, CLONE3 = (56, 220), 435
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 EPERM, ENOSYS = 1, 38
 
 
@@ -135,34 +142,20 @@ def deny_system_calls() -> None:
     new namespace fail with EPERM. Raises `OSError`, and `KeyError` on a machine that is neither
     x86_64 nor aarch64.
     """
-    machine = platform.machine()
-    column = 0 if machine == "x86_64" else 1
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    errno, allow, kill = 0x00050000, 0x7FFF0000, 0x80000000
-    rules = [
-        (load, 0, 0, 4),  # architecture: the numbers of 32-bit calls are others
-        (equal, 1, 0, AUDIT[machine]),
-        (give, 0, 0, kill),
-        (load, 0, 0, 0),  # number of the call
-    ]
-    if machine == "x86_64":
-        rules += [(at_least, 0, 1, 0x40000000), (give, 0, 0, errno | ENOSYS)]  # x32
+    column, any_bit, rules = 0 if platform.machine() == "x86_64" else 1, 0x45, list[Instruction]()
     for numbers in DENIED.values():
         if numbers[column] is not None:
-            rules += [(equal, 0, 1, numbers[column]), (give, 0, 0, errno | EPERM)]
+            rules += [(EQUAL, 0, 1, numbers[column]), (GIVE, 0, 0, REFUSE | EPERM)]
     # The filter cannot read what clone3 points to; the C library then falls back to clone.
-    rules += [(equal, 0, 1, CLONE3), (give, 0, 0, errno | ENOSYS)]
+    rules += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | ENOSYS)]
     rules += [
-        (equal, 0, 3, CLONE[column]),
-        (load, 0, 0, 16),  # its flags
+        (EQUAL, 0, 3, CLONE[column]),
+        (LOAD, 0, 0, 16),  # its flags
         (any_bit, 0, 1, ANY_NAMESPACE),
-        (give, 0, 0, errno | EPERM),
-        (give, 0, 0, allow),
+        (GIVE, 0, 0, REFUSE | EPERM),
+        (GIVE, 0, 0, ALLOW),
     ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(code))
-    held = ctypes.create_string_buffer(program)
-    prctl(SET_SECCOMP, 2, ctypes.addressof(held))
+    install_filter(rules, x32=ENOSYS)
 
 
 def new_user(is_root: bool) -> None:
