@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,15 @@ PROBE = (
     " x[0] != 'it's'  # \u4f60\u597d\uff0c\u4e16\u754c \uff21 \ufb01 \U0001f600 </b>\n"
 )
 """Text on which two tokenizers are compared: spaces, new lines, digits, accents, code, CJK."""
+_TEXT_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "*.tiktoken", "tekken.json", "tokenization_*.py"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
+"""Patterns of the names of a tokenizer's files, chat templates included."""
+_FILES: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, bytes]]]
+_FILES = weakref.WeakKeyDictionary()
+"""{loaded tokenizer: (what could be changed since, the files that it was loaded from)}"""
 UNIGRAM, BPE, CHAR = 1, 2, 4  # TrainerSpec.ModelType of a SentencePiece file
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -75,7 +85,9 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     fix = "fetch it again" if local else f"'{name}' is not on this machine {why_absent(name)}"
     try:
         with opening(f"the tokenizer '{name}' does not load", fix=fix):
-            return _from_folder(name, only_local, trust_remote_code)
+            loaded = _from_folder(name, only_local, trust_remote_code)
+            _FILES[loaded] = (_state(loaded), _text_files(name))
+            return loaded
     except ValueError as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(
@@ -83,6 +95,34 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
                 " trust_remote_code to true"
             ) from error
         raise
+
+
+def source_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """{path in a folder: content} of the files that `tokenizer` was loaded from by
+    `load_tokenizer`, as they were then; none if it was changed since, or not loaded from a folder.
+    """
+    state, files = _FILES.get(tokenizer, ((), {}))
+    return files if state == _state(tokenizer) else {}
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """What may be set in a loaded tokenizer."""
+    return len(tokenizer), dict(tokenizer.special_tokens_map), tokenizer.chat_template
+
+
+def _text_files(name: str) -> dict[str, bytes]:
+    """{path in the folder: content} of a tokenizer's files, in a folder or the hub's cache."""
+    from transformers.utils.hub import cached_file
+
+    quiet = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    file = next(filter(None, (cached_file(name, file, **quiet) for file in _KNOWN)))
+    folder = Path(file).parent
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in _TEXT_FILES
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
 
 
 def _from_folder(name: str, only_local: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
