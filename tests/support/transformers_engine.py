@@ -30,7 +30,7 @@ class TransformersEngine:
         self.model: Any = transformers.AutoModelForCausalLM.from_config(
             self.hf, dtype=getattr(torch, config.dtype)
         )
-        self.stop, self.version = set(stop_token_ids), -1
+        self.ends, self.version = set(stop_token_ids), -1
         self.steps = self.open = 0
 
     async def start(self) -> None: ...
@@ -47,7 +47,7 @@ class TransformersEngine:
         draw = torch.Generator().manual_seed(seed)
         made, logprobs, versions = [], [], []
         self.open += 1
-        while len(made) < max_tokens and not (made and made[-1] in self.stop):
+        while len(made) < max_tokens and not (made and made[-1] in self.ends):
             last = self.law(prompt_ids + made, temperature or 1.0)[-1]
             chosen = (
                 torch.multinomial(last.exp(), 1, generator=draw) if temperature else last.argmax()
@@ -64,7 +64,7 @@ class TransformersEngine:
             num_tokens=len(made),
             arrays=TokenArrays(np.array(made, np.int32), np.array(logprobs, np.float32)),
             versions=spans,
-            finish="stop" if made[-1] in self.stop else "length",
+            finish="stop" if made[-1] in self.ends else "length",
         )
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
