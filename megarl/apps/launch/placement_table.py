@@ -68,7 +68,8 @@ def placement(config: AnyConfig, plan: LaunchPlan, gpus: Gpus) -> str:
         notes |= dict.fromkeys(_shared(rows, at))
     notes |= dict.fromkeys(_crossing(plan, gpus))
     tree = rows | ({"notes": [*notes]} if notes else {})
-    unit = "memory in GiB a GPU; layout: data x sequence x tensor, Z: ZeRO stage"
+    device = "rank" if gpus.on_cpu else "GPU"
+    unit = f"memory in GiB a {device}; layout: data x sequence x tensor, Z: ZeRO stage"
     text = yaml.safe_dump(tree, sort_keys=False, width=WIDTH, allow_unicode=True)
     return f"# placement; {unit}\n{text.rstrip()}"
 
