@@ -30,7 +30,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from typing import Any
 
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.assert_checker import check_asserts
+from megarl.files import remove_folder
 
 GRACE_S = 2.0
 """Seconds after a job's own time limit until the job is killed: its report is still to be written.
@@ -137,7 +137,7 @@ def _remove_old_folders() -> None:
     for name in os.listdir(base):
         process = name.removeprefix(FOLDER).partition("-")[0]
         if name.startswith(FOLDER) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+            remove_folder(os.path.join(base, name))
 
 
 def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
@@ -160,7 +160,7 @@ def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
         os.waitpid(first, 0)
         if not in_namespaces:
             end_children()  # which are the program's
-            shutil.rmtree(top, ignore_errors=True)
+            remove_folder(top)
     finally:
         os._exit(0)
 
@@ -306,7 +306,7 @@ class Programs:
             options = f"size={self.setup['file_mib']}m,nr_inodes=4096,mode=0777"
             kernel.mount("tmpfs", self.folder, "tmpfs", kernel.NOSUID | kernel.NODEV, options)
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
             os.mkdir(self.folder, 0o700)
             if self.setup["is_root"]:
                 os.chown(self.folder, kernel.NOBODY, kernel.NOBODY)
