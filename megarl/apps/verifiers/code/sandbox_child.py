@@ -200,7 +200,8 @@ def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
     with `go_on`. Blocks for at most `total_s` seconds.
 
     job: {"kind": "stdin", "calls" or "asserts", "program": its text, "tests": list, "total_s":
-    seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program}.
+    seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program,
+    "modules": of Python}.
     Returns a dict for each test that was run, in order. Its "status" is "ok" (with "output", the
     program's output or a function's reply as text; none for asserts), "failed" (exit code,
     exception or assertion), or the limit that was exceeded: "time", "output" or "memory". The last
@@ -247,7 +248,7 @@ def _begin(programs: Programs, job: dict[str, Any], tests: list[Any]) -> Running
         return Running(programs.start(command, total_s, null, null, null, reads, writes), out)
 
     def check() -> None:
-        check_asserts(tests, job["setup"], job["names"], job["program"])
+        check_asserts(tests, job["setup"], job["names"], job["modules"], job["program"])
 
     reads, asks = os.pipe()
     results, tells = os.pipe()
