@@ -276,9 +276,9 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs (text) are equal but for ASCII spaces at the ends of lines, empty lines at the
-    end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with leading
-    zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal point or
+    """Whether two outputs (text) are equal but for ASCII spaces at the ends of lines, empty lines
+    at the end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with
+    leading zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal point or
     exponent, relative to the expected number, or absolute where that is below 1.
     """
     ours, theirs = _kept_lines(found), _kept_lines(expected)

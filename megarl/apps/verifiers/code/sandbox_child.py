@@ -35,11 +35,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.assert_checker import check_asserts
+from megarl.environments.descendants import descendants, end_children
 from megarl.files import remove_folder
 
 GRACE_S = 2.0
@@ -55,10 +56,6 @@ PROGRAM = "program"
 """Name of the program's file in the folder of the program."""
 LOOK_EVERY_S = 0.02
 """Seconds between two looks at the memory of all processes of a program."""
-LOOK_AGAIN_S = 0.0005
-END_WITHIN_S = 1.5
-"""Seconds within which the processes of a program must have ended once they are killed; less than
-`GRACE_S`."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PIPE_BYTES = 65536
 MOST_FILES = 128
@@ -436,42 +433,6 @@ class Programs:
                 ended = os.waitid(os.P_PIDFD, running.handle.fileno(), os.WEXITED)
                 is_clean = ended and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
                 return "ok" if is_clean and not one_line else "failed", bytes(received)
-
-
-def end_children(*, all_of_namespace: bool = False) -> None:
-    """Kill this process's children and their descendants until none is left, and reap them. This
-    process must adopt those whose parent has ended, as a subreaper (prctl) or as the first process
-    of its PID namespace. Raises `TimeoutError` after 1.5 seconds.
-
-    `all_of_namespace`: kill all processes of this namespace but its first, in one system call.
-    """
-    until = time.monotonic() + END_WITHIN_S
-    while time.monotonic() < until:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        for process in (-1,) if all_of_namespace else descendants():
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(LOOK_AGAIN_S)
-    raise TimeoutError("a program's processes did not end when they were killed")
-
-
-def descendants() -> Iterator[int]:
-    """Yield the process ids of all descendants of this process, each as soon as it is found, so
-    that the caller can kill it before it forks again.
-    """
-    above = [os.getpid()]
-    while above:
-        process = above.pop()
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{process}/task"):
-                with open(f"/proc/{process}/task/{task}/children") as file:
-                    for child in map(int, file.read().split()):
-                        above.append(child)
-                        yield child
 
 
 def _tasks_of(user: int) -> int:
