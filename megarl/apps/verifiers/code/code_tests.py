@@ -278,8 +278,8 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
     """Whether two outputs (text) are equal but for ASCII spaces at the ends of lines, empty lines
     at the end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with
-    leading zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal point or
-    exponent, relative to the expected number, or absolute where that is below 1.
+    leading zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal
+    point or exponent, relative to the expected number, or absolute where that is below 1.
     """
     ours, theirs = _kept_lines(found), _kept_lines(expected)
     return len(ours) == len(theirs) and all(
@@ -317,7 +317,7 @@ def _close(found: float, expected: float, tolerance: float) -> bool:
     return abs(found - expected) <= tolerance * max(1.0, abs(expected)) < math.inf
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """A value that a program has returned, in the data that `encode` makes of it, as JSON: tuples
     as lists, and keys of dicts as texts. Raises `TypeError`, `ValueError` or `KeyError` for what
     JSON cannot hold, as a set, and for data that `encode` does not make.
@@ -325,15 +325,15 @@ def plain(value: Any) -> Any:
     No number is hashed: a dict of 50,000 that collide took two minutes.
     """
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [as_json(one) for one in value]
     if not isinstance(value, dict):
         return value
     if value["t"] == "tuple":
-        return plain(value["v"])
+        return as_json(value["v"])
     if value["t"] != "dict" or any(isinstance(key, list | dict) for key, _ in value["v"]):
         raise TypeError(f"JSON has no such {value['t']}")
     pairs = [(key if isinstance(key, str) else json.dumps(key), one) for key, one in value["v"]]
-    return {key: plain(one) for key, one in pairs}
+    return {key: as_json(one) for key, one in pairs}
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bool = False) -> bool:

@@ -117,7 +117,7 @@ def _passes(
         reply = json.loads(result["output"])
         if "value" not in reply:
             return False
-        found = code_tests.plain(reply["value"])
+        found = code_tests.as_json(reply["value"])
         return code_tests.same_value(found, expected, tolerance, wrapped=tests.wrapped)
     except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError):
         return False  # a program may write anything in place of a reply
