@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from megarl.errors import UserError
+from megarl.errors import ProcessLost, UserError
 
 LOG = "run.log"
 """Name of the log file in the run folder."""
@@ -337,6 +337,10 @@ def _report(error: Exception) -> None:
     line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += "; free some space where the run folder is, and go on with --resume auto"
+    if isinstance(error, ProcessLost):  # the traceback of who asked it says nothing
+        _log(f"rank {rank}: {trace}".encode(errors="backslashreplace"))
+        say(f"megarl: {who}: {said}")
+        return
     if _console.log is None:
         _write(2, printable(_kept().decode(errors="replace")) + trace + printable(line))
         return
