@@ -20,7 +20,6 @@ import numpy as np
 
 from megarl.apps.gateway.agent_program import (
     AgentFailed,
-    adopt_orphans,
     check_command,
     run_agent_program,
 )
@@ -113,8 +112,6 @@ class AgentKit:
         # A program, and the connection of a call, take some each.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
-        if settings.command:
-            adopt_orphans()
         require(
             self.codec.tokenizer.chat_template,
             "environment.agent needs a model whose tokenizer has a chat template; put one beside"

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     try:
         for line in questions(wanted.prompt):
             for piece in chat.reply(line):
-                print(piece, end="", flush=True)
+                print(console.printable(piece), end="", flush=True)
             print(flush=True)
     except BrokenPipeError:  # nobody reads any more; nor may the end of Python write
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
