@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.apps.verifiers.arithmetic import calculate
-from megarl.apps.verifiers.mathematics import depth
-from megarl.apps.verifiers.notation import plain_number, without_doubled
+
+from megarl.apps.verifiers.notation import plain_number
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier

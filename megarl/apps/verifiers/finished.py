@@ -118,6 +118,8 @@ def _product(node: Node, found: list[Node]) -> Fraction | None:
 
 def _quotient(node: Node, found: list[Node]) -> Fraction:
     over, under = (_plain(item) for item in node.items)
+    if over and node.text == "frac" and under is None and node.items[1].type == "power":
+        return over / _number(node.items[1], found)
     if not over or not under or node.text == ":" or over.denominator * under.denominator != 1:
         if not (over == 0 and under):
             raise _Unfinished
@@ -128,6 +130,13 @@ def _quotient(node: Node, found: list[Node]) -> Fraction:
     if whole or gcd(over.numerator, under.numerator) != 1:
         found.append(node)
     return over / under
+
+
+def _number(node: Node, found: list[Node]) -> Fraction:
+    value = _literal(node, found)
+    if value is None:
+        raise _Unfinished
+    return value
 
 
 def _power(node: Node, found: list[Node]) -> Fraction | None:
