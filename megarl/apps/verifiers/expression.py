@@ -36,11 +36,44 @@ MULTIPLES = {
     "dozen": 12,
 }  # fmt: skip
 NOT_UNITS = frozenset(
-    "half halves quarter quarters third thirds pi times plus minus over or by mod factorial not"
-    " maybe perhaps possibly either between but though alternatively otherwise unless"
-    " from each".split()
+    [
+        "half",
+        "halves",
+        "quarter",
+        "quarters",
+        "third",
+        "thirds",
+        "pi",
+        "times",
+        "plus",
+        "minus",
+        "over",
+        "or",
+        "by",
+        "mod",
+        "factorial",
+        "not",
+        "than",
+        "more",
+        "less",
+        "at",
+        "about",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "either",
+        "between",
+        "but",
+        "though",
+        "alternatively",
+        "otherwise",
+        "unless",
+        "from",
+        "each",
+    ]
 )
 """Words that change the value beside which they stand, so that they are no units."""
+NO_UNIT = re.compile(r"\d{2}|\d\s|[.?!]")
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|operatorname|rm)\*?"
 THOUSANDS = r"(?:,\\!|\{,\}|\\text\{,\}|\\[,!;: ]|[,~ \u00a0\u2009\u202f])"
 DECIMAL = rf"(?:\d{{1,3}}(?:{THOUSANDS}\d{{3}})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -69,7 +102,8 @@ TOKEN = re.compile(
     r"|(?P<root>\\sqrt(?![A-Za-z])|\u221a|sqrt(?![A-Za-z]))"
     r"|(?P<matrix>\\begin\s?\{(?P<type>[A-Za-z]*matrix|array|cases)\}(?:\{[lcr|]*\})?"
     r".*?\\end\s?\{(?P=type)\})"
-    rf"|(?P<unit>(?<=[\d}}\])]\s){LENGTHS}(?![A-Za-z]){POWER}(?:\s?/\s?{LENGTHS}{POWER})?(?![A-Za-z]))"
+    rf"|(?P<unit>(?<=[\d}}\])]\s){LENGTHS}(?![A-Za-z]){POWER}(?:\s?/\s?{LENGTHS}{POWER})?"
+    r"(?![A-Za-z]))"
     rf"|(?P<text>{TEXT}\s?\{{[^{{}}]*\}})"
     r"|(?P<separator>[,;\uff0c\u3001]|\\(?:lor|vee|land|wedge)(?![A-Za-z])"
     r"|(?:and|or)(?![A-Za-z]))"
@@ -98,7 +132,8 @@ VARIABLE = re.compile(r"[abcefijknopqrtuvwxyzA-Z]")
 CLOSING = {"(": ")", "{": "}", "[": "]", "\\{": "\\}"}
 RELATIONS = {
     "\\lt": "<", "\\gt": ">", "\\le": "\u2264", "\\leq": "\u2264", "\\leqslant": "\u2264",
-    "\\ge": "\u2265", "\\geq": "\u2265", "\\geqslant": "\u2265", "\\ne": "\u2260", "\\neq": "\u2260",
+    "\\ge": "\u2265", "\\geq": "\u2265", "\\geqslant": "\u2265",
+    "\\ne": "\u2260", "\\neq": "\u2260",
     "\\approx": "\u2248", "\\simeq": "\u2248", "\\doteq": "\u2248", "\\in": "\u2208",
 }  # fmt: skip
 CHARACTERS = {
@@ -130,9 +165,6 @@ class Node:
         yield self
         for item in self.items:
             yield from item.nodes()
-
-
-ONE = Node("number", text="1", value=Fraction(1))
 
 
 @lru_cache(maxsize=1024)
@@ -183,7 +215,7 @@ def _words(text: str, type: str) -> Iterator[tuple[str, str]]:
         yield "name", text
     elif re.search(r"\d", text) and not re.search(r"[A-Za-z]{2}", text):
         yield from _tokens(text)
-    elif NOT_UNITS.isdisjoint(re.findall("[a-z]+", lower)) and not re.search(r"\d{2}|\d\s|[.?!]", text):
+    elif NOT_UNITS.isdisjoint(re.findall("[a-z]+", lower)) and not NO_UNIT.search(text):
         multiples = MULTIPLES.keys() & set(lower.split())
         if multiples:  # as in "million dollars"
             yield "multiple", min(multiples)
@@ -194,7 +226,21 @@ def _words(text: str, type: str) -> Iterator[tuple[str, str]]:
 
 
 FACTORS = frozenset(
-    "number mixed repeating frac binom root matrix unit multiple floor open set name".split()
+    [
+        "number",
+        "mixed",
+        "repeating",
+        "frac",
+        "binom",
+        "root",
+        "matrix",
+        "unit",
+        "multiple",
+        "floor",
+        "open",
+        "set",
+        "name",
+    ]
 )
 
 
@@ -245,7 +291,8 @@ class _Reader:
     def _union(self, depth: int) -> Node:
         items, sign = [self._ratio(depth)], ""
         while self.type == "union":
-            sign = {"\u222a": "\\cup", "\u2229": "\\cap"}.get(self.tokens[self.place][1], self.take())
+            sign = self.take()
+            sign = {"\u222a": "\\cup", "\u2229": "\\cap"}.get(sign, sign)
             items.append(self._ratio(depth))
         return items[0] if not sign else Node("union", tuple(items), sign)
 
@@ -272,7 +319,7 @@ class _Reader:
 
     def _product(self, depth: int, *, bars: bool) -> Node:
         factor = self._power(depth)
-        factors = [factor]
+        factors, quotients = [factor], 0
         while True:
             if self.type in ("times", "over"):
                 kind, sign = self.type, self.take()
@@ -282,6 +329,9 @@ class _Reader:
                 factor = self._power(depth)
                 factor = Node("negative", (factor,)) if negative else factor
                 if kind == "over":
+                    quotients += 1
+                    if quotients > MAX_DEPTH:
+                        raise NotRead
                     before = factors[0] if len(factors) == 1 else Node("product", tuple(factors))
                     factors = [Node("quotient", (before, factor), "/" if sign == "/" else ":")]
                     continue
@@ -305,13 +355,15 @@ class _Reader:
             factors.append(factor)
         if len(factors) == 1:
             return factors[0]
-        if all(factor.type == "unit" for factor in factors):
+        if factors[0].type == "unit":
             raise NotRead
         return Node("product", tuple(factors))
 
     def _power(self, depth: int) -> Node:
-        base = self._atom(depth)
+        base, start = self._atom(depth), self.place
         while self.type in ("power", "raised", "factorial", "below", "prime"):
+            if self.place - start > MAX_DEPTH:  # each is one level of the tree
+                raise NotRead
             kind, sign = self.type, self.take()
             if kind == "factorial":
                 base = Node("factorial", (base,))
@@ -364,7 +416,8 @@ class _Reader:
             degree = Node("number", text="2", value=Fraction(2))
             if self.tokens[self.place][1] == "[":
                 degree = self._group(depth)
-            return Node("root", (degree, self._argument(depth) if text == "\\sqrt" else self._atom(depth)))
+            radicand = self._argument(depth) if text == "\\sqrt" else self._atom(depth)
+            return Node("root", (degree, radicand))
         if type == "matrix":
             return _matrix(text)
         if type == "set":
@@ -400,7 +453,7 @@ class _Reader:
                 self.take()
                 exponent = self._signed(depth)
         if self.type == "open":
-            argument = self._power(depth) if name not in ("max", "min", "gcd", "lcm") else self._atom(depth)
+            argument = self._power(depth)
         else:
             factors = []
             while self.type in FACTORS and not (
@@ -427,7 +480,8 @@ class _Reader:
             self.take()
             inside = Node("quotient", (inside, self.list(depth + 1)), "frac")
         closing = self.take()
-        if opening == "{" or (closing == CLOSING[opening] and inside.type != "list" and opening != "\\{"):
+        is_single = inside.type != "list" and opening != "\\{" and closing == CLOSING[opening]
+        if opening == "{" or is_single:
             if closing != CLOSING[opening]:
                 raise NotRead
             return inside

@@ -107,10 +107,10 @@ def _product(node: Node, found: list[Node]) -> Fraction | None:
     factors = list(_factors(node))
     values = [_literal(factor, found) for factor in factors]
     numbers = [factor for factor, value in zip(factors, values, strict=True) if value is not None]
-    if len(numbers) == 2 and [one.type for one in numbers] == ["number", "power"]:
-        if numbers[1].items[0].text == "10":
-            found.append(node)
-            numbers.pop()
+    is_scientific = [one.type for one in numbers] == ["number", "power"]
+    if is_scientific and numbers[1].items[0].text == "10":
+        found.append(node)
+        numbers.pop()
     if len(numbers) > 1:
         raise _Unfinished
     return values[0] if len(factors) == len(numbers) == 1 else None
@@ -120,10 +120,8 @@ def _quotient(node: Node, found: list[Node]) -> Fraction:
     over, under = (_plain(item) for item in node.items)
     if over and node.text == "frac" and under is None and node.items[1].type == "power":
         return over / _number(node.items[1], found)
-    if not over or not under or node.text == ":" or over.denominator * under.denominator != 1:
-        if not (over == 0 and under):
-            raise _Unfinished
-    assert over is not None and under is not None
+    if over is None or not under or node.text == ":" or over.denominator * under.denominator != 1:
+        raise _Unfinished
     whole = over % under == 0
     if whole and node.text != "frac" and node.type != "ratio":
         raise _Unfinished

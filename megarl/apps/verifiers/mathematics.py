@@ -34,7 +34,9 @@ from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
-BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|\b(?:or|and|maybe|perhaps|possibly)\b)(?:[\s$,]|or|and|maybe)*")
+BETWEEN_BOXES = re.compile(
+    r"[\s$]*(?:,|\b(?:or|and|maybe|perhaps|possibly)\b)(?:[\s$,]|or|and|maybe)*"
+)
 TAGS = ("<answer>", "</answer>")
 SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
 """Words that mark a line as a sentence, which is searched for its answer; a line without them is
@@ -61,9 +63,8 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
 
     async def verify(prompt: Prompt, response: str) -> float:
         text = cleaned(final_expression(prompt.answer) or prompt.answer)
-        if not text or compared_as_text(text, text) is None and read(text) is None and (
-            not re.search(r"[\\^!]", text)
-        ):  # fmt: skip
+        is_known = compared_as_text(text, text) is not None or read(text) is not None
+        if not text or not (is_known or re.search(r"[\\^!]", text)):
             raise ValueError(
                 f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
                 " mathematics; set environment.verifier to 'exact_match' or to a function of your"
@@ -73,7 +74,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         answer = marked(response)
         if answer is None:
             answer = final_answer(in_tags(response)[0])
-            if answer is None or compared_as_text(text, text):
+            if compared_as_text(text, text):  # words
                 answer = stated_words(in_tags(response)[0]) or answer
         if not answer or len(answer) > MAX_CHARACTERS:
             return 0.0
@@ -117,12 +118,15 @@ def _comparable(gold: Node, given: Node) -> tuple[Node | None, Node | None]:
     given_side = _side(given, gold_side)
     if given_side is None:
         return gold_side, None
-    if given_side.type == "relation" and gold_side.type not in ("relation", "list", "union", "tuple"):
-        sides = given_side.items
-        given_side = sides[-1] if set(given_side.text.split()) == {"="} else given_side
-    elif gold_side.type == "relation" and given_side.type != "relation" and _is_name(gold_side.items[0]):
-        gold_side = gold_side.items[-1] if gold_side.text == "=" else gold_side
+    if gold_side.type not in ("relation", "list", "union", "tuple") and _is_equation(given_side):
+        given_side = given_side.items[-1]
+    elif given_side.type != "relation" and _is_equation(gold_side) and _is_name(gold_side.items[0]):
+        gold_side = gold_side.items[-1]
     return gold_side, given_side
+
+
+def _is_equation(node: Node) -> bool:
+    return node.type == "relation" and set(node.text.split()) == {"="}
 
 
 def _side(node: Node, gold: Node | None) -> Node | None:
@@ -131,7 +135,8 @@ def _side(node: Node, gold: Node | None) -> Node | None:
     """
     if node.type == "list":
         sides = [_side(item, None) for item in node.items]
-        return None if None in sides else Node("list", tuple(one for one in sides if one), node.text)
+        items = tuple(one for one in sides if one is not None)
+        return Node("list", items, node.text) if len(items) == len(sides) else None
     if node.type != "relation":
         return node
     signs = node.text.split(" ")
@@ -146,12 +151,13 @@ def _side(node: Node, gold: Node | None) -> Node | None:
     if not all(_rounds(*pair) for pair in pairs_of(lasts)):
         return None
     last = exact(lasts[-1])
-    sides = groups[-1] if gold is not None and last is not None and last == exact(gold) else groups[0]
-    values = [one for one in sides if not variables(one)]
+    is_last = gold is not None and last is not None and last == exact(gold)
+    sides = groups[-1] if is_last else groups[0]
+    values = [one for one in sides if not variables(one) and one.type != "unit"]
     rounded = any("." in one.text for value in values for one in value.nodes())
     if any(not equal(*pair, rounded=rounded) for pair in pairs_of(values)):
         return None
-    others = [one for one in sides if variables(one)]
+    others = [one for one in sides if one not in values]
     if values and all(_is_name(one) for one in others):
         return next((one for one in reversed(values) if not is_unfinished(one)), values[-1])
     if len(sides) == 1:
@@ -170,7 +176,7 @@ def _is_name(node: Node) -> bool:
         return _is_name(node.items[0]) and all(
             one.type in ("name", "number", "tuple", "product") for one in node.items[1:]
         )
-    return node.type == "name"
+    return node.type in ("name", "unit")
 
 
 def _rounds(first: Node, second: Node) -> bool:
@@ -203,8 +209,8 @@ def is_answer(given: Node, gold: Node, whole: Node, question: str) -> bool:
     left = to_simplify(given) or []
     if to_simplify(gold):
         left = []
-    if key(given) != key(gold):
-        left = [*left, *(one for one in (given, whole) if exact(one) is None)]
+    wholes = [one for one in (given, whole) if key(one) != key(gold) and exact(one) is None]
+    left += [one for one in wholes if one.type != "relation" or not _is_name(one.items[0])]
     if not left or not question:
         return True
     copied = {

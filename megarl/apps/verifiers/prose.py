@@ -14,32 +14,34 @@ MAX_CHARACTERS = 10_000
 """Of a response without a marked answer, only so many characters from its end are searched."""
 NUMBER_WORDS = {
     word: value for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
-        " fifteen sixteen seventeen eighteen nineteen".split()
+        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
     )
 } | {word: 10 * value for value, word in enumerate(
-    "twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}  # fmt: skip
+    ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
 PARTS = {
     word: value for value, word in enumerate(
-        "half third quarter fifth sixth seventh eighth ninth tenth".split(), 2)
+        ["half", "third", "quarter", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], 2)
 } | {"halve": 2, "fourth": 4}  # fmt: skip
 _PARTS = "|".join(word + "s?" for word in PARTS)
 _WORDS = "|".join(sorted(NUMBER_WORDS, key=len, reverse=True))
 IN_WORDS = re.compile(
     rf"(?<![\w-])(?:(?P<whole>\d+|{_WORDS})\s+and\s+)?"
-    rf"(?P<over>\d+|an?|{_WORDS})[\s-]+(?P<part>{_PARTS})(?![\w-])", re.IGNORECASE,
+    rf"(?P<over>\d+|an?|{_WORDS})[\s-]+(?P<part>{_PARTS})(?![\w-])",
+    re.IGNORECASE,
 )
 """A fraction in words: two thirds, 2 and a half."""
-NUMBER_IN_WORDS = re.compile(rf"(?<![\w-])(?:{_WORDS})(?:[\s-]+(?:{_WORDS}))*(?![\w-])", re.IGNORECASE)
+NUMBER_IN_WORDS = re.compile(
+    rf"(?<![\w-])(?:{_WORDS})(?:[\s-]+(?:{_WORDS}))*(?![\w-])", re.IGNORECASE
+)
 AND_FRACTION = re.compile(r"(?<![\d.,/$])(\d+)\s+and\s+(\d+\s*/\s*\d+)(?![\d/])")
 CURRENCY = re.compile(
-    r"(?P<formula>\$\$.*?\$\$|\$(?!\d)[^$]*\$|\$\d[^$]*(?<!\s)\$(?!\d)"
+    r"(?P<formula>\$\$.*?\$\$|\$(?!\d)[^$\n]+\$|\$\d[^$]*(?<!\s)\$(?!\d)"
     r"|\$\d[^$]*\$(?=[\s.,;:)*]|\Z)|\\\$)|\$(?=\d)",
     re.DOTALL,
 )
 """A formula, or a dollar sign before a number that does not begin a formula: the sign that closes a
 formula has no space before it and no digit behind it."""
-FORMULA = r"\$\$[^$]+\$\$|\$[^$]+\$|\\\(.*?\\\)|\\\[.*?\\\]"
+FORMULA = r"\$\$[^$]+\$\$|\$[^$\n]+\$|\\\(.*?\\\)|\\\[.*?\\\]"
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _MULTIPLES = "|".join(word + "s?" for word in MULTIPLES)
 ATOM = (
@@ -47,18 +49,20 @@ ATOM = (
     rf"|(?<![A-Za-z_\d])(?<!\d[.,])(?:\d+\s+\d+\s*/\s*\d+(?![\d/])|\d*[{VULGAR}]|{DECIMAL}"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?)(?:(?:st|nd|rd|th)\b|(?![kKMB]\b))"
     rf"|\\(?!text|boxed)[a-zA-Z]+(?:\s*(?:{_GROUP}|\[\d\]))*|\\boxed\s*{_GROUP}"
-    r"|(?<![\w'])[a-zA-Z](?=\s?[=+*/^(\u2212-]\s?[\w\\$(.-])(?!\()|(?<=[=+*/^\d-])[a-zA-Z](?![\w'])|(?<=[=+*/^] )[a-zA-Z](?![\w']))"
+    r"|(?<![\w'])[a-zA-Z](?=\s?[=+*/^(\u2212-]\s?[\w\\$(.-])(?!\()"
+    r"|(?<=[=+*/^\d-])[a-zA-Z](?![\w'])|(?<=[=+*/^] )[a-zA-Z](?![\w']))"
 )
-SIGN = r"(?:(?<![\w)}\]]|\s)[-+\u2212\u2013](?=[\d.\\$(])|(?<=\s)[-+\u2212\u2013](?=[\d.\\$])|\b(?:minus|negative)\s+|(?<!\w)-)?"
+SIGN = r"(?:(?<![\w)}\]])[-+\u2212\u2013](?=[\d.\\$(])|\b(?:minus|negative)\s+|(?<!\w)-)?"
 JOIN = (
     r"[ ]?(?:[-+*/^=\u00d7\u00b7\u22c5\u00f7\u2212\u2013:\u2248<>\u2264\u2265]|\*\*)[ ]?"
     r"|\s(?:x|plus|minus|times|over|divided\s+by|multiplied\s+by|to\s+the\s+power\s+of"
-    r"|or|to|through|mod)\s|[ ]?[()][ ]?|,?[ ]+(?:or|and)[ ]+|,[ ]+|[ ]*"
+    r"|or|to|through|mod)\s|[ ]?[()][ ]?|,?[ ]+(?:or|and)[ ]+|,[ ]*|[ ]*"
 )
 OPENED, CLOSED = r"[(\[]*", r"(?:[)\]]|!|\s?\\?%|\u00b0)*"
 RUN = re.compile(
     rf"{SIGN}{OPENED}{SIGN}{ATOM}{CLOSED}(?:(?:{JOIN}){SIGN}{OPENED}{SIGN}{ATOM}{CLOSED})*"
-    rf"(?:\s+(?:{_MULTIPLES})\b|\s+squared\b|\s+cubed\b)?", re.DOTALL,
+    rf"(?:\s+(?:{_MULTIPLES})\b|\s+squared\b|\s+cubed\b)?",
+    re.DOTALL,
 )
 """A number, formula or expression in a sentence, whole: with its sign, its other parts, and the
 numbers that `or`, `to`, an operator or a comma joins to it."""
@@ -73,7 +77,9 @@ SENTENCE_END = re.compile(r"[.!?]\s|[.!?]\Z|\n|\u3002")
 _HEDGE = r"(?:or|maybe|perhaps|possibly|probably|alternatively|otherwise|unless|versus|vs)"
 HEDGED = re.compile(rf"\b{_HEDGE}\b[^\d.\n]{{0,30}}\Z", re.IGNORECASE)
 HEDGE_BEHIND = re.compile(
-    rf"\W*(?:[a-z]+\s){{0,2}}\(?(?:\b(?:but|though)\s)?\b{_HEDGE}\b(?!\s+(?:more|less)\b)", re.IGNORECASE
+    rf"\W*(?:[a-z]+\s){{0,2}}\(?(?:\b(?:but|though)\s)?\b{_HEDGE}\b"
+    r"(?!\s+(?:more|less)\b)",
+    re.IGNORECASE,
 )
 NEGATED = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|except|without|unlike)|n't|rather\s+than|instead\s+of"
@@ -82,13 +88,14 @@ NEGATED = re.compile(
     re.IGNORECASE,
 )
 NEGATED_BEHIND = re.compile(
-    r"\W*(?:is|was|would\s+be|seems)\s+(?:clearly\s+|surely\s+)?(?:wrong|incorrect|not\b|false|impossible)",
+    r"\W*(?:is|was|would\s+be|seems)\s+(?:clearly\s+|surely\s+)?"
+    r"(?:wrong|incorrect|not\b|false|impossible)",
     re.IGNORECASE,
 )
 RANGE = re.compile(r"\b(?:between|from)\s+\Z", re.IGNORECASE)
 COMPOUND = re.compile(
-    r"[\s-]*(?:feet|foot|ft|hours?|hrs?|h|minutes?|min|pounds?|lbs?|dollars?|weeks?|days?|years?|yards?"
-    r"|meters?|metres?|kilometers?|kg|m|degrees?|gallons?)[,\s]*(?:and\s)?\s*\Z",
+    r"[\s-]*(?:feet|foot|ft|hours?|hrs?|h|minutes?|min|pounds?|lbs?|dollars?|weeks?|days?|years?"
+    r"|yards?|meters?|metres?|kilometers?|kg|m|degrees?|gallons?)[,\s]*(?:and\s)?\s*\Z",
     re.IGNORECASE,
 )  # fmt: skip
 SMALLER = re.compile(
@@ -154,7 +161,7 @@ def final_answer(response: str, *, alone: bool = False) -> str | None:
         end = SENTENCE_END.search(text, start)
         behind = [
             n for n, one in enumerate(allowed)
-            if start - 1 <= one.start() < (end.start() if end else len(text)) and one.start() <= start + 60
+            if start - 1 <= one.start() < min(end.start() if end else len(text), start + 61)
         ]  # fmt: skip
         if behind:
             index = behind[0]

@@ -7,15 +7,16 @@ expression; a value that would take long, such as a tower of powers, is never co
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
 from mpmath import MPContext
 
-from megarl.apps.verifiers.expression import ONE, Node, key, replaced
+from megarl.apps.verifiers.expression import Node, key, replaced
 
 MAX_BITS = 20_000
 """A number is not computed if it, its numerator or denominator would have more bits."""
@@ -154,7 +155,9 @@ def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
             return first / last
         case "power":
             if first == 0:
-                return mp.one if last == 0 else first / (mp.re(last) > 0)
+                if mp.re(last) < 0:
+                    raise TooLarge
+                return mp.one if last == 0 else first
             if abs(last * mp.log(first)) > MAX_BITS:
                 raise TooLarge
             return first**last
@@ -189,6 +192,8 @@ def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
     """
     if key(first) == key(second):
         return True
+    if all(_is_plain(one) for one in (first, second)):
+        rounded = False
     values = exact(first), exact(second)
     if values[0] is not None and values[1] is not None:
         size = max(abs(values[0]), abs(values[1]))
@@ -199,6 +204,12 @@ def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
     if len(points[0]) != len(points[1]):  # one has variables that cancel
         points = points[0][:1] * len(POINTS), points[1][:1] * len(POINTS)
     return all(_near(*pair, rounded=rounded) for pair in zip(*points, strict=True))
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a number is written in digits that do not repeat, so that it is not rounded."""
+    number = next((one for one in node.nodes() if one.type not in ("negative", "product")), node)
+    return number.type == "number" and not re.search(r"overline|[ /]", number.text)
 
 
 def _near(first: tuple[Any, Any], second: tuple[Any, Any], *, rounded: bool) -> bool:
@@ -215,7 +226,9 @@ def proportional(first: Node, second: Node) -> bool:
     """Whether two equations or inequalities `lhs - rhs` are the same up to a factor; a positive one
     between inequalities.
     """
-    ends = [Node("sum", (one.items[0], Node("negative", (one.items[1],)))) for one in (first, second)]
+    ends = [
+        Node("sum", (one.items[0], Node("negative", one.items[1:2]))) for one in (first, second)
+    ]
     points = at_points(ends[0]), at_points(ends[1])
     if first.text != second.text or points[0] is None or points[1] is None:
         return False
@@ -231,7 +244,7 @@ def alternatives(node: Node) -> list[Node]:
     """The expressions that one with plus or minus signs stands for; `node` itself without any."""
     if not any(one.type == "pm" for one in node.nodes()):
         return [node]
-    return [replaced(node, lambda one: _signed(one, sign)) for sign in "+-"]
+    return [replaced(node, partial(_signed, sign=sign)) for sign in "+-"]
 
 
 def _signed(node: Node, sign: str) -> Node:
@@ -247,10 +260,7 @@ def equal(first: Node, second: Node, *, rounded: bool) -> bool:
     first, second = _interval(first), _interval(second)
     unordered = [_items(one) for one in (first, second)]
     if any(len(items) != 1 for items in unordered):
-        return first.type[:2] == second.type[:2] and _matched(*unordered, rounded=rounded) or (
-            {first.type, second.type} <= {"list", "set", "pm", "sum", "number", "relation", "negative", "product"}
-            and _matched(*unordered, rounded=rounded)
-        )
+        return _matched(*unordered, rounded=rounded)
     first, second = unordered[0][0], unordered[1][0]
     if "relation" in (first.type, second.type):
         return first.type == second.type and (
@@ -311,7 +321,8 @@ def _interval(node: Node) -> Node:
     """
     if node.type == "list" and node.items and "or" in node.text:
         parts = [_interval(item) for item in node.items]
-        return Node("union", tuple(parts), "\\cup") if all(one.type == "tuple" for one in parts) else node
+        are_intervals = all(one.type == "tuple" for one in parts)
+        return Node("union", tuple(parts), "\\cup") if are_intervals else node
     if node.type == "set" and node.text == "R":
         return Node("tuple", (Node("negative", (INFINITE,)), INFINITE), "()")
     if node.type != "relation":
@@ -332,14 +343,6 @@ def _interval(node: Node) -> Node:
     return Node("tuple", (items[0], items[2]), brackets)
 
 
-def constant(node: Node) -> bool:
-    """Whether an expression is one number, without variables."""
-    return not variables(node) and (exact(node) is not None or at_points(node) is not None)
-
-
 def pairs_of(items: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
     """Neighbours in a sequence."""
     return zip(items, items[1:], strict=False)
-
-
-__all__ = ["ONE", "equal", "exact"]
