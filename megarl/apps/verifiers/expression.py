@@ -35,43 +35,12 @@ MULTIPLES = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
     "dozen": 12,
 }  # fmt: skip
-NOT_UNITS = frozenset(
-    [
-        "half",
-        "halves",
-        "quarter",
-        "quarters",
-        "third",
-        "thirds",
-        "pi",
-        "times",
-        "plus",
-        "minus",
-        "over",
-        "or",
-        "by",
-        "mod",
-        "factorial",
-        "not",
-        "than",
-        "more",
-        "less",
-        "at",
-        "about",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "either",
-        "between",
-        "but",
-        "though",
-        "alternatively",
-        "otherwise",
-        "unless",
-        "from",
-        "each",
-    ]
-)
+NOT_UNITS = frozenset([
+    "half", "halves", "quarter", "quarters", "third", "thirds", "pi", "times", "plus", "minus",
+    "over", "or", "by", "mod", "factorial", "not", "than", "more", "less", "at", "about", "maybe",
+    "perhaps", "possibly", "either", "between", "but", "though", "alternatively", "otherwise",
+    "unless", "from", "each",
+])  # fmt: skip
 """Words that change the value beside which they stand, so that they are no units."""
 NO_UNIT = re.compile(r"\d{2}|\d\s|[.?!]")
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|operatorname|rm)\*?"
@@ -225,23 +194,10 @@ def _words(text: str, type: str) -> Iterator[tuple[str, str]]:
         yield "other", text
 
 
-FACTORS = frozenset(
-    [
-        "number",
-        "mixed",
-        "repeating",
-        "frac",
-        "binom",
-        "root",
-        "matrix",
-        "unit",
-        "multiple",
-        "floor",
-        "open",
-        "set",
-        "name",
-    ]
-)
+FACTORS = frozenset([
+    "number", "mixed", "repeating", "frac", "binom", "root", "matrix", "unit", "multiple",
+    "floor", "open", "set", "name",
+])  # fmt: skip
 
 
 class _Reader:

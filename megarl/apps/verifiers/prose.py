@@ -14,7 +14,11 @@ MAX_CHARACTERS = 10_000
 """Of a response without a marked answer, only so many characters from its end are searched."""
 NUMBER_WORDS = {
     word: value for value, word in enumerate(
-        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+        [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen",
+]
     )
 } | {word: 10 * value for value, word in enumerate(
     ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
@@ -48,7 +52,7 @@ ATOM = (
     rf"(?:{FORMULA}|(?<![\w.])\d{{1,2}}:[0-5]\d(?:\s?[ap]\.?m\b)?"
     rf"|(?<![A-Za-z_\d])(?<!\d[.,])(?:\d+\s+\d+\s*/\s*\d+(?![\d/])|\d*[{VULGAR}]|{DECIMAL}"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?)(?:(?:st|nd|rd|th)\b|(?![kKMB]\b))"
-    rf"|\\(?!text|boxed)[a-zA-Z]+(?:\s*(?:{_GROUP}|\[\d\]))*|\\boxed\s*{_GROUP}"
+    rf"|\\(?!text|boxed)[a-zA-Z]+(?:\s*(?:{_GROUP}|\[\d\]))*|\\boxed\s*{_GROUP}|(?<=[\^_]){_GROUP}"
     r"|(?<![\w'])[a-zA-Z](?=\s?[=+*/^(\u2212-]\s?[\w\\$(.-])(?!\()"
     r"|(?<=[=+*/^\d-])[a-zA-Z](?![\w'])|(?<=[=+*/^] )[a-zA-Z](?![\w']))"
 )
