@@ -56,8 +56,7 @@ class Receipts:
         for group in groups:
             if group.ordinal in self.carried:
                 continue
-            greedy = [] if group.greedy is None else [group.greedy]
-            for one in [*group.rollouts, *greedy]:
+            for one in group.members:
                 where = f"rollout {one.sample} of group {group.ordinal}"
                 self._refuse_unnamed(one.segments, where)
                 refuse_unknown_weights(spans_of(one.segments), self.known, where)

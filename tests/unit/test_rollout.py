@@ -212,7 +212,9 @@ class Greedy(Engine):
 @pytest.mark.parametrize("mode", ["reward", "tokens"])
 async def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
     """Each group has one; its tokens are sent only where reward models are to score it."""
-    made = service([Greedy()], num_data_ranks=2, group_filter="all", greedy_baseline=mode)
+    sent = dict(sends_untrained=True) if mode == "tokens" else {}
+    known = dict(group_filter="all", greedy_baseline=True, dealing=sent)
+    made = service([Greedy()], num_data_ranks=2, **known)
     for step, (batch, other) in enumerate(await drive(made, range(3))):
         assert len(batch.rewards) == 3 * 7
         greedy = batch.response_tokens == 0

@@ -113,7 +113,7 @@ class RandomEnvironment:
         self.verdicts[key] = Verdict(0.0 if failure else 1.0, correct=not failure, failure=failure)
         return self.verdicts[key]
 
-    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+    async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
         self.open.discard(key)
         self.verdicts[key] = Verdict(0.0, correct=False, judged=False)
         return self.verdicts[key]
