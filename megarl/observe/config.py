@@ -8,7 +8,7 @@ from megarl.schema import Config, Range, require
 STEP_METRICS = (
     *("reward/mean", "reward/std", "reward/responses", "accuracy"),
     *("length/mean", "length/max", "length/truncated_share", "length/penalty"),
-    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal"),
+    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal", "samples/computed"),
     *("staleness/max", "staleness/mean"),
     *("staleness/token_mean", "staleness/token_max"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),

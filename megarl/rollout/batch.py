@@ -234,6 +234,7 @@ def shares(
         ),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds, carried)
+        | {"samples/computed": sum(samples[n].is_trained for part in parts for n in part)}
         | ({"groups/stale": stale} if stale is not None else {})
         | ({"groups/equal": int(is_equal.sum())} if skips_equal else {}),
         warning=warning,

@@ -427,7 +427,7 @@ async def test_a_turn_has_stop_texts_of_its_own(tmp_path: Path) -> None:
 
 async def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
     segments, verdict = await play("Hangs", Script([10, 1]), tmp_path)
-    assert verdict.failure == "timeout" and verdict.reward == 0.0
+    assert verdict.failure == "response_limit" and not verdict.left_out and verdict.reward == 0.0
     assert [part.kind for part in segments] == ["environment", "model"]
 
 
