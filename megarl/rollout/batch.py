@@ -188,13 +188,12 @@ def shares(
     rollouts. `transcripts`: number of groups to write as text. `warning`: text to show to the user,
     "" for none.
 
-    `truncated`: with "leave_out", the tokens of rollouts that were cut off are not trained on; they
-    have their part in the mean of their group, but for a group with a greedy response, which alone
-    is compared with. `sends_untrained`: send the ranks also the tokens of samples that are not
-    trained on, which get a reward from a reward model there. `skips_equal`: do not send groups of
-    equal rewards, whose advantages are 0; their rewards and token counts still count in the step. A
-    mini-batch of such groups alone sends one sample, so that its optimizer step, of momentum alone,
-    is taken.
+    `truncated`: with "leave_out", rollouts that were cut off are not trained on; they count in the
+    mean of their group, unless a greedy response is compared with. `sends_untrained`: send the
+    ranks also the tokens of samples that are not trained on, which get a reward from a reward model
+    there. `skips_equal`: do not send groups of equal rewards, whose advantages are 0; their rewards
+    and token counts still count in the step. A mini-batch of such groups alone sends one sample, so
+    that its optimizer step, of momentum alone, is taken.
 
     `stale`: number of groups that the dispatch policy gave up for their age, for the metrics; None
     if the policy gives up none. `carried`: ordinals (positions in the training order) of the groups
@@ -203,10 +202,8 @@ def shares(
     each layer the model's sliding attention window in tokens, None for full attention; empty if all
     layers have full attention.
     """
-    if truncated == "leave_out":
-        accepted = [_without_cut_off(group) if group.greedy else group for group in accepted]
+    accepted, samples = _plans(accepted, truncated)
     rollouts = [rollout for group in accepted for rollout in _members(group)]
-    samples = _plans(accepted, truncated)
     group_of = np.repeat(np.arange(len(accepted)), [len(_members(group)) for group in accepted])
     sizes = _sizes(samples, accepted, group_of, prefix_saves)
     num_parts = min(num_mini_batches, len(accepted))
@@ -215,10 +212,8 @@ def shares(
         [skips_equal and len({one.reward for one in group.rollouts}) == 1 for group in accepted],
         dtype=bool,
     )
-    parts = [
-        _sent(np.flatnonzero(mini_batch_of == part), samples, group_of, is_equal, sends_untrained)
-        for part in range(num_parts)
-    ]
+    numbers = [np.flatnonzero(mini_batch_of == part) for part in range(num_parts)]
+    parts = [_sent(one, samples, group_of, is_equal, sends_untrained) for one in numbers]
     dealt, packed = _deal(
         parts, sizes, num_data_ranks, micro_batch_tokens, saves=prefix_saves, windows=windows
     )
@@ -260,10 +255,6 @@ def _sent(
     every = numbers.tolist()
     members = [n for n in every if sends_untrained or samples[n].is_trained]
     return [n for n in members if not is_equal[group_of[n]]] or (members or every)[:1]
-
-
-def _without_cut_off(group: Group) -> Group:
-    return replace(group, rollouts=[one for one in group.rollouts if not one.truncated])
 
 
 def _deal(
@@ -319,8 +310,15 @@ def _sizes(
     ]
 
 
-def _plans(groups: list[Group], truncated: TruncatedName) -> list[SamplePlan]:
-    """The samples of `groups`, with consecutive sample ids."""
+def _plans(groups: list[Group], truncated: TruncatedName) -> tuple[list[Group], list[SamplePlan]]:
+    """(the `groups` to train on, their samples with consecutive sample ids)."""
+    if truncated == "leave_out":
+        groups = [
+            replace(group, rollouts=[one for one in group.rollouts if not one.truncated])
+            if group.greedy
+            else group
+            for group in groups
+        ]
     made: list[SamplePlan] = []
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
@@ -336,7 +334,7 @@ def _plans(groups: list[Group], truncated: TruncatedName) -> list[SamplePlan]:
                     and not (truncated == "leave_out" and rollout.truncated),
                 )
             )
-    return made
+    return groups, made
 
 
 def describe(
