@@ -116,6 +116,8 @@ def lines(
         yield paint(turn["by"], console.printable(turn["text"]))
     mark = "right" if record["correct"] else "wrong"
     said = [paint(mark, mark), f"reward {record['reward']:+g}"]
+    if record.get("left_out"):
+        said = [paint("wrong", "not judged")]
     said += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
     if record["failure"]:
         said.append(f"failure {record['failure']}: {console.printable(record['detail'])}")

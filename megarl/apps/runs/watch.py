@@ -327,6 +327,8 @@ def _answers(group: dict[str, Any], width: int) -> Iterator[RenderableType]:
     with suppress(LookupError, TypeError, ValueError):  # transcripts of another program
         for one in group["rollouts"][-2:]:
             mark = ("right", "green") if one["correct"] else ("wrong", "red")
+            if one.get("left_out"):
+                mark = ("not judged", "dim")
             texts = f"{one['reward']:+.3g}", _middle_out(one["response"], width - 16)
             rows.append([_cell(*mark), *map(_cell, texts)])
     if rows:
