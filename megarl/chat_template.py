@@ -6,11 +6,13 @@ that ends a turn of the model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.control_tokens import ControlTokens
 from megarl.data.config import TemplateName
 from megarl.schema import require
 
@@ -100,11 +102,15 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         variables: Variables | None = None,
         setting: str = "prompts",
+        *,
+        control_tokens: bool = False,
     ) -> None:
         """`variables`: {name: value} that the template reads. `setting`: the section of the recipe
-        whose `template_variables` these are, for messages.
+        whose `template_variables` these are, for messages. `control_tokens`: text in a chat that
+        spells a control token is one; otherwise `text` marks it (see `megarl.control_tokens`).
         """
         self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
+        self._control = None if control_tokens else ControlTokens.of(tokenizer)
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
 
@@ -163,28 +169,52 @@ class ChatTemplate:
             names -= set(environment.globals)
         return sorted(names - GIVEN - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
+    def _as_text(self, turn: Turn) -> Turn:
+        """A turn whose texts spell no control token; of the model's turns only none that opens or
+        ends one.
+        """
+        if self._control is None:
+            return turn
+        names = self._turn_tokens if turn["role"] == "assistant" else None
+        return self._control.all_as_text(turn, names)
+
+    @functools.cached_property
+    def _turn_tokens(self) -> set[str]:
+        """Texts of the control tokens that open and end turns."""
+        asked, answer = {"role": "user", "content": HEARD}, {"role": "assistant", "content": SAID}
+        found = {self.tokenizer.bos_token, self.tokenizer.eos_token}
+        for chat in ([asked, answer, asked], [asked, answer], [asked]):
+            with contextlib.suppress(Exception):  # templates raise what they like
+                found |= {*ControlTokens.of(self.tokenizer).within(self._rendered(chat, asks=True))}
+        return {one for one in found if one} - {*tags_of(self.tokenizer.chat_template)}
+
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
         """Render a chat, a list of turns {role, content, ...}, as the model reads it, special
         tokens included. `asks`: end where the assistant's reply begins. `tools`: shown to the
         model, in OpenAI's format. A token that ends a turn is not doubled where a turn's content
-        ends with it already. Raises `ValueError`, which begins with `place` (the row), if the
-        template refuses the chat.
+        ends with it already. The text is marked. Raises `ValueError`, which begins with `place`
+        (the row), if the template refuses the chat.
         """
+        chat, shown = [*map(self._as_text, self._unended(chat))], list(tools)
+        shown = self._control.all_as_text(shown) if self._control is not None else shown
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    self._unended(chat),
-                    tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
-                    tokenize=False,
-                    add_generation_prompt=asks,
-                    **self.variables,
-                )
-            )
+            return self._rendered(chat, shown, asks=asks)
         except Exception as error:  # templates raise what they like, jinja2's errors among them
             raise ValueError(
                 f"{place}: the chat template refuses this chat: {error}; mend the chat or the"
                 " template"
             ) from error
+
+    def _rendered(self, chat: Sequence[Turn], tools: Tools = (), *, asks: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(chat),
+                tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=asks,
+                **self.variables,
+            )
+        )
 
     def around_reply(self) -> tuple[str, str]:
         """What the template writes around a turn of the user that replies to the model: (from
@@ -216,7 +246,8 @@ class ChatTemplate:
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
-        said, (stem, tag, _) = str(chat[-1]["content"] or ""), self._opened(before)
+        said = str(self._as_text(chat[-1])["content"] or "")
+        stem, tag, _ = self._opened(before)
         more = set(chat[-1]) - {"role", "content", "tool_calls"}  # such as thoughts by themselves
         if after.startswith(before):
             answer = self._until_end(after[len(before) :])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.chat_template import without_end
+from megarl.control_tokens import MARK, ControlTokens
 from megarl.data.config import TemplateName
 from megarl.third_party import opening
 
@@ -131,8 +132,9 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
     """Iterate over the token ids of each text, in order, tokenised 4096 texts at a time.
-    `add_special_tokens`: let the tokenizer add its special tokens; a beginning-of-sequence token
-    that a text already begins with is not doubled. Raises `ValueError` if the tokenizer fails.
+    Texts may be marked (see `megarl.control_tokens`). `add_special_tokens`: let the tokenizer add
+    its special tokens; a beginning-of-sequence token that a text already begins with is not
+    doubled. Raises `ValueError` if the tokenizer fails.
     """
     options: dict[str, Any] = {  # without masks, half the time
         "add_special_tokens": add_special_tokens,
@@ -141,8 +143,13 @@ def tokenised(
     }
     for start in range(0, len(texts), BATCH_TEXTS):
         batch = list(texts[start : start + BATCH_TEXTS])
+        marked = {number: text for number, text in enumerate(batch) if MARK in text}
+        batch = ["" if number in marked else text for number, text in enumerate(batch)]
         with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
             found = tokenizer(batch, **options).input_ids
+        for number, text in marked.items():
+            control = ControlTokens.of(tokenizer)
+            found[number] = control.ids(text, add_special_tokens=add_special_tokens)
         for ids in found:
             # A text may begin with the token that the tokenizer puts before every text.
             twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens

@@ -470,8 +470,7 @@ class Host:
             raise ValueError(f"the session's observation has max_tokens = {found.max_tokens}")
         reward = read_score(found.reward).reward
         if found.role:
-            before, after = self._codec.around
-            text = f"{before}{text}{after}"
+            text = self._codec.reply(text)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
         if isinstance(found, AgentObservation):
             return {"observation": found.token_ids, "stop": found.stop} | place

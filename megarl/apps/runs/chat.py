@@ -133,6 +133,8 @@ class Chat:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from megarl.data.tokens import tokenised
+
         if self._template is None:
             ids = self._tokenizer(text).input_ids
         else:
@@ -141,7 +143,7 @@ class Chat:
                 written = self._template.text(self._turns, "the conversation", asks=True)
             except ValueError as error:
                 raise UserError(str(error)) from error
-            ids = self._tokenizer(written, add_special_tokens=False).input_ids
+            (ids,) = tokenised(self._tokenizer, [written], add_special_tokens=False)
         if not ids:
             raise UserError(
                 f"the model's tokenizer knows no character of {text!r:.80}; ask something else"

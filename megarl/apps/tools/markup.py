@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.apps.tools.tool import Schema
 from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_turn
+from megarl.control_tokens import unmarked
 from megarl.files import canonical_json
 from megarl.schema import require
 
@@ -34,13 +35,20 @@ class TurnMarkup:
     """Whether the chat template can write several calls in one turn of the model."""
 
     def __init__(
-        self, tokenizer: Any, schemas: Sequence[Schema], variables: Variables | None = None
+        self,
+        tokenizer: Any,
+        schemas: Sequence[Schema],
+        variables: Variables | None = None,
+        *,
+        control_tokens: bool = False,
     ) -> None:
         """`tokenizer`: of transformers. `schemas`: the tools, as dicts in OpenAI's format; empty
         where each conversation brings its own (`following`). `variables`: of the chat template.
+        `control_tokens`: results and messages may write control tokens.
         Raises `ValueError` if the template does not show the tools or their results.
         """
-        self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
+        self._template = ChatTemplate(tokenizer, variables, control_tokens=control_tokens)
+        self._schemas = list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         self._asked = self._render([ASKED])
         self._questions: dict[str, str] = {}
@@ -57,7 +65,8 @@ class TurnMarkup:
             return
         fix = "use a model whose template does, or put one beside the tokenizer"
         fix += " (chat_template.jinja)"
-        missing = ", ".join(name for name in names if name not in self._asked)
+        shown = unmarked(self._asked)
+        missing = ", ".join(name for name in names if name not in shown)
         require(not missing, f"{SETTING} does not show the model its tools ({missing}); {fix}")
         is_shown = SAID in self._with_results(names[:1], [SAID])
         require(is_shown, f"{SETTING} does not show the model the result of a call; {fix}")
