@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl import console
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import ends_of_turns
 from megarl.checkpoints import progress
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checks import engine_checks, folder_checks, layout_checks, model_checks
@@ -136,7 +136,8 @@ def check_run(
         try_verifier(with_hidden(config), prompts, tokenizer, variables, chats=chats)
         try_filter(config, prompts)
     parts = [part for _, part in sources(config) if part.names_data]
-    ends = [end_of_turn(tokenizer, one.template, one.template_variables) for one in parts]
+    found_ends = (ends_of_turns(tokenizer, one.template, one.template_variables) for one in parts)
+    ends = [end for some in found_ends for end in some]
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     return RunInputs(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
+from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
 from megarl.data import chats
 from megarl.data.config import PreferencesConfig
 from megarl.data.forms import preferences_as_read, value_or_none
@@ -145,7 +145,7 @@ def load_preferences(
     as_read = partial(preferences_as_read, single=single)
     data = Reading(config, tokenizer, seed, setting, as_read)
     config = data.config
-    end = end_of_turn(tokenizer, config.template, config.template_variables)
+    ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     rows = [_judged(cells, data.template) for cells in data.rows]
     desirable = {row.label for row in rows}
     require(
@@ -157,8 +157,9 @@ def load_preferences(
     texts, sides = [row.prompt for row in rows], [*zip(*(row.replies for row in rows), strict=True)]
     data.check_texts(texts, *sides)
     prompts = data.prompt_tokens(texts)
-    replies = [without_end(tokenizer, side, end) for side in sides]
-    responses = [response_tokens(tokenizer, side, end) for side in replies]
+    is_chat = config.template == "chat"
+    replies = sides if is_chat else [without_end(tokenizer, side, ends[0]) for side in sides]
+    responses = [response_tokens(tokenizer, side, ends) for side in replies]
     for index, cells in enumerate(data.rows):
         cells.require(
             len(responses) == 1 or responses[0][index] != responses[1][index],

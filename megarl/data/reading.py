@@ -117,7 +117,15 @@ class Reading(Generic[C]):
     @property
     def warning(self) -> str:
         """What the user should know of the rows, as sentences joined by "; "; empty if nothing."""
-        return "; ".join(self.notes)
+        notes, count = self.notes, self.template.num_unopened if self.template else 0
+        if count:
+            notes = [
+                *notes,
+                f"the chat template writes the thoughts of {count} replies of {self.setting}, or"
+                " that there are none, otherwise than it begins a reply; they are trained on as"
+                " they are written",
+            ]
+        return "; ".join(notes)
 
     @property
     def _limit(self) -> tuple[str, int]:

@@ -91,13 +91,13 @@ def prompt_tokens(
 
 
 def response_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]
 ) -> TokenLists:
-    """Tokenise N responses and append the token id `end`, which ends a turn, to each. The texts
-    must not have this token at their end (`megarl.chat_template.without_end` removes it).
+    """Tokenise N responses and append the first of the token ids `ends`, which end a turn, to each
+    that does not end with one of them.
     """
     found = tokenised(tokenizer, texts, add_special_tokens=False)
-    return TokenLists([*ids, end] for ids in found)
+    return TokenLists(ids if ids and ids[-1] in ends else [*ids, ends[0]] for ids in found)
 
 
 def text_tokens(
@@ -124,7 +124,7 @@ def scored_tokens(
     tokenizer's initial special tokens to prompts.
     """
     asked = prompt_tokens(tokenizer, prompts, template)
-    replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), end)
+    replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), [end])
     return [asked[number] + replies[number] for number in range(len(prompts))]
 
 

@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.apps.serve.judge import JudgePrompt, VerdictReader
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import end_of_turn, ends_of_turns
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import check_model, stop_tokens
@@ -136,8 +136,8 @@ def check_judge(config: JudgeConfig) -> ServedJudge:
         )
         _check_engine(config.engine, hf, limit, "judge")
         template_name = "rendered" if config.chat else "none"
-        end = end_of_turn(tokenizer, template_name, config.template_variables)
-        stops = stop_tokens(tokenizer, config.model, hf, [end])
+        ends = ends_of_turns(tokenizer, template_name, config.template_variables)
+        stops = stop_tokens(tokenizer, config.model, hf, ends)
         return ServedJudge(tokenizer, limit, prompt, reader, stops)
 
 
