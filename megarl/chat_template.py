@@ -51,19 +51,25 @@ template's markup."""
 
 
 def end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    template: TemplateName,
+    variables: Variables | None = None,
+    *,
+    is_last: bool = False,
 ) -> int:
     """Id of the token with which the assistant's turns end, in training data and in rollouts: the
     special token that the tokenizer's chat template writes behind a turn of the assistant, and of
     several the one that ends a user's turn too. It is the tokenizer's end-of-sequence token without
     a chat template, with `template` 'none' (texts that no template wraps), or if the template
     writes no such token. `variables`: {name: value} that the chat template reads.
+    `is_last`: of the last turn of a conversation, which may end with another token.
 
     Raises `ValueError` if there is no such token and no end-of-sequence token.
     """
     found = tokenizer.eos_token_id
     if template != "none" and tokenizer.chat_template:
-        end = ChatTemplate(tokenizer, variables, control_tokens=True).ends.turn
+        ends = ChatTemplate(tokenizer, variables, control_tokens=True).ends
+        end = (is_last and ends.chat) or ends.turn
         found = tokenizer.convert_tokens_to_ids(end) if end else found
     require(
         found is not None,
@@ -212,8 +218,8 @@ class ChatTemplate:
         found = self._tokens_in(same, only_special=True)
         if turn in self._tokens_in(same) or found:
             return turn if turn in self._tokens_in(same) else found[-1], ""
-        end = "".join(self._tokens_in(between[len(same) :], only_special=True)[:1])
-        return end, _up_to(between[len(same) :], end)
+        end = "".join(self._tokens_in(between, only_special=True)[:1])
+        return end, _up_to(between.removeprefix(last), end) if between.startswith(last) else ""
 
     def _between(self, chat: Sequence[Turn], first: str, second: str) -> str:
         """The text between two texts in a rendered chat; empty if the template refuses it."""

@@ -99,7 +99,7 @@ def check_served_reward_model(config: ServedModelConfig) -> ServedRewardModel:
         else:
             _check_classifier(config.model.path, hf)
             _check_engine(config.engine, hf, limit, "reward_model")
-        end = end_of_turn(tokenizer, config.template)
+        end = end_of_turn(tokenizer, config.template, is_last=True)
         return ServedRewardModel(config, tokenizer, limit, end)
 
 
