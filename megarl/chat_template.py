@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.control_tokens import ControlTokens
 from megarl.data.config import TemplateName
 from megarl.schema import require
+from megarl.turn_ends import HEARD, SAID, TurnEnds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,14 +39,8 @@ CLOSING = re.compile(
     re.IGNORECASE,
 )
 """A closing tag of thoughts in a chat template, such as `</think>` and `[/THINK]`."""
-CALL_ID = "call00000"
-"""Id of a call in rendered conversations: nine letters and digits, as the templates of Mistral's
-models require."""
 NULL = re.compile(r"\b(?:None|null)\b")
 """What templates write for a content that is null."""
-SAID, HEARD = "MEGARLWROTETHIS", "MEGARLREADTHIS"
-"""What a turn of the model, and the user's reply to it, are in conversations rendered to learn a
-template's markup."""
 
 
 def end_of_turn(
@@ -95,24 +88,11 @@ def ends_of_turns(
     return found or [end]
 
 
-@dataclass(frozen=True)
-class TurnEnds:
-    """Texts of the tokens with which a chat template ends turns of the model; each may be empty."""
-
-    turn: str
-    """Behind a turn that another follows: its last token, or the first of the next turn."""
-    call: str
-    """Behind a turn with tool calls."""
-    call_closing: str
-    """What the template writes behind calls up to `call`, if it writes that with results alone."""
-    chat: str
-    """Behind the last turn of a conversation, where that is another token."""
-    closing: str
-    """What it writes behind a text of the model, up to `turn` or, without one, the next turn."""
-    opens_next: bool
-    """Whether `turn` is the first token of the next turn."""
-    is_inside: bool
-    """Whether `turn` is also written inside a turn, behind its thoughts."""
+def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Texts of the control tokens that open and end turns; without a chat template, or of one that
+    cannot be rendered, those that begin and end texts.
+    """
+    return ChatTemplate(tokenizer, control_tokens=True).turn_tokens
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
@@ -187,56 +167,7 @@ class ChatTemplate:
     @functools.cached_property
     def ends(self) -> TurnEnds:
         """The tokens with which turns of the model end, read from rendered conversations."""
-        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
-        heard = {"role": "user", "content": HEARD}
-        last = (self.text_or_none([asked, answer]) or "").rpartition(SAID)[2]
-        between = self._between([asked, answer, heard], SAID, HEARD)
-        after_user = self._tokens_in(self._between([heard, answer], HEARD, SAID))[:1]
-        both = self._tokens_in(alike(last, between))
-        found = both or self._tokens_in(between) or self._tokens_in(last)
-        turn = next(iter([one for one in after_user if one in both] or found), "")
-        other = "" if turn in self._tokens_in(last) else "".join(self._tokens_in(last)[:1])
-        thinks = answer | {"thinking": HEARD, "reasoning_content": HEARD}
-        is_inside = turn in self._tokens_in(self._between([asked, thinks], HEARD, SAID))
-        closing = _up_to(between, turn) if turn else alike(last, between)
-        opens_next = bool(turn) and turn not in last and not other
-        return TurnEnds(turn, *self._call_ends(turn), other, closing, opens_next, is_inside)
-
-    def _call_ends(self, turn: str) -> tuple[str, str]:
-        """(`call`, `call_closing`) of `ends`; empty where the template writes no calls. `turn`: the
-        token that ends a turn.
-        """
-        asked, last, between = {"role": "user", "content": "?"}, "", ""
-        for name, arguments in (("f", {"a": SAID}), (SAID, {})):  # some write no arguments
-            call = {"name": name, "arguments": arguments}
-            calls = [{"id": CALL_ID, "type": "function", "function": call}]
-            called = {"role": "assistant", "content": "", "tool_calls": calls}
-            result = {"role": "tool", "content": HEARD, "name": name, "tool_call_id": CALL_ID}
-            last = last or (self.text_or_none([asked, called]) or "").partition(SAID)[2]
-            between = between or self._between([asked, called, result], SAID, HEARD)
-        same = alike(last, between)
-        found = self._tokens_in(same, only_special=True)
-        if turn in self._tokens_in(same) or found:
-            return turn if turn in self._tokens_in(same) else found[-1], ""
-        end = "".join(self._tokens_in(between, only_special=True)[:1])
-        return end, _up_to(between.removeprefix(last), end) if between.startswith(last) else ""
-
-    def _between(self, chat: Sequence[Turn], first: str, second: str) -> str:
-        """The text between two texts in a rendered chat; empty if the template refuses it."""
-        return (self.text_or_none(chat) or "").partition(first)[2].partition(second)[0]
-
-    def _tokens_in(self, markup: str, *, only_special: bool = False) -> list[str]:
-        """The special tokens in a piece of markup, in order; if there are none, its control tokens,
-        among which are tags such as </answer>.
-        """
-        known = ControlTokens.of(self.tokenizer).within(markup)
-        special = [one for one in known if one in self._special]
-        return special if special or only_special else known
-
-    @functools.cached_property
-    def _special(self) -> set[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return {token.content for token in added if token.special}
+        return TurnEnds.of(self.text_or_none, self.tokenizer)
 
     def check_variables(self) -> None:
         """Raise `ValueError` if the template does not read one of the variables that were given to
@@ -275,11 +206,11 @@ class ChatTemplate:
         """
         if self._control is None:
             return turn
-        names = self._turn_tokens if turn["role"] == "assistant" else None
+        names = self.turn_tokens if turn["role"] == "assistant" else None
         return self._control.all_as_text(turn, names)
 
     @functools.cached_property
-    def _turn_tokens(self) -> set[str]:
+    def turn_tokens(self) -> set[str]:
         """Texts of the control tokens that open and end turns."""
         asked, answer = {"role": "user", "content": HEARD}, {"role": "assistant", "content": SAID}
         found = {self.tokenizer.bos_token, self.tokenizer.eos_token}
@@ -376,7 +307,7 @@ class ChatTemplate:
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
         said = str(self._as_text(chat[-1])["content"] or "")
-        stem, tag, _ = self._opened(before)
+        stem, tag, gap = self._opened(before)
         more = set(chat[-1]) - {"role", "content", "tool_calls"}  # such as thoughts by themselves
         tags = tags_of(self.tokenizer.chat_template)
         if after.startswith(before):
@@ -388,13 +319,15 @@ class ChatTemplate:
         elif stem != before and after.startswith(stem) and (more or not tag or tags[1] not in said):
             self.num_unopened += 1
             return stem, self._closed(after[len(stem) :], chat[-1])
-        elif not tag or more:
+        elif not tag or more or tags[1] not in said:
             return before, None
         whole = [*chat[:-1], chat[-1] | {"content": SAID}]
         head, _, rest = self.text(whole, place, asks=False, tools=tools).rpartition(SAID)
         if not head.startswith(stem):
             return before, None
-        return before, self.continued(said, before, place) + self._closed(rest, chat[-1])
+        if said.lstrip().startswith(tag):
+            said = said.lstrip().removeprefix(tag).removeprefix(gap)
+        return before, said + self._closed(rest, chat[-1])
 
     def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
         """Render a chat whose last turn is the assistant's as (prompt, answer up to the token that
@@ -439,31 +372,6 @@ class ChatTemplate:
         if gap.strip() == closing and tag:
             return stem, "", ""
         return (before, "", "") if gap.strip() else (stem, tag, gap)
-
-    def continued(self, said: str, before: str, place: str) -> str:
-        """The assistant's reply `said` as the continuation of `before`, the rendered text up to
-        where the reply begins. If `before` ends with an opening tag of thoughts (`<think>`), the
-        same tag is removed from the start of the reply; otherwise the reply is returned unchanged.
-        Raises `ValueError`, which begins with `place` (the row), if `before` ends with the tag and
-        the reply has no thoughts.
-        """
-        _, tag, gap = self._opened(before)
-        if not tag:
-            return said
-        closing = tags_of(self.tokenizer.chat_template)[1]
-        reads = ", ".join(self._reads)
-        other = (
-            f"set {self.setting}.template_variables (of the template's, {reads}) to turn them off"
-            if reads
-            else "use a template that does not open them"
-        )
-        require(
-            closing in said,
-            f"{place}: the chat template opens the thoughts of a reply with {tag}, but a reply has"
-            f" none; begin it with {tag}{closing} for empty thoughts, or {other}",
-        )
-        begun = said.lstrip()
-        return begun.removeprefix(tag).removeprefix(gap) if begun.startswith(tag) else said
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
         """Raise `ValueError`, which begins with `place` (the row), if the template does not write
@@ -519,16 +427,6 @@ class ChatTemplate:
             return self.text(chat, "", asks=False, tools=tools)
         except ValueError:
             return None
-
-
-def alike(first: str, second: str) -> str:
-    """The longest text with which both texts begin."""
-    return os.path.commonprefix([first, second])  # noqa: RUF071 (texts, not paths)
-
-
-def _up_to(text: str, end: str) -> str:
-    """A text up to the first `end` in it; empty if there is none."""
-    return text[: text.find(end) + len(end)] if end and end in text else ""
 
 
 def _parts(content: str | None) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
+from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, tags_of, without_end
 from megarl.data import chats
 from megarl.data.config import PreferencesConfig
 from megarl.data.forms import preferences_as_read, value_or_none
@@ -195,15 +195,19 @@ def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> J
     single = bool(config.response_column)
     names = ("response_column",) if single else ("chosen_column", "rejected_column")
     texts = [_texts(cells, name, template) for name in names]
+    # A prompt may end before or behind the tag that opens thoughts, by those of its response.
+    prompt = min((prompt for prompt, _, _ in texts), key=len)
+    rests = [longer.removeprefix(prompt) for longer, _, _ in texts]
+    opened = {"", *(tags_of(template.tokenizer.chat_template) if template else ())}
     cells.require(
-        len({prompt for prompt, _, _ in texts}) == 1,
+        all(rest.strip() in opened for rest in rests),
         f"the conversations of columns '{config.chosen_column}' and '{config.rejected_column}'"
         " differ before their last turn; drop the row",
     )
     margin = _margin(cells) if config.margin_column else 0.0
     label = not single or _label(cells)
-    _, replies, said = zip(*texts, strict=True)
-    return Judged([*said], texts[0][0], [*replies], margin, label)
+    replies = [rest + reply for rest, (_, reply, _) in zip(rests, texts, strict=True)]
+    return Judged([said for _, _, said in texts], prompt, replies, margin, label)
 
 
 def _texts(

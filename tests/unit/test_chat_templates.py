@@ -613,6 +613,9 @@ def test_a_reply_without_thoughts_where_they_are_opened(name: str, tmp_path: Pat
     prompt = OPENED.removesuffix("<think>\n")
     assert in_every_kind(tmp_path, tokenizer, "yes") == [prompt, "yes<|im_end|>"]
     assert pair_of(tmp_path, tokenizer, "<think></think>yes")[1] == "</think>yes<|im_end|>"
+    thinks = {"role": "assistant", "content": THOUGHTS[0]}
+    pair = preference(tmp_path, tokenizer, prompt=[ASK], chosen=[thinks], rejected=[ANSWER])
+    assert pair == (prompt, f"<think>\n{THOUGHTS[1]}<|im_end|>", "yes<|im_end|>")
 
 
 def test_thoughts_that_the_template_writes(tmp_path: Path) -> None:

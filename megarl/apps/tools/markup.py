@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.apps.tools.tool import Schema
-from megarl.chat_template import CALL_ID, SAID, ChatTemplate, Turn, Variables, alike
+from megarl.chat_template import ChatTemplate, Turn, Variables
 from megarl.control_tokens import unmarked
 from megarl.files import canonical_json
 from megarl.schema import require
+from megarl.turn_ends import CALL_ID, SAID, alike
 
 SETTING = "tools (environment.tools or environment.agent): the chat template"
 QUESTION = "MEGARLASKEDTHIS"
