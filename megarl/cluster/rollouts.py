@@ -280,6 +280,7 @@ def start_service(
         whole=config.environment.needs_template,
         variables=config.prompts.parts[0].template_variables,
         chats=bool(config.environment.session) and config.prompts.parts[0].template == "chat",
+        allows_control=config.environment.control_tokens,
     )
     engines.service = cluster.start_service(
         functools.partial(

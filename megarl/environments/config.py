@@ -184,6 +184,10 @@ class EnvironmentConfig(Config):
     max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
     """With a session or tools: most turns of the model in a rollout; a rollout that would need more
     is cut off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
+    control_tokens: Annotated[bool, TURNS] = False
+    """With a session or tools: text of others (results of tools, an agent's messages, observations
+    of the role user) that spells a control token of the tokenizer, such as `<|im_end|>`, is that
+    token; otherwise it is ordinary text."""
     threads: Annotated[int, Range(1, 1024), TURNS] = 1
     """With a session or tools: calls of plain (not `async`) functions that each worker process runs
     at a time. More than 1 only for functions that may run beside one another."""

@@ -408,7 +408,8 @@ class Host:
                 return {"answer": found.text, "metrics": metrics}
             if not isinstance(found, Observation):
                 return self._score(found)
-            reply = await self._observation(found)
+            last = int(token_ids[-1]) if found.follows is None and len(token_ids) else None
+            reply = await self._observation(found, last)
             if not reply["observation"] and found.follows in (None, -1):
                 raise ValueError(
                     f"the session's step returned the observation {found.text!r:.80}, which has no"
@@ -464,7 +465,7 @@ class Host:
         late = f"no reply within environment.{setting} = {limit_s:g} s"
         return await self._calls.run(function, arguments, limit_s, late)
 
-    async def _observation(self, found: Observation) -> Reply:
+    async def _observation(self, found: Observation, last: int | None = None) -> Reply:
         text = found.text
         if not isinstance(text, str):
             raise TypeError(f"the session's observation is {text!r:.200}, not a text")
@@ -477,8 +478,7 @@ class Host:
             raise ValueError(f"the session's observation has max_tokens = {found.max_tokens}")
         reward = as_reward(found.reward)
         if found.role:
-            before, after = self._codec.around
-            text = f"{before}{text}{after}"
+            text = self._codec.reply(text, last)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
         if isinstance(found, AgentObservation):
             return {"observation": found.token_ids, "stop": found.stop} | place

@@ -119,7 +119,8 @@ class AgentKit:
         )
         tokenizer = self.codec.tokenizer
         CallReader(settings.parser, tokenizer, [ANY_TOOL], "environment.agent.parser")
-        self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
+        allowed = self.codec.allows_control
+        self.markup = TurnMarkup(tokenizer, (), self.codec.variables, control_tokens=allowed)
         begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
         self.beginning = str(tokenizer.bos_token) if begins else ""
         """Special token with which the tokenizer begins a text that no template writes."""
