@@ -35,6 +35,7 @@ TOOL: Any = {
 ASKED: list[Any] = [{"role": "user", "content": "1+2"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 END = "<|im_end|>"
+NONE = {"unread": 0.0, "left_out": 0.0}
 Talk = Callable[[str, str], Awaitable[Any]]
 
 
@@ -127,7 +128,7 @@ def test_turns_continue_what_was_sampled(codec: Codec, tmp_path: Path) -> None:
 
     odd = f"  {CALL}"  # what a template would write without the spaces
     found = played(codec, tmp_path, [odd + END, "3" + END], talk)
-    assert found.answer == Answer("so 3", {"calls": 2.0, "conversations": 1.0})
+    assert found.answer == Answer("so 3", {"calls": 2.0, "conversations": 1.0} | NONE)
     first = "<|im_start|>system add<|im_end|><|im_start|>user1+2<|im_end|><|im_start|>assistant"
     assert found.read == [
         first,
@@ -159,8 +160,8 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
             return {"reward": 0.5, "turns": 2 * float((one, two) == ("one", "two"))}
 
     says = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 8.0, "conversations": 4.0}
+    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk, trains="all")
+    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 8.0, "conversations": 4.0} | NONE
     user, begin = "<|im_start|>user", "<|im_end|><|im_start|>assistant"
     first = f"{user}1+2{begin}"
     assert found.read == [
