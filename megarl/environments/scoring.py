@@ -140,7 +140,9 @@ class Environment:
             if self._config.session:  # whose answer need not be what the model wrote
                 prompt = without_opening(prompt, self._config.thinking)
             verdict = await self.score(prompt, outcome.answer, num_tokens, truncated=False)
-            return replace(verdict, metrics=outcome.metrics | verdict.metrics)
+            told = outcome.metrics | verdict.metrics
+            warning = "; ".join(filter(None, [outcome.warning, verdict.warning]))
+            return replace(verdict, metrics=told, untrained=outcome.untrained, warning=warning)
         return self._verdict(outcome, num_tokens)
 
     async def cut_off(self, key: str, num_tokens: int) -> Verdict:
@@ -150,7 +152,8 @@ class Environment:
         the tokens that the model generated.
         """
         if self._sessions is not None:
-            await self._sessions.cut_off(key)
+            untrained = (await self._sessions.cut_off(key)).untrained
+            return replace(self._no_verdict(num_tokens), untrained=untrained)
         return self._no_verdict(num_tokens)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
@@ -200,6 +203,7 @@ class Environment:
             penalty=penalty,
             metrics=outcome.metrics,
             warning=outcome.warning,
+            untrained=outcome.untrained,
             lost=outcome.lost,
         )
 

@@ -91,8 +91,8 @@ class AgentKit:
         """The HTTP client of all function agents; made with the first call."""
         self._thread = ThreadPoolExecutor(1)
         """A tokenizer is used by one thread at a time, and other rollouts do not wait for it."""
-        self.warnings: set[str] = set()
-        """What the user was told of agents in this process."""
+        self.has_warned = False
+        """Whether the user was told of a client that changes turns of the model."""
         self.serving: asyncio.Task[None] | None = None
         """The task of the server, which would end without a reference to it."""
 
@@ -505,17 +505,16 @@ class AgentSession:
                 return call
         return calls[-1] if calls else None
 
-    @property
-    def warning(self) -> str:
-        """What the user should know, once for each worker process; "" for nothing."""
-        said = self._conversations.changed
-        if not said or "changed" in self.kit.warnings:
-            return ""
-        self.kit.warnings.add("changed")
-        return (
-            "a conversation of an agent begins anew at a turn of the model that the agent's client"
-            f" has changed: {said}; see that the client sends back what it was given"
-        )
+    def told_at_end(self) -> dict[str, Any]:
+        """What the worker process replies besides at the end of the rollout."""
+        warning, changed = "", self._conversations.changed
+        if changed and not self.kit.has_warned:  # once for each worker process
+            self.kit.has_warned = True
+            warning = (
+                "a conversation of an agent begins anew at a turn of the model that the agent's"
+                f" client has changed: {changed}; see that it sends back what it was given"
+            )
+        return {"untrained": self.untrained, "warning": warning}
 
     async def close(self) -> None:
         """End the agent, and refuse its calls from now on."""
