@@ -320,7 +320,7 @@ class AgentSession:
         same and has lost its client before the answer was read. `is_retry`: the client says that it
         has sent the call before, so that it has thrown away an answer that it seems to have read.
         """
-        same = self._calls.setdefault(call.same(), [])
+        same = self._calls.setdefault(call.digest, [])
         left = [one for one in same if one.connection is None and one.error is None]
         unread = [one for one in left if not one.read_at] or (left[-1:] if is_retry else [])
         if unread:

@@ -87,6 +87,9 @@ class AgentCall:
     """When the whole answer was written to its connection, in seconds of a monotonic clock; 0: no
     client has read it."""
 
+    digest: bytes = b""
+    """As `same` returns it."""
+
     def same(self) -> bytes:
         """Digest that is equal for calls which ask the same."""
         limits = [self.max_tokens, self.count, self.calls_once, self.stop]
