@@ -180,6 +180,9 @@ class Verdict:
     """"tool_call" if the last response was cut off inside a call of a tool."""
     judged: bool = True
     """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
+    untrained: Sequence[int] = ()
+    """Numbers of the model's segments that the environment says are not trained: answers that an
+    agent has not read, or thrown away."""
     lost: bool = False
     """Whether the failure is the end of the process that ran the session, with all others in it."""
     left_out: bool = False

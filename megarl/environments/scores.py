@@ -221,6 +221,8 @@ class Outcome:
     warning: str = ""
     """What the user should know of the environment, such as a worker process that was replaced; in
     one outcome only."""
+    untrained: Sequence[int] = ()
+    """At the end of a session, the numbers of the model's segments that are not trained."""
     lost: bool = False
     """Whether the process of the session has ended, through whatever ran in it."""
 

@@ -140,7 +140,9 @@ class Environment:
             if self._config.session:  # whose answer need not be what the model wrote
                 prompt = without_opening(prompt, self._config.thinking)
             verdict = await self.score(prompt, outcome.answer, num_tokens, truncated=False)
-            return replace(verdict, metrics=outcome.metrics | verdict.metrics)
+            told = outcome.metrics | verdict.metrics
+            warning = "; ".join(filter(None, [outcome.warning, verdict.warning]))
+            return replace(verdict, metrics=told, untrained=outcome.untrained, warning=warning)
         return self._verdict(outcome, num_tokens)
 
     async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
@@ -151,7 +153,9 @@ class Environment:
         failure.
         """
         if self._sessions is not None:
-            await self._sessions.cut_off(key)
+            ended = await self._sessions.cut_off(key)
+            if not fault:
+                return replace(self._no_verdict(num_tokens), untrained=ended.untrained)
         if fault:
             return self._verdict(Outcome(failure="error", detail=fault), num_tokens)
         return self._no_verdict(num_tokens)
@@ -203,6 +207,7 @@ class Environment:
             penalty=penalty,
             metrics=outcome.metrics,
             warning=outcome.warning,
+            untrained=outcome.untrained,
             lost=outcome.lost,
             left_out=outcome.abstained
             or (config.on_failure == "leave_out" and outcome.failure not in ("", "response_limit")),

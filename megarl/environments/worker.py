@@ -390,10 +390,18 @@ class Host:
         closed and the reply is {answer: text for the verifier, metrics}, or {score, correct,
         metrics}, or {failure, detail}. Raises what the session raises.
         """
-        session, goes_on = self._open.pop(key, None), False
+        session = self._open.pop(key, None)
         if session is None:
             detail = "the session ended with the process it ran in, which another session broke"
             return {"failure": "error", "detail": detail}
+        reply: Reply = {}
+        with self._failing(reply):
+            reply |= await self._step(session, key, token_ids)
+        told = {} if "observation" in reply else getattr(session, "told_at_end", dict)()
+        return reply | told
+
+    async def _step(self, session: Any, key: str, token_ids: Any) -> Reply:
+        goes_on = False
         self._in_call.add(key)
         try:
             text = self._codec.decode(token_ids)
@@ -435,7 +443,7 @@ class Host:
                     raise TypeError(
                         f"cut_off_inside returned {finish!r:.80}, not '' or 'tool_call'"
                     )
-            return {"finish": finish}
+            return {"finish": finish} | getattr(session, "told_at_end", dict)()
         finally:
             await self._close(session)
 

@@ -421,7 +421,8 @@ class Workers:
             found = Outcome(failure=lost.failure, detail=said, lost=has_ended)
         if found.observation is not None:
             return found
-        return replace(found, warning=self.files.take_warning())
+        warning = "; ".join(filter(None, [found.warning, self.files.take_warning()]))
+        return replace(found, warning=warning)
 
     async def _shielded(self, call: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply to a call, which goes on if the caller is cancelled: the process is busy."""

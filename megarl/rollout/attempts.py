@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -146,7 +147,7 @@ class Attempts:
             if self.penalises_cut_off and segments and segments[-1].finish != "stop":
                 reward = verdict.reward - verdict.penalty - 1.0
                 verdict = replace(verdict, reward=reward, penalty=-1.0)
-            return segments, verdict
+            return trained(segments, verdict)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 asyncio.gather(self.environment.cut_off(key, 0), return_exceptions=True)
@@ -246,10 +247,39 @@ def path(segments: Sequence[Segment]) -> list[Segment]:
     """Those of a rollout's `segments` that the last one continues, and the last one, in order: all
     of them, unless the rollout is a tree (`Segment.follows`).
     """
-    found: list[Segment] = []
-    number = len(segments) - 1
-    while number >= 0:
-        found.append(segments[number])
-        follows = segments[number].follows
-        number = number - 1 if follows is None else follows
+    return [segments[number] for number in _numbers(segments, len(segments) - 1)]
+
+
+def _numbers(segments: Sequence[Segment], last: int) -> list[int]:
+    """Numbers of the `segments` that segment `last` continues, and `last`, in order."""
+    found: list[int] = []
+    while last >= 0:
+        found.append(last)
+        follows = segments[last].follows
+        last = last - 1 if follows is None else follows
     return found[::-1]
+
+
+def trained(segments: list[Segment], verdict: Verdict) -> tuple[list[Segment], Verdict]:
+    """(the `segments` of a rollout without those that are not trained (`verdict.untrained`), and
+    without what the model has read for these alone; the verdict). If none is trained the rollout is
+    a failure, with all segments.
+    """
+    models = [number for number, part in enumerate(segments) if part.kind == "model"]
+    lines = [_numbers(segments, number) for number in models if number not in verdict.untrained]
+    if not verdict.untrained:
+        return segments, verdict
+    if not lines:
+        detail = verdict.detail or "no client has read an answer of the model"
+        failure = verdict.failure or "error"
+        return segments, replace(verdict, failure=failure, detail=detail, left_out=True)
+    kept = sorted({number for line in lines for number in line})
+    before = {number: earlier for line in lines for earlier, number in pairwise([-1, *line])}
+    found: list[Segment] = []
+    for new, number in enumerate(kept):
+        part, follows = segments[number], before[number]
+        if follows >= 0 or part.follows is not None:
+            place = kept.index(follows) if follows >= 0 else -1
+            part = replace(part, follows=None if new and place == new - 1 else place)
+        found.append(part)
+    return [*found[:-1], replace(found[-1], finish=segments[-1].finish)], verdict
