@@ -303,7 +303,8 @@ class AgentSession:
         number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
         self._tokens += len(token_ids)
         tokens = self._context + len(token_ids)
-        self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
+        turn = plain(self._call.returned(choice))
+        self._conversations.answered(self._place, number, tokens, turn, said)
         self._call.add(choice)
 
     async def _observation(self) -> Observation | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,12 +75,19 @@ class AgentCall:
     them."""
     prompt_tokens: int = 0
     """Tokens of the conversation before the answer; set once it was written for the model."""
+    sends_back: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """The model's tool call as the agent will send it back, where its API cannot hold the same."""
     choices: list[Choice] = field(default_factory=list)
     """The answers so far."""
     answer: asyncio.Future[list[Choice]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """Resolves to the answers, or raises `ApiError`."""
+
+    def returned(self, choice: Choice) -> Turn:
+        """The answer as the agent will send it back."""
+        calls = [self.sends_back(call) for call in choice.calls]
+        return dict(choice.message) | ({"tool_calls": calls} if calls else {})
 
     def add(self, choice: Choice) -> None:
         """Note one answer; after the last, the call is answered."""

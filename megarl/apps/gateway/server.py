@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ MOST_BYTES = 2**22
 """Longest request."""
 MOST_ITEMS = 20_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
+MOST_TOLD = 32
+"""Types of tools of which is told that the model is not shown them."""
 MOST_OPEN = 256
 """Calls of one rollout that may wait at the same time."""
 
@@ -82,6 +85,8 @@ class Gateway:
         self._kit = kit
         self._is_for_tools: bool | None = None
         """Whether the chat template writes tools; None until a call has some."""
+        self._left_out: set[str] = set()
+        """Types of tools which the model was not shown, as they were told."""
         routes = [Route(form.path, self._handler(form), methods=["POST"]) for form in FORMS]
         routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
         routes.append(Route("/", _alive))
@@ -108,6 +113,7 @@ class Gateway:
                 raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
         asked = _read(form, body)
         self._check_model(asked.model)
+        self._tell(asked.left_out)
         call = asked.call
         if call.tools and not self._shows_tools(call.tools):
             raise unsupported("tools", "the model's chat template does not show them to the model")
@@ -131,6 +137,13 @@ class Gateway:
             events = _encoded(form.events(asked, call, choices))
             return StreamingResponse(events, media_type="text/event-stream")
         return _json(form.answer(asked, call, choices))
+
+    def _tell(self, left_out: Sequence[str]) -> None:
+        """Tell the user, once for each, of types of tools that the model is not shown."""
+        for name in sorted(set(left_out) - self._left_out)[: MOST_TOLD - len(self._left_out)]:
+            self._left_out.add(name)
+            said = "megarl: the agent's calls have tools of type"
+            print(f"{said} {name!r:.60}, which the model is not shown", file=sys.stderr, flush=True)
 
     def _shows_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the chat template writes tools; `tools`: those of a call."""
