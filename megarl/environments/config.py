@@ -237,9 +237,9 @@ class EnvironmentConfig(Config):
     """Time limit of a verifier call or session step, in seconds; of a reward server for all
     attempts at a response together. Beyond it the sample counts as a failure (time-out); the run
     goes on."""
-    load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 10.0
+    load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 60.0
     """Time limit in seconds for loading the verifier's or session's file in the check before a run.
-    A file that imports large libraries may need more."""
+    Importing torch takes 10 s on a busy machine."""
     memory_limit_mib: Annotated[int | None, Range(64, 2**24)] = None
     """Memory of a worker process in MiB (Linux); a verifier that asks for more fails. None: 512 for
     a built-in verifier, no limit for a user's file."""

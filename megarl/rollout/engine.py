@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
-from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
+from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu, tokenizer_arguments
 from megarl.rollout.engine_core import VllmProcess, vllm_imports
 from megarl.rollout.inference_engine import Pauses, Pulse
 from megarl.types import Segment, TokenArrays
@@ -70,9 +70,9 @@ class Engine(VllmProcess):
         sequence, prompt included. `environment`: variables to set in this process now, before vLLM
         is imported. `load`: read the model's weights from disk; otherwise they are random until
         version 0 arrives. `sleeps`: the engine can free its GPU memory for a colocated trainer and
-        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder
-        or hub name, needed for stop texts. `adapter_rank`: rank of the LoRA adapters that
-        `load_adapter` will bring; 0 for none.
+        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: as
+        `load_tokenizer` reads it, needed for stop texts; else empty. `adapter_rank`: rank of the
+        LoRA adapters that `load_adapter` will bring; 0 for none.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
@@ -92,11 +92,10 @@ class Engine(VllmProcess):
         """Prompt tokens of all answered requests, and how many of them were in the cache."""
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
-        self._on_cpu = is_on_cpu(environment)
+        self._on_cpu, self._tokenizer = is_on_cpu(environment), tokenizer
         self._arguments: dict[str, Any] = engine_arguments(
             config,
             model=model,
-            tokenizer=tokenizer,
             max_tokens=max_tokens,
             trust_remote_code=trust_remote_code,
             seed=seed,
@@ -126,17 +125,21 @@ class Engine(VllmProcess):
             from vllm.v1.engine.core_client import EngineCoreClient
 
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
-        arguments = AsyncEngineArgs(
-            **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
-        )
+        transfer = WeightTransferConfig(backend=BACKEND)
+        trusted = self._arguments["trust_remote_code"]
         make: Any = EngineCoreClient.make_async_mp_client
 
         def make_core(**settings: Any) -> Any:
             return make(**settings | {"log_stats": True})
 
         # The core alone keeps statistics: it then says which requests it pushes out of the cache.
-        with patch.object(EngineCoreClient, "make_async_mp_client", make_core):
-            self._llm = AsyncLLM.from_engine_args(arguments)
+        with (
+            tokenizer_arguments(self._tokenizer, trust_remote_code=trusted) as text,
+            patch.object(EngineCoreClient, "make_async_mp_client", make_core),
+        ):
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._arguments | text, weight_transfer_config=transfer)
+            )
         self._count_steps()
 
     async def generate(

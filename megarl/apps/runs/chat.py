@@ -177,7 +177,7 @@ def _engine(path: str, context: int) -> Any:
     from megarl.cluster.process_env import engine_environment
     from megarl.quick_imports import quick_imports
     from megarl.rollout.config import EngineConfig
-    from megarl.rollout.engine_arguments import engine_arguments
+    from megarl.rollout.engine_arguments import engine_arguments, tokenizer_arguments
     from megarl.trainer import threads
     from megarl.trainer.precision import has_bfloat16
 
@@ -193,10 +193,10 @@ def _engine(path: str, context: int) -> Any:
     settings = engine_arguments(
         config,
         model=path,
-        tokenizer=path,
         max_tokens=context,
         trust_remote_code=False,
         seed=0,
         on_cpu=on_cpu,
     )
-    return LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))
+    with tokenizer_arguments(path) as text:
+        return LLMEngine.from_engine_args(EngineArgs(**settings | text, generation_config="vllm"))
