@@ -140,9 +140,6 @@ class Segment:
     max_next: int = 0
     """In an environment segment, the most tokens of the model's segment that follows; 0: no limit
     but the rollout's."""
-    receipts: list[str] = field(default_factory=list)
-    """For each item of `versions`, a digest, in hexadecimal, of the weights that the engine
-    computed with; "" where it has none."""
     follows: int | None = None
     """Number, in the rollout's list of segments, of the segment that this one continues; None: the
     one before it. -1: none, a conversation of its own begins. A rollout whose segments are not one

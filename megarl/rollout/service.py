@@ -194,6 +194,10 @@ class RolloutService:
         self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)
+        self._adopted = set[int]()
+        """Ordinals of the groups that came with the checkpoint."""
+        self._published = -1
+        """Newest version that the ledger has as published."""
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, Cursor] = {first_step: cursor}
@@ -243,8 +247,8 @@ class RolloutService:
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         """Start to generate, once the weights with which the run begins are on the engines; returns
-        while groups are being generated. `receipts`: digests of these weights, one of which each
-        response must carry; empty to check nothing.
+        while groups are being generated. `receipts`: digests of these weights, for the ledger;
+        empty for a command that publishes none.
         """
         self._closed_at = time.monotonic()
         self.engines.version = self.window.version
@@ -265,7 +269,7 @@ class RolloutService:
             if self.window.adopt(group.ordinal, version, self._accepts(group)):
                 seed = self._attempts.seed(group.ordinal, 0)
                 self.ledger.put(Carried(group.ordinal, group.prompt.index, version, seed))
-                self.engines.receipts.carried.add(group.ordinal)
+                self._adopted.add(group.ordinal)
                 await self._add(group)
         self._carried = []
         await self._dispatch()
@@ -303,8 +307,6 @@ class RolloutService:
         if self._waits.is_interrupted and step > self._taken:
             return None
         self._waits.raise_failure()
-        if step > self._taken:
-            self.engines.receipts.check_groups(self._finished.closed.get(step, ()))
         self._taken = max(self._taken, step)
         plan = self._ready[step].plans[data_rank]
         if data_rank == 0:
@@ -315,8 +317,7 @@ class RolloutService:
     async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
         """Note that weights of `version` are on the engines; every rank may tell it. Discards the
         batches of earlier steps, and starts the groups that the staleness limit now allows.
-        `receipts`: digests of these weights, one of which each response must carry; empty if
-        unknown.
+        `receipts`: digests of these weights, for the ledger; empty if unknown.
         """
         self.ledger.release(version)
         self._publish(version, receipts)
@@ -338,8 +339,9 @@ class RolloutService:
         await self._dispatch()
 
     def _publish(self, version: int, receipts: Sequence[str]) -> None:
-        """Note the receipts of weights that are on the engines, unless they are known."""
-        if self.engines.receipts.publish(version, receipts):
+        """Write the receipts of weights that are on the engines to the ledger, once."""
+        if receipts and version > self._published:
+            self._published = version
             self.ledger.put(Published(version, list(receipts)))
 
     async def cursor(self, step: int) -> Cursor:
@@ -354,11 +356,9 @@ class RolloutService:
     async def unused(self, step: int, data_rank: int) -> list[Group]:
         """The finished groups that the first `step` steps have not used and that `data_rank` is to
         write into a checkpoint: those whose ordinal (position in the training order) modulo the
-        number of data ranks is `data_rank`. Raises `RuntimeError` if a group was generated with
-        other weights than the trainer sent.
+        number of data ranks is `data_rank`.
         """
         groups = self._finished.after(step)
-        self.engines.receipts.check_groups(groups)
         await self.ledger.durable()
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
@@ -492,7 +492,7 @@ class RolloutService:
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
             with_greedy=self._greedy_baseline == "tokens",
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
-            carried=self.engines.receipts.carried,
+            carried=self._adopted,
         )
 
     def _seconds(self, step: int) -> float:
