@@ -243,6 +243,7 @@ class RunContext:
         made = Checkpoints(
             self.folder / "checkpoints",
             keep=training.checkpoint.keep,
+            best=training.checkpoint.best,
             engine=engine,
             tokenizer=self.inputs.tokenizer,
             mesh=self.mesh,
@@ -334,7 +335,7 @@ class RunContext:
         if foreign:
             console.say(
                 f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
-                " (of another version of megarl, or no longer in the recipe)"
+                " (this version of megarl does not have them)"
             )
         recipe.write_text(dump(config))
 
@@ -483,14 +484,14 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[tuple[str, Any, Any]
         pairs |= {key: (value, _UNKNOWN) for key, value in old.items() if key not in pairs}
     elif isinstance(new, dict) and isinstance(old, dict):
         pairs = {key: (old.get(key, "none"), new.get(key, "none")) for key in {**old, **new}}
-    elif isinstance(new, tuple) and any(isinstance(one, dict) for one in [*(old or ()), *plain]):
-        pairs = dict(enumerate(itertools.zip_longest(old or (), new, fillvalue="none")))
+    elif isinstance(old, list) and any(isinstance(one, dict) for one in [*old, *(plain or ())]):
+        pairs = dict(enumerate(itertools.zip_longest(old, new or (), fillvalue="none")))
     else:
         if new is _UNKNOWN or old != plain:
             yield name, old, new if new is _UNKNOWN else plain
         return
     for key, (one, other) in pairs.items():
-        mark = f"[{key}]" if isinstance(new, tuple) else f".{key}"
+        mark = f"[{key}]" if isinstance(old, list) else f".{key}"
         yield from _differences(one, other, f"{name}{mark}".removeprefix("."))
 
 
