@@ -114,6 +114,9 @@ class Checkpoints:
     """Content of the model's generation_config.json, for the saved model; None for what
     transformers makes of its config."""
 
+    names: Mapping[str, str] = field(default_factory=dict)
+    """{name of a parameter: its name in the saved model}, of those with another one there."""
+
     def __post_init__(self) -> None:
         self._writing: Writing | None = None
         self._times = dict[str, float]()
@@ -336,10 +339,12 @@ class Checkpoints:
         the same for every checkpoint of the run, so it is made once.
         """
         assert self.engine is not None
-        module, mesh = self.engine.module, self.mesh
-        shapes = module.shapes()
-        stage = self.engine.config.zero_stage
+        module, mesh, names = self.engine.module, self.mesh, self.names
+        shapes, stage = module.shapes(), self.engine.config.zero_stage
         owned = training_owned(shapes, module.shards, mesh.layout, stage)
+        for one in owned:  # the buffers keep their names
+            one.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in one.pieces]
+        shapes = {names.get(name, name): shape for name, shape in shapes.items()}
         dtype = next(module.model.parameters()).dtype
         return WeightExport(owned, shapes, dtype)
 

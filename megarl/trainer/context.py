@@ -52,7 +52,7 @@ from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import refuse_different, slow_line
 from megarl.trainer.threads import trainer_threads
-from megarl.trainer.weights import base_digest
+from megarl.trainer.weights import base_digest, exported_names
 from megarl.weight_sync.parameters import ParameterSpec
 
 if TYPE_CHECKING:
@@ -258,6 +258,7 @@ class RunContext:
             run_id=self.run_id,
             in_background=training.checkpoint.background,
             generation=generation_config(self.config.model) if self.is_main else None,
+            names=exported_names(model) if model is not None else {},
         )
         self.stack.callback(made.close)
         return made
