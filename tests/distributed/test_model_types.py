@@ -30,8 +30,9 @@ def rows() -> dict[str, tuple[str, ...]]:
     import model_types
 
     from megarl.parallel.layout import Layout
-    from megarl.parallel.mesh import ProcessMesh
+    from megarl.parallel.mesh import ProcessMesh, initialise
 
+    initialise()
     with ProcessMesh(Layout()) as ranks:
         found = {kind: model_types.row(kind, ranks) for kind in (*TRAINED, *REFUSED)}
     return found | {
