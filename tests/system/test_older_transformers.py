@@ -47,14 +47,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """{family: a small model whose positions are not those of the defaults}"""
 READ = """
 import json, sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+# Version 5 splits every tokenizer beside a Qwen2 as Qwen's own, unless it is told the class.
+is_older = transformers.__version__ < "5"
+load_tokenizer = (AutoTokenizer if is_older else PreTrainedTokenizerFast).from_pretrained
 for folder, text in json.loads(sys.argv[1]):
     kept = torch.load(folder + "/expected.pt")
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(kept["ids"]).logits
     gap = (logits - kept["logits"]).abs().max().item()
-    print(json.dumps([folder, gap, AutoTokenizer.from_pretrained(folder)(text).input_ids]))
+    print(json.dumps([folder, gap, load_tokenizer(folder)(text).input_ids]))
 """
 
 
