@@ -28,7 +28,7 @@ from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
 
 DEEP = "[" * 200_000
-OWNER = ".owner.000001.json"
+OWNER = ".owner.json"
 FILES = (
     *(OWNER, "ledger.jsonl", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"),
     *("transcripts.000001-000002.jsonl", "recipe.yaml", "run.log", "report.html"),
@@ -127,7 +127,8 @@ def test_links_files_of_others_and_files_that_vanish_pass(
 
 
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
-    assert lease.decode_lease(DEEP.encode()) is None
+    (tmp_path / OWNER).write_text(DEEP)
+    assert lease.read_owner(tmp_path) is None
     path = tmp_path / "metrics.jsonl"
     for text in (DEEP + "\n", '{"step": ' + "9" * 5000 + "}\n"):
         path.write_text(text)

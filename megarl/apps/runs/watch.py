@@ -34,7 +34,7 @@ from megarl.activity.files import (
     waits_on,
 )
 from megarl.apps.runs.status import owner_state
-from megarl.checkpoints.lease import newest
+from megarl.checkpoints.lease import read_owner
 from megarl.checks.folder_checks import RECIPE
 from megarl.console import Arguments, in_terminal, result
 from megarl.errors import UserError, shortened
@@ -158,8 +158,8 @@ class RunView:
         steps = {one["step"]: one for one in found if "step" in one}
         run, done = Run([steps[step] for step in sorted(steps)], [], []), max(steps, default=0)
         recipe = self._read_recipe()
-        owner, total = newest(self._run)[1], recipe.get("steps")
-        state = owner_state(owner) if owner else "ended"
+        owner, total = read_owner(self._run), recipe.get("steps")
+        state = owner_state(self._run, owner) if owner else "ended"
         total = total if isinstance(total, int) and 0 < total < 2**63 else None
         is_over = state in ("ended", "gone")
         finished = is_over and total is not None and done >= total
