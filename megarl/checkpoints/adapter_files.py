@@ -75,7 +75,8 @@ def adapter_bytes(
     """
     classifies = SCORE in tensors
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
-    settings = PLAIN | {
+    # Without the settings that are off: older versions of PEFT refuse those that they do not know.
+    settings = {key: value for key, value in PLAIN.items() if value} | {
         "task_type": "SEQ_CLS" if classifies else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,

@@ -42,9 +42,10 @@ def write_description(
     generation: bytes | None = None,
 ) -> list[Path]:
     """Write into `folder` what a Hugging Face model has beside its weights: config.json,
-    generation_config.json and the tokenizer's files, which are those that it was loaded from unless
-    it was changed. Returns the paths of all files in the folder that hold no weights. `generation`:
-    content of generation_config.json; None for what transformers makes of the config.
+    generation_config.json and the tokenizer's files, byte by byte those that it was loaded from
+    unless it was changed, or only transformers 5 knows their class. Returns the paths of all files
+    in the folder that hold no weights. `generation`: content of generation_config.json; None for
+    what transformers makes of the config.
     """
     model.config.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text())
@@ -62,7 +63,7 @@ def write_description(
         (folder / name).write_bytes(content)
     if not files:
         tokenizer.save_pretrained(str(folder))
-        _name_for_older(folder / "tokenizer_config.json")
+    _name_for_older(folder / "tokenizer_config.json")
     return [
         path
         for path in folder.rglob("*")
@@ -95,23 +96,21 @@ def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     if made.get("model_type", "").startswith("gpt_neox"):
         made |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
     scaling = {key: rope[key] for key in rope.keys() - {"rope_theta", "partial_rotary_factor"}}
-    if scaling["rope_type"] == "longrope":  # Phi-3 takes these three alone
-        factors = ("short_factor", "long_factor")
-        scaling = {"type": "longrope"} | {key: scaling[key] for key in factors}
     made["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
     return made
 
 
 def _name_for_older(file: Path) -> None:
-    """Change the tokenizer_config.json `file` that transformers 5 wrote so that transformers 4 can
-    read it too.
+    """Change the tokenizer_config.json `file` so that transformers 4 can read it too, if
+    transformers 5 wrote it.
     """
-    described = json.loads(file.read_text())
-    if described.get("tokenizer_class") == "TokenizersBackend":
-        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+    described = json.loads(file.read_text()) if file.is_file() else {}
+    if described.get("tokenizer_class") != "TokenizersBackend":
+        return
+    described["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(described.get("extra_special_tokens"), list):
         described["additional_special_tokens"] = described.pop("extra_special_tokens")
-    file.write_text(json.dumps(described, indent=2, ensure_ascii=False))
+    file.write_text(json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True)

@@ -200,15 +200,15 @@ class Reading(Generic[C]):
         the fraction of such texts and the first of them; only at the first call that finds any. At
         most about a thousand texts are compared. `what`: the texts in words, such as "responses".
 
-        White space is not compared, since tokenizers add and join it. Tokens around a text, such as
-        a beginning of sequence, do not count as a difference.
+        White space that a tokenizer adds does not count as a difference, nor do tokens around a
+        text, such as a beginning of sequence.
         """
         chosen = range(0, len(texts), max(1, -(-len(texts) // MOST_TEXTS)))
         lists = [token_ids[index] for index in chosen]
         with opening("the tokenizer cannot decode the data", fix="fetch the tokenizer again"):
             decoded = self.tokenizer.batch_decode(lists, clean_up_tokenization_spaces=False)
         pairs = [(unmarked(texts[at]), again) for at, again in zip(chosen, decoded, strict=True)]
-        lost = [one for one in pairs if "".join(one[0].split()) not in "".join(one[1].split())]
+        lost = [one for one in pairs if _loses(*one)]
         if lost and not self.is_lossy:
             self.is_lossy = True
             text, again = (shortened(repr(part), 60) for part in lost[0])
@@ -264,6 +264,14 @@ class Reading(Generic[C]):
         self.is_cut = True
         cut = TokenLists(prompts[row][-int(room[row]) :] for row in range(num_rows))
         return list(range(num_rows)), cut
+
+
+def _loses(text: str, again: str) -> bool:
+    """Whether `again`, the decoded tokens of `text`, lacks characters of it, such as spaces."""
+    left = iter(again)
+    return "".join(text.split()) not in "".join(again.split()) or not all(
+        character in left for character in text
+    )
 
 
 def picked(items: Sequence[T], rows: Sequence[int]) -> list[T]:

@@ -490,17 +490,23 @@ def test_conversations_that_cannot_be_trained_on(tmp_path: Path) -> None:
         DemonstrationsConfig(messages_column="messages")
 
 
-@pytest.mark.parametrize(("turn", "what"), [(1, "prompts"), (2, "responses"), (4, "responses")])
+@pytest.mark.parametrize(("turn", "what", "lost", "instead"), [
+    (1, "prompts", "\u00e9", "?"),
+    (2, "responses", "\u00e9", ""),
+    (4, "responses", "\t", ""),
+    (2, "responses", "a\tb", "a b"),
+    (2, "responses", "a  b", "a b"),
+])  # fmt: skip
 def test_a_conversation_that_loses_characters_is_warned_about(
-    turn: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: int, what: str, lost: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deaf = byte_tokenizer()  # decodes no "\u00e9"
+    deaf = byte_tokenizer()
     decode = deaf.batch_decode
-    heard = lambda *args, **named: [one.replace("\u00e9", "?") for one in decode(*args, **named)]  # noqa: E731
+    heard = lambda *args, **named: [one.replace(lost, instead) for one in decode(*args, **named)]  # noqa: E731
     monkeypatch.setattr(deaf, "batch_decode", heard)
     read = AS_TALKS | {"tokenizer": deaf}
     assert not demonstrations(write(tmp_path / "a.jsonl", [{"messages": TALK}]), **read).warning
-    talk = [one | {"content": "\u00e9"} if n == turn else one for n, one in enumerate(TALK)]
+    talk = [one | {"content": f"x{lost}y"} if n == turn else one for n, one in enumerate(TALK)]
     warning = demonstrations(write(tmp_path / "b.jsonl", [{"messages": talk}]), **read).warning
     assert f"the tokenizer changes 100% of the {what} of demonstrations" in warning
 
