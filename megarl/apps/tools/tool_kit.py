@@ -147,7 +147,7 @@ class ToolSession:
         kit, said = self._kit, self._kit.said(token_ids)
         calls: list[Call] = []
         try:
-            calls = kit.reader.read(kit.markup.without_closing(said))
+            _, calls = await kit.reader.read(kit.markup.without_closing(said))
             if len(calls) > 1 and not kit.markup.takes_several:
                 raise CallError("make one call at a time")
         except CallError as error:
