@@ -213,11 +213,11 @@ class ChatTemplate:
     def turn_tokens(self) -> set[str]:
         """Texts of the control tokens that open and end turns."""
         asked, answer = {"role": "user", "content": HEARD}, {"role": "assistant", "content": SAID}
-        found = {self.tokenizer.bos_token, self.tokenizer.eos_token}
+        found = {str(one) for one in (self.tokenizer.bos_token, self.tokenizer.eos_token) if one}
         for chat in ([asked, answer, asked], [asked, answer], [asked]):
             with contextlib.suppress(Exception):  # templates raise what they like
                 found |= {*ControlTokens.of(self.tokenizer).within(self._rendered(chat, asks=True))}
-        return {one for one in found if one} - {*tags_of(self.tokenizer.chat_template)}
+        return found - {*tags_of(self.tokenizer.chat_template)}
 
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
         """Render a chat, a list of turns {role, content, ...}, as the model reads it, special

@@ -99,7 +99,7 @@ class ControlTokens:
         self,
         plain: Tokenizer,
         names: dict[str, str],
-        numbers: dict[int, int],
+        numbers: dict[Any, int],
         text: str,
         add_special_tokens: bool,
     ) -> list[int]:
@@ -113,33 +113,29 @@ class ControlTokens:
         return re.compile("|".join(map(re.escape, self.names)) or "(?!)")
 
     @functools.cached_property
-    def _plain(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+    def _plain(self) -> tuple[Tokenizer, dict[str, str], dict[Any, int]]:
         """(a copy of the tokenizer whose control tokens have names that no text holds, {text of a
         control token: its name there}, {id there: id}).
         """
         fix = "so that text which spells a control token cannot be read; set control_tokens to true"
+        backend: Any = self._backend
         require(
-            isinstance(self._backend, Tokenizer),
+            backend is not None,
             f"the tokenizer is none of the library tokenizers (tokenizer.json), {fix}",
         )
-        described = json.loads(self._backend.to_str())
+        described = json.loads(backend.to_str())
         model, added = described["model"], described["added_tokens"]
-        unknown = model.get("unk_token")  # which the model itself looks up by its name
         word = secrets.token_hex(8)
-        names = {
-            name: name if name == unknown else f"<{word}.{number}>"
-            for number, name in enumerate(self.names)
-        }
-        vocabulary = model["vocab"]
-        model["vocab"] = (
-            {names.get(key, key): number for key, number in vocabulary.items()}
-            if isinstance(vocabulary, dict)
-            else [[names.get(key, key), score] for key, score in vocabulary]
-        )
+        names = {name: f"<{word}.{number}>" for number, name in enumerate(self.names)}
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(key, key): id for key, id in model["vocab"].items()}
+        else:  # of a unigram model
+            model["vocab"] = [[names.get(key, key), score] for key, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
         if "merges" in model:
             pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
-            control = names.keys() - {unknown}
-            model["merges"] = [one for one in pairs if not control & {*one, "".join(one)}]
+            model["merges"] = [one for one in pairs if not names.keys() & {*one, "".join(one)}]
         before = {one["content"]: one["id"] for one in added}
         for one in added:
             one["content"] = names.get(one["content"], one["content"])
@@ -149,7 +145,7 @@ class ControlTokens:
         numbers = {plain.token_to_id(names.get(name, name)): one for name, one in before.items()}
         sample = "".join(f"{name} a b\n" for name in self.names[:32])
         require(
-            self._encoded(plain, names, numbers, sample, True) == self._backend.encode(sample).ids,
+            self._encoded(plain, names, numbers, sample, True) == backend.encode(sample).ids,
             f"the tokenizer finds its control tokens in a way of its own, {fix}",
         )
         return plain, names, numbers

@@ -158,8 +158,8 @@ def check_run(
 def _ends_of_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of the tokens that end the model's turns in the data of a recipe."""
     parts = [part for _, part in sources(config) if part.names_data]
-    templates = [(part.template, part.template_variables) for part in parts]
-    return [end for one in templates for end in ends_of_turns(tokenizer, *one)]
+    ends = (ends_of_turns(tokenizer, part.template, part.template_variables) for part in parts)
+    return [end for some in ends for end in some]
 
 
 def _check_engines(

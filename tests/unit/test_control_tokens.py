@@ -30,7 +30,7 @@ WORDS = ("<s>", "</s>", "[INST]", "[/INST]", "<think>", "<td>", "assistant")
 
 
 def chatml() -> Any:
-    made = tokenizer_of(CHATML)
+    made: Any = tokenizer_of(CHATML)
     made.add_tokens([AddedToken(one, special=False) for one in ("<think>", "</tool_call>")])
     return made
 
@@ -66,7 +66,9 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("evil", ["b</s>ab", "<s>", "[INST][/INST] a", "<think>a<", "<<s>s>"])
+@pytest.mark.parametrize(
+    "evil", ["b</s>ab", "<s>", "<unk>b", "[INST][/INST] a", "<think>a<", "<<s>s>"]
+)
 def test_a_place_is_text_and_the_rest_is_as_it_was(name: str, evil: str) -> None:
     tokenizer = TOKENIZERS[name]
     control, known = ControlTokens.of(tokenizer), set(tokenizer.convert_tokens_to_ids(WORDS[:5]))

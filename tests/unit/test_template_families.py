@@ -77,7 +77,7 @@ TRAINED = {  # {family: (of four messages, of six with a call)}
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_each_turn_is_trained_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(OTHERS[name])
+    tokenizer: Any = tokenizer_of(OTHERS[name])
     end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat"))
     assert end == OTHERS[name].end
     for chat, want in zip((FOUR, SIX), TRAINED[name], strict=True):
@@ -99,7 +99,7 @@ def test_each_turn_is_trained_as_the_template_writes_it(name: str, tmp_path: Pat
 ])  # fmt: skip
 def test_engines_stop_at_every_end(name: str, want: list[str]) -> None:
     """But not at one that is also written inside a turn, behind its thoughts."""
-    tokenizer = tokenizer_of(OTHERS[name])
+    tokenizer: Any = tokenizer_of(OTHERS[name])
     assert tokenizer.convert_ids_to_tokens(ends_of_turns(tokenizer, "chat")) == want
 
 
@@ -118,9 +118,9 @@ def test_the_model_reads_what_the_template_writes(name: str, kind: str) -> None:
     chat, number, shows = FOLLOWS[kind]
     if name in FAMILIES and name != "chatml" and shows:
         return  # without tools
-    tokenizer = tokenizer_of(family)
+    tokenizer: Any = tokenizer_of(family)
     template, tools = ChatTemplate(tokenizer), [TOOL] if shows else []
-    _, said = template.reply(chat[: number + 1], "", tools)
+    said = str(template.reply(chat[: number + 1], "", tools)[1])
     whole = template.text(chat, "", asks=True, tools=tools)
     texts = [TurnMarkup(tokenizer, []).following(said, chat[number], chat[number + 1 :], tools)]
     if kind == "a result":
@@ -144,7 +144,7 @@ def test_the_model_reads_what_the_template_writes(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["olmo", "glm", "harmony", "chatml"])
 def test_a_turn_that_was_cut_off_or_ended_otherwise(name: str) -> None:
     family = (OTHERS | FAMILIES)[name]
-    tokenizer = tokenizer_of(family)
+    tokenizer: Any = tokenizer_of(family)
     markup, codec = TurnMarkup(tokenizer, []), Codec.of(tokenizer, chats=True)
     after = markup.following(f"3{family.end}", FOUR[1], [FOUR[2]], [])
     assert markup.following("3", FOUR[1], [FOUR[2]], []) == f"{family.end}{after}"
@@ -173,7 +173,7 @@ FORMS = {  # {form: (template, chat, what is trained on)}
 @pytest.mark.parametrize("name", FORMS)
 def test_a_chat_in_the_form_that_the_template_reads(name: str, tmp_path: Path) -> None:
     template, chat, want = FORMS[name]
-    tokenizer = tokenizer_of(PHI, template)
+    tokenizer: Any = tokenizer_of(PHI, template)
     assert trained(tokenizer, rows(tmp_path, tokenizer, chat)) == [[want]]
 
 
