@@ -31,7 +31,6 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
 
-from megarl.apps.gateway.agent_kit import MOST_OPEN
 from megarl.apps.gateway.calls import AgentCall, ApiError
 from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
@@ -49,6 +48,8 @@ MOST_BYTES = 2**22
 """Longest request."""
 MOST_ITEMS = 20_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
+MOST_OPEN = 256
+"""Calls of one rollout that may be open at the same time."""
 LIGHT_ITEMS, LIGHT_RESPONSES = 500, 50
 """Most items of a request that is read in a thread; of one to /v1/responses. Wrong ones take vLLM's
 classes 0.05 and 1 ms each, all of them in one piece with Python's lock."""
