@@ -21,7 +21,6 @@ import numpy as np
 
 from megarl.apps.gateway.agent_program import (
     AgentFailed,
-    adopt_orphans,
     check_command,
     run_agent_program,
 )
@@ -122,8 +121,6 @@ class AgentKit:
         # A program, and the connection of a call, take some each.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
-        if settings.command:
-            adopt_orphans()
         require(
             self.codec.tokenizer.chat_template,
             "environment.agent needs a model whose tokenizer has a chat template; put one beside"
@@ -131,7 +128,8 @@ class AgentKit:
         )
         tokenizer = self.codec.tokenizer
         CallReader(settings.parser, tokenizer, [ANY_TOOL], "environment.agent.parser")
-        self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
+        allowed = self.codec.allows_control
+        self.markup = TurnMarkup(tokenizer, (), self.codec.variables, control_tokens=allowed)
         begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
         self.beginning = str(tokenizer.bos_token) if begins else ""
         """Special token with which the tokenizer begins a text that no template writes."""
@@ -355,7 +353,8 @@ class AgentSession:
         self._answers[number] = self._call
         self._tokens += len(token_ids)
         tokens = self._context + len(token_ids)
-        self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
+        turn = plain(self._call.returned(choice))
+        self._conversations.answered(self._place, number, tokens, turn, said)
         self._call.add(choice)
 
     def _add_segment(self, follows: int) -> int:
