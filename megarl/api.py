@@ -87,10 +87,19 @@ class Result:
         """Path of the model in the newest checkpoint, a folder in Hugging Face's format; None
         without a checkpoint.
         """
-        from megarl.checkpoints.progress import newest_first
+        from megarl.checkpoints.listing import newest_first
 
         saved = newest_first(self.folder / "checkpoints")
         return saved[0] / "model" if saved else None
+
+    @property
+    def best_model(self) -> Path:
+        """Path of the model in the checkpoint that is best by `training.checkpoint.best`. Raises
+        `UserError` without one.
+        """
+        from megarl.checkpoints.listing import checkpoint_of
+
+        return checkpoint_of(self.folder, best=True) / "model"
 
     def _read(self) -> Any:
         from megarl.observe.summary import read_run

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megarl import presets, recipe_file, recipe_paths
-from megarl.config_checks import check_run_settings, check_warmup
+from megarl.config_checks import check_best, check_run_settings, check_warmup
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.limits import MOST_STEPS
@@ -31,7 +31,7 @@ from megarl.objectives.config import (
     PreferenceLossConfig,
     RewardLossConfig,
 )
-from megarl.observe.config import EarlyStopConfig, ObserveConfig
+from megarl.observe.config import EarlyStopConfig, ObserveConfig, ReplayConfig
 from megarl.recipe_paths import OutputText, PathText
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.schema import (
@@ -107,17 +107,6 @@ class SampleConfig(Config):
     """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
     shown: Annotated[int, Range(1, 10_000)] = 4
     """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
-
-
-class ReplayConfig(Config):
-    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
-    batches that the run has recorded: which run, and how many steps.
-    """
-
-    run: PathText = ""
-    """The run folder with the batches; `megarl replay RUN` sets it."""
-    steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps to train again, from the first one; 0 for all that the run has finished."""
 
 
 OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
@@ -294,6 +283,9 @@ class SupervisedConfig(AnyRunConfig):
     evaluation: HeldOutConfig = section(HeldOutConfig)
     observe: ObserveConfig = section(ObserveConfig)
 
+    def check(self) -> None:
+        check_best(self)
+
 
 class SftEvaluationConfig(HeldOutConfig):
     """Evaluation of a fine-tuning run: the loss on demonstrations that are not trained on, and how
@@ -366,6 +358,7 @@ class PreferenceConfig(SupervisedConfig):
     ] = section(PreferenceEvaluationConfig)
 
     def check(self) -> None:
+        super().check()
         used = self.preferences.response_column or self.evaluation.preferences.response_column
         require(
             not used or self.loss.method == "kto",

@@ -14,6 +14,7 @@ from megarl import console
 from megarl.chat_template import ends_of_turns
 from megarl.checkpoints import progress
 from megarl.checkpoints.adapter_files import adapter_digest
+from megarl.checkpoints.listing import newest_first
 from megarl.checks import engine_checks, folder_checks, layout_checks, model_checks
 from megarl.checks.objective_trial import try_filter, try_objectives
 from megarl.checks.run_files import check_run_files
@@ -312,7 +313,7 @@ def _chosen(
     """What `find_checkpoint` finds for a run that resumes."""
     folder = Path(config.folder) / "checkpoints"
     require(
-        config.resume == "auto" or bool(progress.newest_first(folder)),
+        config.resume == "auto" or bool(newest_first(folder)),
         f"resume is true, but {folder} has no checkpoint; set resume to auto to begin a new run"
         " where there is none, or to false",
     )

@@ -1,8 +1,9 @@
-"""The sections `observe` and `early_stop` of a recipe, and the names of the metrics."""
+"""The sections `observe`, `early_stop` and `replay` of a recipe, and the names of the metrics."""
 
 from typing import Annotated
 
-from megarl.limits import MOST_SAMPLES
+from megarl.limits import MOST_SAMPLES, MOST_STEPS
+from megarl.recipe_paths import PathText
 from megarl.schema import Config, Range, require
 
 STEP_METRICS = (
@@ -90,3 +91,14 @@ class EarlyStopConfig(Config):
             f"early_stop.metric is {self.metric!r}, with at_least {self.at_least} and at_most"
             f" {self.at_most}; set a metric and one of the two, or none of the three",
         )
+
+
+class ReplayConfig(Config):
+    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
+    batches that the run has recorded: which run, and how many steps.
+    """
+
+    run: PathText = ""
+    """The run folder with the batches; `megarl replay RUN` sets it."""
+    steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps to train again, from the first one; 0 for all that the run has finished."""

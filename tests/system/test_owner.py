@@ -23,8 +23,8 @@ from support.fork_server import UNFORKED
 from support.tiny import write_model
 
 from megarl.checkpoints.lease import ENDED, read_owner
+from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import damage
-from megarl.checkpoints.progress import newest_first
 
 
 def test_one_owner_and_no_orphans(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`megarl chat RUN|MODEL`: talk to a model, a trained one or any other, through a vLLM engine.
 
-The newest checkpoint of a run folder, a model folder or a hub name answers, on the first GPU or the
-CPU. A model with a chat template is asked by it and sees the whole conversation; a model without
-one goes on with each line as a text of its own.
+The newest checkpoint of a run folder (with --best the best one), a model folder or a hub name
+answers, on the first GPU or the CPU. A model with a chat template is asked by it and sees the whole
+conversation; a model without one goes on with each line as a text of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
     """
     parser = console.Arguments("megarl chat")
     parser.add_argument("model")
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--prompt")
     parser.add_argument("--system", default="")
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
     wanted = parser.parse_args(arguments)
     if wanted.max_tokens < 1 or not 0.0 <= wanted.temperature < 100.0:
         parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
-    model = model_of(wanted.model)
+    model = model_of(wanted.model, best=wanted.best)
     with console.diverted():
         try:
             chat = Chat(model, wanted.max_tokens, wanted.temperature, wanted.system)
@@ -52,19 +53,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def model_of(named: str) -> str:
+def model_of(named: str, *, best: bool = False) -> str:
     """Path or Hugging Face hub name of the model to load for `named`, the command's argument. For a
-    run folder: the path of the model in its newest checkpoint; anything else is returned as it is.
-    Raises `UserError` if a run has no checkpoint yet.
+    run folder: the path of the model in its newest checkpoint, or in its best; anything else is
+    returned as it is. Raises `UserError` if a run has no such checkpoint, and for the best
+    checkpoint of what is no run.
     """
-    from megarl.checkpoints.progress import newest_first
+    from megarl.checkpoints.listing import checkpoint_of
 
     folder = Path(named).expanduser()
-    if not (folder / "checkpoints").is_dir():
-        return str(folder) if folder.exists() else named
-    for checkpoint in newest_first(folder / "checkpoints"):
-        return str(checkpoint / "model")
-    raise UserError(f"{folder} has no checkpoint yet; name a model folder, or wait for the first")
+    if best or (folder / "checkpoints").is_dir():
+        return str(checkpoint_of(folder, best=best) / "model")
+    return str(folder) if folder.exists() else named
 
 
 def questions(prompt: str | None) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
 from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
 from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
+from megarl.checkpoints.listing import checkpoint_of, step_of
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import Arguments, result
 from megarl.errors import UserError
@@ -59,6 +60,8 @@ def main(arguments: list[str]) -> int:
     if done is not None:
         said += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
         said += ": finished" if told["finished"] else ""
+    if told["best"] is not None:
+        said += f"; the best checkpoint is of step {told['best']}"
     owned = "none" if owner is None else f"{owner}, {owner_state(run, owner)}"
     lines = [f"{run}: {said}", f"owner: {owned}", *described(found, stacks, time.time())]
     result("\n".join(lines))
@@ -75,7 +78,9 @@ def status_summary(
     """
     begun = [life.steps[-1]["args"] for life in found if life.steps]
     last = max(begun, key=lambda one: (one["step"], one["version"]), default={})
-    done, steps = trained(run), planned_steps(run)
+    done, steps, best = trained(run), planned_steps(run), None
+    with suppress(UserError, ValueError):  # the recipe asks for none, or none is evaluated yet
+        best = step_of(checkpoint_of(run, best=True))[0]
     return {
         "folder": str(run),
         "run": found[0].run,
@@ -83,6 +88,7 @@ def status_summary(
         "version": max(last.get("version", 0), done or 0),
         "trained": done,
         "steps": steps,
+        "best": best,
         "finished": done is not None and steps is not None and done >= steps,
         "owner": owner and asdict(owner) | {"is": owner_state(run, owner)},
         "last_report": last_report(run / FOLDER).line,
