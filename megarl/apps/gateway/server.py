@@ -79,6 +79,9 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
     data, and one that is written to after the client has closed it.
     """
 
+    client: Any
+    transport: Any
+
     def __init__(self, *given: Any, known: dict[Any, ClientConnection], **more: Any) -> None:
         super().__init__(*given, **more)
         self._known, self.left = known, asyncio.Event()
