@@ -147,7 +147,7 @@ class Attempts:
             if self.penalises_cut_off and segments and segments[-1].finish != "stop":
                 reward = verdict.reward - verdict.penalty - 1.0
                 verdict = replace(verdict, reward=reward, penalty=-1.0)
-            return trained(segments, verdict)
+            return trained_part(segments, verdict)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 asyncio.gather(self.environment.cut_off(key, 0), return_exceptions=True)
@@ -260,7 +260,7 @@ def _numbers(segments: Sequence[Segment], last: int) -> list[int]:
     return found[::-1]
 
 
-def trained(segments: list[Segment], verdict: Verdict) -> tuple[list[Segment], Verdict]:
+def trained_part(segments: list[Segment], verdict: Verdict) -> tuple[list[Segment], Verdict]:
     """(the `segments` of a rollout without those that are not trained (`verdict.untrained`), and
     without what the model has read for these alone; the verdict). If none is trained the rollout is
     a failure, with all segments.

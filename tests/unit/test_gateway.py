@@ -27,7 +27,8 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import LimitExceeded
-from megarl.types import Prompt
+from megarl.rollout.attempts import trained_part
+from megarl.types import Prompt, Segment, Verdict
 
 TOOL: Any = {
     "type": "function",
@@ -659,3 +660,23 @@ def test_what_takes_too_long_is_ended(codec: Codec, monkeypatch: pytest.MonkeyPa
     assert len(beside) > 1000 and call.name == "add"
     with pytest.raises(ZeroDivisionError):
         asyncio.run(forked.in_copy(lambda: 1 / 0))
+
+
+@pytest.mark.parametrize(
+    ("untrained", "kept"),
+    [
+        ([1, 5], [-1, None, None, None, None]),
+        ([1, 3, 7], [-1, None]),
+        ([5], [-1, None, 0, None, None, None]),
+        ([], [-1, None, 0, None, -1, None, 3, None]),
+    ],
+)
+def test_the_part_that_is_trained(untrained: list[int], kept: list[int | None]) -> None:
+    """Two answers to one call, a conversation of its own, and one that goes on behind segment 3."""
+    segments = [
+        Segment("model" if number % 2 else "environment", 1, None, follows=follows)
+        for number, follows in enumerate([-1, None, 0, None, -1, None, 3, None])
+    ]
+    found, verdict = trained_part(segments, Verdict(1.0, True, untrained=untrained))
+    assert [part.follows for part in found] == kept and not verdict.left_out
+    assert trained_part(segments, Verdict(1.0, True, untrained=[1, 3, 5, 7]))[1].left_out

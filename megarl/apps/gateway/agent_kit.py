@@ -42,8 +42,6 @@ from megarl.types import Prompt
 FUNCTION = "environment.agent.function"
 MOST_FILES = 65_536
 """Open files that a worker process asks for."""
-MOST_OPEN = 256
-"""Calls of one rollout that may be open at the same time."""
 MOST_BODIES = 2
 """Calls of one rollout whose bodies are held and read at the same time."""
 PIECE = 65_536

@@ -32,7 +32,6 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
 
-from megarl.apps.gateway.agent_kit import MOST_OPEN
 from megarl.apps.gateway.calls import AgentCall, ApiError
 from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
@@ -50,6 +49,8 @@ MOST_BYTES = 2**22
 """Longest request."""
 MOST_ITEMS = 20_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
+MOST_OPEN = 256
+"""Calls of one rollout that may be open at the same time."""
 LIGHT_ITEMS, LIGHT_RESPONSES = 500, 50
 """Most items of a request that is read in a thread; of one to /v1/responses. Wrong ones take vLLM's
 classes 0.05 and 1 ms each, all of them in one piece with Python's lock."""
@@ -72,13 +73,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Connection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIssues]
+class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIssues]
     """A client's connection, which notes on the call that came in on it when its client leaves, and
     whether the answer was then unread: the kernel resets a connection that is closed with unread
     data, and one that is written to after the client has closed it.
     """
 
-    def __init__(self, *given: Any, known: dict[Any, Connection], **more: Any) -> None:
+    client: Any
+    transport: Any
+
+    def __init__(self, *given: Any, known: dict[Any, ClientConnection], **more: Any) -> None:
         super().__init__(*given, **more)
         self._known, self.left = known, asyncio.Event()
         self.call: AgentCall | None = None
@@ -137,7 +141,7 @@ async def serve_agents(kit: AgentKit) -> int:
     web = _Server(
         uvicorn.Config(
             gateway.app,
-            http=partial(Connection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
+            http=partial(ClientConnection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -158,7 +162,7 @@ class Gateway:
         """Whether the chat template writes tools; None until a call has some."""
         self._left_out: set[str] = set()
         """Types of tools which the model was not shown, as they were told."""
-        self.connections: dict[Any, Connection] = {}
+        self.connections: dict[Any, ClientConnection] = {}
         """{(host, port) of a client: its connection}"""
         routes = [Route(one.path, _Endpoint(self, one), methods=["POST"]) for one in FORMS]
         routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
@@ -176,8 +180,8 @@ class Gateway:
                 return await self._answer(form, request, session, send)
             finally:
                 session.open -= 1
-        except ClientDisconnect:
-            return
+        except ClientDisconnect:  # uvicorn may not know of it yet
+            return await Response(status_code=499)(request.scope, request.receive, send)
         except ApiError as one:
             error = one
         except Exception as one:
@@ -214,6 +218,8 @@ class Gateway:
                 await _write(send, b": the model is at work\n\n", more=True)
                 await connection.wait(call, ALIVE_S)
         if not connection.is_open:
+            if asked.is_stream:
+                return await _write(send, b"")
             raise ClientDisconnect
         if not asked.is_stream:
             await _json(form.answer(asked, call, call.choices))(*whole)
