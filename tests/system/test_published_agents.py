@@ -59,7 +59,7 @@ def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:
         for one in blocks_of(ROOT / "docs/howto/agents_published.md")
         if one.head == f"yaml {name}"
     )
-    settings = yaml.safe_load(block.body)["environment"]["agent"]
+    settings: Any = yaml.safe_load(block.body)["environment"]["agent"]
     asked, answer = asyncio.run(play(settings, *AGENTS[name], tmp_path))
     assert "seven" in answer.text or DONE in answer.text
     assert [is_main for is_main, _ in asked].count(True) == len(AGENTS[name][1])
@@ -72,8 +72,8 @@ def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:
 
 async def play(settings: Any, tool: str, says: list[str], folder: Path) -> tuple[list[Any], Any]:
     """([(whether a call is of the main conversation, what the model was asked)], the answer)."""
-    codec = codec_of_characters(folder)
-    config = EnvironmentConfig(agent={"context_tokens": 200_000, **settings})
+    codec, agent = codec_of_characters(folder), settings | {"context_tokens": 200_000}
+    config = EnvironmentConfig(agent=agent)
     kit, asked, left = AgentKit(config, codec, {}), [], list(says)
     await kit.start()
     session = kit.session()

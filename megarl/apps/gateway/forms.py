@@ -188,7 +188,7 @@ class ChatCompletions(OpenAIForm):
             raise ApiError("`messages` is no list; send a list of messages", param="messages")
         kept, left_out = split_tools(body.get("tools"), ("function", "custom"))
         texts = [tool.get("custom") or {} for tool in kept if tool["type"] == "custom"]
-        names = {tool.get("name"): ToolName("", tool.get("name"), True) for tool in texts}
+        names = {str(tool["name"]): ToolName("", tool["name"], True) for tool in texts}
         body = body | {"tools": [_as_function(tool) for tool in kept]}
         if not body["tools"]:  # frameworks may say auto all the same
             idle = (("tool_choice", "auto"), ("tool_choice", "none"))
