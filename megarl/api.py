@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from megarl import config as configs
 from megarl import presets, recipe_paths
+from megarl.checks.named_files import check_named_files
 from megarl.config import (
     AnyConfig,
     DistillConfig,
@@ -86,10 +87,19 @@ class Result:
         """Path of the model in the newest checkpoint, a folder in Hugging Face's format; None
         without a checkpoint.
         """
-        from megarl.checkpoints.progress import newest_first
+        from megarl.checkpoints.listing import newest_first
 
         saved = newest_first(self.folder / "checkpoints")
         return saved[0] / "model" if saved else None
+
+    @property
+    def best_model(self) -> Path:
+        """Path of the model in the checkpoint that is best by `training.checkpoint.best`. Raises
+        `UserError` without one.
+        """
+        from megarl.checkpoints.listing import checkpoint_of
+
+        return checkpoint_of(self.folder, best=True) / "model"
 
     def _read(self) -> Any:
         from megarl.observe.summary import read_run
@@ -413,6 +423,7 @@ class Trainer:
         self.config = configs.from_tree(kind, tree, where=where, beside=beside)
         if engines is not None:
             engines.refuse(self.config)
+        check_named_files(self.config, skip=given.keys)
         given.write()
 
     def train(self) -> Result:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megarl import presets, recipe_file, recipe_paths
-from megarl.config_checks import check_run_settings, check_warmup
+from megarl.config_checks import check_best, check_run_settings, check_warmup
 from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.environments.config import EnvironmentConfig
 from megarl.limits import MOST_STEPS
@@ -31,7 +31,7 @@ from megarl.objectives.config import (
     PreferenceLossConfig,
     RewardLossConfig,
 )
-from megarl.observe.config import EarlyStopConfig, ObserveConfig
+from megarl.observe.config import EarlyStopConfig, ObserveConfig, ReplayConfig
 from megarl.recipe_paths import OutputText, PathText
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.schema import (
@@ -109,17 +109,6 @@ class SampleConfig(Config):
     """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
 
 
-class ReplayConfig(Config):
-    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
-    batches that the run has recorded: which run, and how many steps.
-    """
-
-    run: PathText = ""
-    """The run folder with the batches; `megarl replay RUN` sets it."""
-    steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps to train again, from the first one; 0 for all that the run has finished."""
-
-
 OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
 OF_KL = Of("algorithm.kl.coefficient")
 
@@ -189,14 +178,9 @@ class RunConfig(AnyRunConfig):
         )
 
     @property
-    def greedy_baseline(self) -> Literal["", "reward", "tokens"]:
-        """What the trainer needs of a greedy response to each prompt, as a baseline (ReMax): "" for
-        nothing, "reward" for its reward, "tokens" for its tokens too, so that reward models can
-        score it.
-        """
-        if self.algorithm.advantage not in WITH_GREEDY_BASELINE:
-            return ""
-        return "tokens" if self.reward_models else "reward"
+    def greedy_baseline(self) -> bool:
+        """Whether each prompt also gets a greedy response, as a baseline (ReMax)."""
+        return self.algorithm.advantage in WITH_GREEDY_BASELINE
 
     @property
     def all_critics(self) -> dict[str, CriticConfig]:
@@ -299,6 +283,9 @@ class SupervisedConfig(AnyRunConfig):
     evaluation: HeldOutConfig = section(HeldOutConfig)
     observe: ObserveConfig = section(ObserveConfig)
 
+    def check(self) -> None:
+        check_best(self)
+
 
 class SftEvaluationConfig(HeldOutConfig):
     """Evaluation of a fine-tuning run: the loss on demonstrations that are not trained on, and how
@@ -371,6 +358,7 @@ class PreferenceConfig(SupervisedConfig):
     ] = section(PreferenceEvaluationConfig)
 
     def check(self) -> None:
+        super().check()
         used = self.preferences.response_column or self.evaluation.preferences.response_column
         require(
             not used or self.loss.method == "kto",
@@ -450,7 +438,8 @@ def made_with(config: RunConfig) -> str:
     the finished rollouts of its checkpoint only if the digest is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
-    kinds = config.group_filter, config.greedy_baseline
+    is_penalised = config.algorithm.truncated == "penalise"
+    kinds = config.group_filter, config.greedy_baseline, is_penalised
     plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
     text = json.dumps(plain, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.objectives.config import COMPARING
 from megarl.observe.config import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
 from megarl.schema import require
 
 if TYPE_CHECKING:
-    from megarl.config import RunConfig
+    from megarl.config import RunConfig, SupervisedConfig
     from megarl.data.config import PromptsConfig
     from megarl.environments.config import EnvironmentConfig
 
@@ -51,11 +51,7 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
     )
     check_roles(config)
     check_early_stop(config)
-    require(
-        not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
-        f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
-        f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
-    )
+    check_best(config)
     check_tool_variables(config)
     check_agent_prompts(config)
     check_answers(config)
@@ -283,6 +279,47 @@ def check_early_stop(config: RunConfig) -> None:
             f"early_stop.metric is {metric!r}, which the run does not have while {why}; change"
             " that, or set another metric",
         )
+
+
+HELD_OUT = {
+    "prompts": EVALUATION_METRICS,
+    "demonstrations": ("loss", "tokens"),
+    "preferences": ("loss", "accuracy", "reward/chosen", "reward/rejected", "reward/margin"),
+}
+"""{section of the held-out data in `evaluation`: names of its metrics, without "eval/"}"""
+LESS_IS_BETTER = ("/loss", "/kl", "/failures", "/truncated_share")
+
+
+def check_best(config: RunConfig | SupervisedConfig) -> None:
+    """Raise `ValueError` if `training.checkpoint.best` names no metric that the evaluations of the
+    run have, one of which less is better without saying so, or one of a run that evaluates no
+    checkpoint before its last.
+    """
+    if not (best := config.training.checkpoint.best):
+        return
+    evaluation: Any = config.evaluation
+    section = next(name for name in HELD_OUT if hasattr(evaluation, name))
+    is_rl, held_out = section == "prompts", getattr(evaluation, section)
+    kinds = ("eval/", "eval_sampled/") if is_rl and evaluation.sampled_too else ("eval/",)
+    known = [kind + name for kind in kinds for name in HELD_OUT[section]]
+    known += ["eval/kl"] if getattr(getattr(config, "loss", None), "method", "") == "kto" else []
+    metric, own = best.removeprefix("min:"), "|".join(kinds)
+    close = difflib.get_close_matches(metric, known, n=1)
+    require(
+        metric in known or (is_rl and re.match(f"({own})(environment|source)/.", metric)),
+        f"training.checkpoint.best is {best!r}, which no evaluation of this run has;"
+        f" {f'did you mean {close[0]!r}? It' if close else 'it'} may be {', '.join(known)}"
+        f"{', eval/environment/<name>' if is_rl else ''}, with min: before it for the lowest",
+    )
+    require(
+        evaluation.every > 0 and (held_out.source or getattr(held_out, "sources", ())),
+        f"training.checkpoint.best is {best!r}, but evaluation.every or evaluation.{section}.source"
+        " is not set, so that no checkpoint but the last is evaluated; set both, or leave it out",
+    )
+    require(
+        metric != best or not metric.endswith(LESS_IS_BETTER),
+        f"training.checkpoint.best is {best!r}, of which less is better; set it to 'min:{best}'",
+    )
 
 
 def check_roles(config: RunConfig) -> None:

@@ -198,7 +198,7 @@ class Config(BaseModel):
         """
         *parents, last = key.split(".")
         section = functools.reduce(getattr, parents, self)
-        value, usual = getattr(section, last), _defaults(type(section))
+        value, usual = getattr(section, last), defaults(type(section))
         return value == usual[last] if last in usual else not value
 
     def told(self, key: str) -> str:
@@ -219,7 +219,7 @@ def section(kind: type[C], **values: Any) -> C:
 
 
 @functools.cache
-def _defaults(kind: type[Config]) -> dict[str, Any]:
+def defaults(kind: type[Config]) -> dict[str, Any]:
     """{setting: its default} of a configuration class."""
     fields = kind.model_fields.items()
     return {name: field.get_default(call_default_factory=True) for name, field in fields}

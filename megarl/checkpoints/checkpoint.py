@@ -38,6 +38,13 @@ from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
+from megarl.checkpoints.listing import (
+    best_of,
+    evaluated_scores,
+    newest_first,
+    score_of,
+    step_of,
+)
 from megarl.checkpoints.manifest import (
     ASIDE,
     put_in_place,
@@ -47,10 +54,8 @@ from megarl.checkpoints.manifest import (
 )
 from megarl.checkpoints.progress import (
     Progress,
-    newest_first,
     read_progress,
     shapes_fingerprint,
-    step_of,
     write_progress,
     written_under,
 )
@@ -79,6 +84,8 @@ class Checkpoints:
     folder: Path = field(kw_only=False)
     keep: int
     """How many checkpoints stay; older ones are removed."""
+    best: str = ""
+    """`training.checkpoint.best`: the metric by which one more stays; empty for none."""
     engine: TrainEngine | None
     """The model that is exported, trained on `mesh`; None on ranks outside it."""
     tokenizer: PreTrainedTokenizerBase
@@ -107,9 +114,13 @@ class Checkpoints:
     """Content of the model's generation_config.json, for the saved model; None for what
     transformers makes of its config."""
 
+    names: Mapping[str, str] = field(default_factory=dict)
+    """{name of a parameter: its name in the saved model}, of those with another one there."""
+
     def __post_init__(self) -> None:
         self._writing: Writing | None = None
         self._times = dict[str, float]()
+        self._scores: dict[int, float] | None = None
 
     @property
     def world(self) -> Axis:
@@ -141,8 +152,8 @@ class Checkpoints:
         """Begin the checkpoint of `step` (number of finished steps), once the one before is
         finished; returns the path that it will have, FOLDER/step_NNNNNN. If the field
         `in_background` is True, it returns when the state is copied to host memory, else when the
-        checkpoint is complete. At most `keep` (a field) checkpoints remain. All ranks with a part
-        of a trained model call it together.
+        checkpoint is complete. At most `keep` (a field) checkpoints remain, and the best one. All
+        ranks with a part of a trained model call it together.
 
         `next_ordinal`: position, in the training order, of the first prompt not yet trained on.
         `used`: later positions whose prompts have been trained on already. `algorithm`: {name:
@@ -189,6 +200,30 @@ class Checkpoints:
         """
         if self._writing is not None:
             self._writing.linger(self.mesh.timeout_s)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """On rank 0, learn the `metrics` of an evaluation after `step` steps, which is in the run
+        folder: the best checkpoint is kept. Raises `UserError` if no evaluation so far has had the
+        metric `best`, though these are of its kind ("eval" or "eval_sampled").
+        """
+        name, scores = self.best.removeprefix("min:"), self._known_scores()
+        if not name or not any(one.startswith(name.split("/")[0] + "/") for one in metrics):
+            return
+        if name not in metrics and not scores:
+            raise UserError(
+                f"training.checkpoint.best is {self.best!r}, which the evaluation does not have;"
+                f" set it to one of {', '.join(sorted(metrics))}"
+            )
+        if (score := score_of(self.best, metrics)) is not None:
+            scores[step] = score
+
+    def _known_scores(self) -> dict[int, float]:
+        """{step: score} of the evaluations of the run by the metric `best`, from the run folder
+        at first, as after a resume.
+        """
+        if self._scores is None:
+            self._scores = evaluated_scores(self.folder.parent, self.best)
+        return self._scores
 
     def take_times(self) -> dict[str, float]:
         """Metrics of rank 0 since the last call: {"time/checkpoint_copy_s": seconds for which the
@@ -304,10 +339,12 @@ class Checkpoints:
         the same for every checkpoint of the run, so it is made once.
         """
         assert self.engine is not None
-        module, mesh = self.engine.module, self.mesh
-        shapes = module.shapes()
-        stage = self.engine.config.zero_stage
+        module, mesh, names = self.engine.module, self.mesh, self.names
+        shapes, stage = module.shapes(), self.engine.config.zero_stage
         owned = training_owned(shapes, module.shards, mesh.layout, stage)
+        for one in owned:  # the buffers keep their names
+            one.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in one.pieces]
+        shapes = {names.get(name, name): shape for name, shape in shapes.items()}
         dtype = next(module.model.parameters()).dtype
         return WeightExport(owned, shapes, dtype)
 
@@ -325,7 +362,8 @@ class Checkpoints:
         if self.owner is not None:
             self.owner.require()
         known = [path for path in newest_first(self.folder) if step_of(path) <= step_of(final)]
-        removed += [set_aside(old) for old in known[self.keep :]]
+        best = best_of(known, self._known_scores())
+        removed += [set_aside(old) for old in known[self.keep :] if old != best]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)
 

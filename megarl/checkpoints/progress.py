@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from megarl.checkpoints.adapter_files import written_for
+from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import OTHER_VERSION, damage
 from megarl.console import say
 from megarl.parallel.layout import Layout
@@ -132,21 +133,6 @@ def read_progress(folder: Path) -> Progress:
     if missing := sorted(needed - set(found)):
         raise ValueError(f"{path} lacks {', '.join(missing)}; name a checkpoint that is whole")
     return Progress(**{name: found[name] for name in known if name in found})
-
-
-def newest_first(folder: Path) -> list[Path]:
-    """Paths of the checkpoints (`step_*`) in `folder`, by step, the newest first; empty if the
-    folder does not exist.
-    """
-    return sorted(folder.glob("step_*"), key=step_of, reverse=True) if folder.is_dir() else []
-
-
-def step_of(checkpoint: Path) -> tuple[int, str]:
-    """Sort key of a checkpoint's path step_NNNNNN: (step, name), with step -1 for a name without a
-    number. By name alone step_1000000 would come before step_999999.
-    """
-    number = checkpoint.name.removeprefix("step_")
-    return (int(number) if number.isdecimal() else -1), checkpoint.name
 
 
 LAYOUT = re.compile(r"data \d+ x sequence \d+ x tensor \d+( by autotp)?, ZeRO \d")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl import signals
 from megarl.checkpoints import lease
+from megarl.checkpoints.listing import newest_first, step_of
 from megarl.config import AnyConfig
 from megarl.files import refuse_unfit
 from megarl.observe.config import ObserveConfig
@@ -70,9 +71,6 @@ def check_folder(folder: str, *, resume: bool) -> None:
     nothing can be written there. A run that ended before its first step left nothing to keep and
     does not count.
     """
-    # Imported here: it imports torch, and `owned_folder` refuses a second start without it.
-    from megarl.checkpoints.progress import newest_first, step_of
-
     path, holds_run, checkpoints = Path(folder), False, []
     with contextlib.suppress(OSError):  # said by check_writable
         metrics = path / "metrics.jsonl"

@@ -252,6 +252,7 @@ COMMANDS = {
         run="megarl.apps.runs.chat:main",
         first="RUN|MODEL",
         options={
+            "--best": "of a run's checkpoints the best (training.checkpoint.best), not the newest",
             "--prompt TEXT": "answer this alone (default: each line of standard input)",
             "--system TEXT": "the system message",
             "--max-tokens N": "tokens of an answer at most (default: 512)",

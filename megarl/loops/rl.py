@@ -414,6 +414,7 @@ def _evaluate(parts: Parts, step: int) -> bool:
         if parts.observer is not None:
             named = {f"{name}/{key}": value for key, value in metrics.items()}
             parts.observer.evaluation(step, named, shown)
+            parts.checkpoints.evaluated(step, named)
             parts.report.refresh()
             stop_early(parts, step, named)
     return True

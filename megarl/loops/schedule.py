@@ -20,12 +20,13 @@ def due(done: int, every: int, last: int) -> bool:
 
 def save_due(run: RunContext, done: int, last: int) -> bool:
     """Whether a checkpoint is to be written after `done` of `last` steps: by the recipe's
-    `training.checkpoint.every` (steps) or `minutes`, and after the last step. `run`: the opened run
-    with recipe and mesh; if a checkpoint is due, its `saved_at` is set to now. All ranks of the
-    run's mesh call it together and get the same answer, since the clock is rank 0's.
+    `training.checkpoint.every` (steps) or `minutes`, and after the last step; with `best` also
+    before each evaluation, whose weights may be the best. `run`: the opened run with recipe and
+    mesh; if a checkpoint is due, its `saved_at` is set to now. All ranks of the run's mesh call it
+    together and get the same answer, since the clock is rank 0's.
     """
-    config = run.config.training.checkpoint
-    is_due = due(done, config.every, last)
+    config, evaluates = run.config.training.checkpoint, run.config.evaluation.every
+    is_due = due(done, config.every, last) or bool(config.best and due(done, evaluates, last))
     if not is_due and config.minutes > 0:
         is_late = time.monotonic() - run.saved_at >= 60.0 * config.minutes
         is_due = broadcast_object(is_late, run.mesh.world)

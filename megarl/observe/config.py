@@ -1,17 +1,19 @@
-"""The sections `observe` and `early_stop` of a recipe, and the names of the metrics."""
+"""The sections `observe`, `early_stop` and `replay` of a recipe, and the names of the metrics."""
 
 from typing import Annotated
 
-from megarl.limits import MOST_SAMPLES
+from megarl.limits import MOST_SAMPLES, MOST_STEPS
+from megarl.recipe_paths import PathText
 from megarl.schema import Config, Range, require
 
 STEP_METRICS = (
-    *("reward/mean", "reward/std", "accuracy"),
+    *("reward/mean", "reward/std", "reward/responses", "accuracy"),
     *("length/mean", "length/max", "length/truncated_share", "length/penalty"),
-    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal"),
+    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal", "samples/computed"),
     *("staleness/max", "staleness/mean"),
     *("staleness/token_mean", "staleness/token_max"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),
+    *("verifier/response_limits", "verifier/abstained"),
     *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),
     *("tokens/computed", "tokens/shared_saved"),
     *("reward/greedy_mean", "accuracy_greedy", "kl_coefficient"),
@@ -31,8 +33,8 @@ beside them."""
 DISTILLATION_METRICS = ("divergence", "teacher_logprob")
 """Names of the metrics of a step that only `megarl distill` has."""
 EVALUATION_METRICS = (
-    *("accuracy", "reward/mean", "length/mean", "length/truncated_share"),
-    *("verifier/failures", "problems"),
+    *("accuracy", "reward/mean", "reward/responses", "length/mean", "length/truncated_share"),
+    *("verifier/failures", "verifier/abstained", "problems"),
 )
 """Names of the metrics of an evaluation, each with `eval/` or `eval_sampled/` before it."""
 Bound = Annotated[float | None, Range(-8e307, 8e307)]
@@ -89,3 +91,14 @@ class EarlyStopConfig(Config):
             f"early_stop.metric is {self.metric!r}, with at_least {self.at_least} and at_most"
             f" {self.at_most}; set a metric and one of the two, or none of the three",
         )
+
+
+class ReplayConfig(Config):
+    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
+    batches that the run has recorded: which run, and how many steps.
+    """
+
+    run: PathText = ""
+    """The run folder with the batches; `megarl replay RUN` sets it."""
+    steps: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps to train again, from the first one; 0 for all that the run has finished."""

@@ -20,6 +20,8 @@ ATTENTION = "megarl_packed"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Settings of config.json that say how many experts a layer has; a model with one of them above 0
 is refused."""
+STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size")
+"""Settings of config.json that only models with state-space layers have, such as Mamba."""
 
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
@@ -57,11 +59,16 @@ AttentionInterface.register(ATTENTION, _attention)
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
     """Raise `ValueError`, which names the features, if a model uses what megarl's trainer does not
     support: layer types other than full and sliding attention, attention to later tokens, longrope
-    or dynamic rotary embeddings, unknown transforms of the logits, or a mixture of experts.
-    `config`: the model's transformers configuration.
+    or dynamic rotary embeddings, unknown transforms of the logits, a mixture of experts, state-space
+    layers, or sizes that differ from layer to layer. `config`: the model's transformers configuration.
     """
     text = config.get_text_config()
-    found = []
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: other settings raise where they are read
+        raise ValueError(
+            f"model type {config.model_type} uses layers of different sizes, which training does"
+            " not support; choose another model"
+        )
+    found = ["state-space layers"] if any(hasattr(text, name) for name in STATE_SPACE) else []
     types = set(getattr(text, "layer_types", None) or [])
     if others := types - {"full_attention", "sliding_attention"}:
         found.append(f"layer types {sorted(others)}")

@@ -228,6 +228,10 @@ class CheckpointConfig(Config):
     default: 20 where `every` is 0, otherwise 0."""
     keep: Annotated[int, Range(1, 10**5)] = 2
     """Number of checkpoints to keep; older ones are removed once a newer one is complete."""
+    best: str = ""
+    """Also keep the checkpoint with the highest value of this metric of an evaluation, such as
+    eval/accuracy, or with the lowest, as in min:eval/loss; of equal ones the newest. Each step with
+    an evaluation gets a checkpoint then. Empty: the newest `keep` alone are kept."""
     background: bool = True
     """Train on while a checkpoint is written, from a copy in the host's memory: 12 bytes for each
     trained parameter and the weights, divided by the ranks that share them. What would leave less

@@ -12,6 +12,7 @@ A loop adds what it alone needs (engines, a second model) and closes it through 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from pydantic_core import to_jsonable_python
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
@@ -43,14 +45,14 @@ from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.recipe_file import read_tree
-from megarl.schema import leaves, shortened
+from megarl.schema import Config, defaults, leaves, shortened
 from megarl.trainer.attention import attention_line
 from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
 from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import refuse_different, slow_line
 from megarl.trainer.threads import trainer_threads
-from megarl.trainer.weights import base_digest
+from megarl.trainer.weights import base_digest, exported_names
 from megarl.weight_sync.parameters import ParameterSpec
 
 if TYPE_CHECKING:
@@ -241,6 +243,7 @@ class RunContext:
         made = Checkpoints(
             self.folder / "checkpoints",
             keep=training.checkpoint.keep,
+            best=training.checkpoint.best,
             engine=engine,
             tokenizer=self.inputs.tokenizer,
             mesh=self.mesh,
@@ -255,6 +258,7 @@ class RunContext:
             run_id=self.run_id,
             in_background=training.checkpoint.background,
             generation=generation_config(self.config.model) if self.is_main else None,
+            names=exported_names(model) if model is not None else {},
         )
         self.stack.callback(made.close)
         return made
@@ -332,7 +336,7 @@ class RunContext:
         if foreign:
             console.say(
                 f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
-                " (of another version of megarl, or no longer in the recipe)"
+                " (this version of megarl does not have them)"
             )
         recipe.write_text(dump(config))
 
@@ -445,22 +449,51 @@ OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
 
 def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
     """What differs between `config` and `recipe`, the recipe.yaml of the run folder: (settings with
-    another value, each as "section.key (old -> new)" with long values shortened; dotted names of
-    settings that only the file has, such as those of another version of megarl). Settings that
-    count for new runs only, such as `folder`, are left out of the first list. Two empty lists for a
-    file that cannot be read.
+    another value, each as "section.key (old -> new)" with long values shortened, also entries of
+    lists and sections of names, such as rewards, that are new or gone; dotted names of settings
+    that only the file has, such as those of another version of megarl). A setting that the file
+    lacks had its default. Settings that count for new runs only, such as `folder`, are left out of
+    the first list. Two empty lists for a file that cannot be read.
     """
     try:
-        before = dict(leaves(read_tree(recipe)))
+        before = read_tree(recipe)
     except ValueError:
         return [], []
-    now = dict(leaves(config.model_dump(mode="json")))
-    changed = [
-        f"{name} ({shortened(str(before[name]))} -> {shortened(str(value))})"
-        for name, value in now.items()
-        if name in before and before[name] != value and name not in OF_THE_CHECKPOINT
-    ]
-    return changed, [name for name in before if name not in now]
+    changed, foreign = list[str](), list[str]()
+    for name, old, new in _differences(before, config, ""):
+        if new is _UNKNOWN:
+            foreign += [key for key, _ in leaves(old, name)]
+        elif name not in OF_THE_CHECKPOINT:
+            changed.append(f"{name} ({shortened(str(old))} -> {shortened(str(new))})")
+    return changed, foreign
+
+
+_UNKNOWN = object()
+"""Stands for the value of a setting that a configuration class does not have."""
+
+
+def _differences(old: Any, new: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of the settings in which `new`, a configuration or a
+    value in one, differs from `old`, plain data of YAML. "none" stands for the value of an entry
+    that a list or a section of names has on one side only, `_UNKNOWN` for the new value of a
+    setting that the class of a configuration does not have.
+    """
+    plain = to_jsonable_python(new, fallback=lambda _: "none")
+    if isinstance(new, Config) and isinstance(old, dict):
+        usual = to_jsonable_python(defaults(type(new)), fallback=lambda _: "none")
+        pairs = {key: (old.get(key, usual[key]), value) for key, value in new}
+        pairs |= {key: (value, _UNKNOWN) for key, value in old.items() if key not in pairs}
+    elif isinstance(new, dict) and isinstance(old, dict):
+        pairs = {key: (old.get(key, "none"), new.get(key, "none")) for key in {**old, **new}}
+    elif isinstance(old, list) and any(isinstance(one, dict) for one in [*old, *(plain or ())]):
+        pairs = dict(enumerate(itertools.zip_longest(old, new or (), fillvalue="none")))
+    else:
+        if new is _UNKNOWN or old != plain:
+            yield name, old, new if new is _UNKNOWN else plain
+        return
+    for key, (one, other) in pairs.items():
+        mark = f"[{key}]" if isinstance(old, list) else f".{key}"
+        yield from _differences(one, other, f"{name}{mark}".removeprefix("."))
 
 
 LOOKED_AT = 4096

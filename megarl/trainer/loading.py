@@ -66,13 +66,19 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     fix = "set model.path to another model, or correct its config.json"
     what = f"model type {hf.model_type} of {config.path!r} cannot be built"
     with opening(what, fix=fix), torch.device("meta"):
-        # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
-        model = AutoModelForCausalLM.from_config(
-            hf,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            trust_remote_code=config.trust_remote_code,
-        )
+        try:
+            # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
+            model = AutoModelForCausalLM.from_config(
+                hf,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION,
+                trust_remote_code=config.trust_remote_code,
+            )
+        except KeyError as error:
+            if error.args != (ATTENTION,):
+                raise
+            # Falcon, GPT-J, GPT-Neo have a class of layers for each of a few names.
+            raise ValueError("training cannot take the place of its attention") from None
     model.name_or_path = config.path
     return model
 
@@ -85,13 +91,13 @@ def check_weights(
     number for each token) and "scalar" (one for each sample) the checkpoint may have a score head,
     and must have one if `needs_score`.
 
-    Only the headers of the safetensors files are read. Nothing is checked with `from_scratch`, or
-    for a hub name whose weights are not downloaded yet.
+    Also raised for a buffer that neither the checkpoint has nor the model computes. Only the
+    headers of the safetensors files are read. Nothing is checked for a hub name whose weights are
+    not downloaded yet.
     """
-    if config.from_scratch:
-        return
-    if Path(config.path).is_dir() or is_downloaded(config.path):
-        open_weights(config, seed=0, head=head, needs_score=needs_score)
+    if config.from_scratch or Path(config.path).is_dir() or is_downloaded(config.path):
+        weights = open_weights(config, seed=0, head=head, needs_score=needs_score)
+        init_buffers(empty_model(config), weights, torch.device("cpu"))
 
 
 def open_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import transformers
 from transformers import AutoConfig
 
 from megarl.config import RunConfig, longest_request
-from megarl.data.hub import hub_state, is_hub_name, why_absent
+from megarl.data.hub import hub_state, refuse_no_folder, why_absent
 from megarl.limits import MOST_TOKENS
 from megarl.schema import require, shortened
 from megarl.third_party import opening, refuse_broken_links
+from megarl.trainer.attention import refuse_unsupported
 from megarl.trainer.config import ModelConfig
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -76,11 +78,7 @@ def load_model_config(
         refuse_broken_links(folder)
         online = True
     else:
-        require(
-            is_hub_name(config.path),
-            f"{what} cannot be loaded: there is no such folder here, and no hub name looks so; set"
-            " it to a model folder or hub name",
-        )
+        refuse_no_folder(config.path, f"{setting}.path")
         online = hub_state() == "online"
     fix = FIX
     if not folder.exists():
@@ -90,9 +88,24 @@ def load_model_config(
             config.path, trust_remote_code=config.trust_remote_code, local_files_only=not online
         )
         hf.get_text_config()
-    problem = config_problem(hf)
+    is_uneven = getattr(hf.get_text_config(), "is_heterogeneous", False)
+    problem = "" if is_uneven else config_problem(hf)
+    if is_uneven or problem:  # Gemma 4, Qwen2-MoE, Bamba: no other file would help
+        refuse_unsupported(hf)
+        require(
+            problem != _problem_of_type(type(hf)),
+            f"model type {hf.model_type} of {what} is not supported ({problem}); choose another"
+            " model",
+        )
     require(not problem, f"config.json of {what}: {problem}; {FIX}")
     return hf
+
+
+def _problem_of_type(kind: type[transformers.PretrainedConfig]) -> str:
+    """The `config_problem` of what a configuration class is without a file; "" for none."""
+    with suppress(Exception):  # some classes have no default, or refuse their own
+        return config_problem(kind())
+    return ""
 
 
 def config_problem(hf: transformers.PretrainedConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import xxhash
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from megarl.checkpoints.store import (
     INDEX,
@@ -162,14 +164,12 @@ def shape_of(path: str, name: str) -> tuple[int, ...] | None:
 def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:
     """{name in the model: name in the checkpoint} of parameters and persistent buffers.
 
-    The names in a checkpoint of the base model lack the prefix (`model.`, `transformer.`). Of tied
-    parameters, one name is enough.
+    They differ as transformers renames tensors at loading: `embed_out` of GPT-NeoX is its
+    `lm_head`, and a checkpoint of the base model lacks the prefix (`model.`, `transformer.`). Of
+    tied parameters, one name is enough.
     """
-    prefix = f"{model.base_model_prefix}."
-    names = {}
-    for name in model.state_dict():
-        bare = name.removeprefix(prefix)
-        names[name] = bare if name not in store.shapes and bare in store.shapes else name
+    state = model.state_dict()
+    names = {name: name for name in state} | renamed(model, store.shapes, folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     left_out = set()
@@ -191,10 +191,51 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
         for name in store.shapes
         if name not in names.values() and any(re.search(pattern, name) for pattern in ignored)
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wanted = {stored: shapes[name] for name, stored in names.items()}
     refuse_others(store, folder, wanted, sorted(left_out))
     return names
+
+
+def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict[str, str]:
+    """{name in the model: its name among `stored`} of the tensors of a checkpoint that the model
+    has, by the names that transformers gives them at loading; a name that needs no change goes
+    first. Raises `ValueError` for a type whose tensors transformers joins or splits there.
+    """
+    state, stored = model.state_dict(), set(stored)
+    renamings, converters = _conversions(model)
+    names = {}
+    for name in sorted(stored - set(state)):
+        new, joined = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if joined is not None:
+            raise ValueError(
+                f"model type {model.config.model_type} of {folder} stores {name}, which transformers"
+                " joins with other tensors or splits at loading; training does not support that,"
+                " choose another model"
+            )
+        if new in state and new not in stored:
+            names[new] = name
+    return names
+
+
+def exported_names(model: PreTrainedModel) -> dict[str, str]:
+    """{name of a parameter: its name in a checkpoint} of those that transformers stores under
+    another name, so that readers of the published names, such as older versions, find them.
+    """
+    renamings = reversed(_conversions(model)[0])
+    back = [one.reverse_transform() for one in renamings if type(one) is WeightRenaming]
+    names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in model.state_dict()}
+    found = renamed(model, names.values(), Path(model.name_or_path))
+    return {name: new for name, new in names.items() if found.get(name) == new}
+
+
+def _conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """What transformers does with the tensors of a checkpoint of `model`'s type at loading: (names
+    that it changes, tensors that it joins or splits).
+    """
+    found = get_model_conversion_mapping(model)
+    renamings = [one for one in found if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in found if isinstance(one, WeightConverter)]
 
 
 class RandomWeights:
@@ -259,11 +300,6 @@ def initialise_module(model: PreTrainedModel, owner: str) -> None:
     belongs_to._init_weights(model.get_submodule(owner))
 
 
-def _blank(buffer: torch.Tensor) -> float | int:
-    """A value that no initialisation produces, to detect tensors that were not initialised."""
-    return torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
-
-
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
     """Set the buffers of `model`, in place, on `device`: from `weights` if the checkpoint stores
@@ -276,14 +312,17 @@ def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device)
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
-        for name, buffer in buffers.items():
-            setattr(module, name, torch.full(buffer.shape, _blank(buffer), dtype=buffer.dtype))
-        initialise_module(model, owner)
+        found = []
+        for fill in (0, 1):  # what the model computes does not depend on what was there
+            for name, buffer in buffers.items():
+                setattr(module, name, torch.full(buffer.shape, fill, dtype=buffer.dtype))
+            initialise_module(model, owner)
+            found.append({name: getattr(module, name) for name in buffers})
         for name in buffers:
             value, full = getattr(module, name), f"{owner}.{name}" if owner else name
             if weights.has(full):
                 value.view(-1).copy_(weights.flat(full))
-            elif value.isnan().any() or (value == _blank(value)).any():
+            elif not torch.equal(value, found[0][name]):
                 raise ValueError(
                     f"model type {model.config.model_type} has a buffer {full} that is neither in"
                     " the checkpoint nor computed by the model; choose another model"

@@ -29,8 +29,8 @@ from support.commands import (
 )
 from support.tiny import write_model
 
+from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import damage
-from megarl.checkpoints.progress import newest_first
 
 
 def sentencepiece_model(folder: Path) -> Path:

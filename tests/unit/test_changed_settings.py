@@ -4,6 +4,7 @@ that come from a file of their dtype: by torch's own rounding.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from support.ranks import run_ranks
 from support.tiny import sft_config
 
-from megarl.config import SftConfig, dump
+from megarl.config import RunConfig, dump
 from megarl.observe.observer import EVALUATIONS
+from megarl.schema import Config
 from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.context import other_settings, rounding_line, steps_until_half_change
 
@@ -22,20 +24,119 @@ def learning(rate: float) -> TrainingConfig:
     return TrainingConfig(optimizer=OptimizerConfig(learning_rate=rate))
 
 
-def test_settings_that_changed_or_are_of_another_version_are_listed(tmp_path: Path) -> None:
-    def recipe(folder: str, rate: float) -> SftConfig:
-        return sft_config(folder, training=learning(rate))
+def rl(**sections: Any) -> RunConfig:
+    """A recipe of reinforcement learning with these sections."""
+    base: dict[str, Any] = {"folder": "run", "model": {"path": "model"}}
+    return RunConfig(**base | {"prompts": {"source": "rows.jsonl"}} | sections)
 
-    file = tmp_path / "recipe.yaml"
-    assert other_settings(file, recipe("run", 0.25)) == ([], [])
-    text = dump(recipe("run", 0.25))
-    file.write_text(text)
-    assert other_settings(file, recipe("moved", 0.25)) == ([], [])
-    file.write_text(text.replace("training:\n", "training:\n  colour: {kind: red}\n"))
-    assert other_settings(file, recipe("run", 0.5)) == (
+
+def of(**environment: Any) -> RunConfig:
+    column = {"environment_column": "kind"} if environment.get("mixture") else {}
+    return rl(prompts={"source": "rows.jsonl", **column}, environment=environment)
+
+
+def mixed(*weights: float, **more: Any) -> RunConfig:
+    entries = [{"source": f"rows{n}.jsonl", "weight": one} for n, one in enumerate(weights)]
+    entries[-1] |= more
+    return rl(prompts={"sources": entries})
+
+
+A, B = "a.py:score", "b.py:score"
+OWN = {"advantage": "a.py:advantage"}
+CHANGES: dict[str, tuple[Config, Config, list[str]]] = {
+    "a number": (
+        sft_config("run", training=learning(0.25)),
+        sft_config("moved", training=learning(0.5)),
         ["training.optimizer.learning_rate (0.25 -> 0.5)"],
-        ["training.colour.kind"],
-    )
+    ),
+    "a verifier becomes rewards": (
+        of(verifier="numeric"),
+        of(rewards={A: 1.0}),
+        [f"environment.rewards.{A} (none -> 1.0)", "environment.verifier (numeric -> exact_match)"],
+    ),
+    "rewards become a verifier": (
+        of(rewards={A: 1.0}),
+        of(),
+        [f"environment.rewards.{A} (1.0 -> none)"],
+    ),
+    "a further reward, another weight": (
+        of(rewards={A: 1.0}),
+        of(rewards={A: 2.0, B: 1.0}),
+        [f"environment.rewards.{A} (1.0 -> 2.0)", f"environment.rewards.{B} (none -> 1.0)"],
+    ),
+    "an entry of a mixture goes, one changes": (
+        of(mixture={"easy": {"verifier": "numeric"}, "hard": {"verifier": "math"}}),
+        of(mixture={"easy": {"verifier": "choice"}}),
+        [
+            "environment.mixture.easy.verifier (numeric -> choice)",
+            "environment.mixture.hard ({...} -> none)",
+        ],
+    ),
+    "rewards of an entry": (
+        of(mixture={"easy": {"rewards": {A: 1.0}}}),
+        of(mixture={"easy": {"rewards": {B: 1.0}}}),
+        [
+            f"environment.mixture.easy.rewards.{A} (1.0 -> none)",
+            f"environment.mixture.easy.rewards.{B} (none -> 1.0)",
+        ],
+    ),
+    "a critic more": (
+        rl(algorithm=OWN, critics={"near": {}}),
+        rl(algorithm=OWN, critics={"near": {"value_clip": None}, "far": {"warmup_steps": 2}}),
+        ["critics.far (none -> {...})", "critics.near.value_clip (0.2 -> None)"],
+    ),
+    "sources: another weight, a setting, one more": (
+        mixed(0.5, 0.5),
+        mixed(0.5, 0.25, 0.25, template="chat"),
+        [
+            "prompts.sources[1].weight (0.5 -> 0.25)",
+            "prompts.sources[2] (none -> {...})",
+        ],
+    ),
+    "sources become one": (
+        mixed(1.0),
+        rl(),
+        ["prompts.source ( -> rows.jsonl)", "prompts.sources[0] ({...} -> none)"],
+    ),
+    "a list of texts, and null": (
+        rl(rollout={"stop": ["a"]}, environment={"thinking": None}),
+        rl(rollout={"stop": ["a", "b"]}, environment={"thinking": ["<t>", "</t>"]}),
+        [
+            "environment.thinking (None -> ['<t>', '</t>'])",
+            "rollout.stop (['a'] -> ['a', 'b'])",
+        ],
+    ),
+    "settings of one's own": (
+        rl(algorithm={**OWN, "own": {"tau": 0.5, "on": True}}),
+        rl(algorithm={**OWN, "own": {"tau": 0.75}}),
+        ["algorithm.own.on (True -> none)", "algorithm.own.tau (0.5 -> 0.75)"],
+    ),
+}  # fmt: skip
+"""{what: (recipe before, recipe now, what is said)}"""
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_settings_that_changed_are_listed(case: str, tmp_path: Path) -> None:
+    before, now, said = CHANGES[case]
+    file = tmp_path / "recipe.yaml"
+    assert other_settings(file, now) == ([], []), "no file, nothing to say"
+    file.write_text(dump(before))
+    assert other_settings(file, before) == ([], [])
+    changed, foreign = other_settings(file, now)
+    short = [re.sub(r"\{.*?(?=\)| ->)", "{...}", one) for one in changed]
+    assert (sorted(short), foreign) == (said, [])
+
+
+def test_settings_of_another_version_are_listed(tmp_path: Path) -> None:
+    """Those that this version does not know, and new ones that the run sets."""
+    file, config = tmp_path / "recipe.yaml", of(mixture={"easy": {}}, rewards={})
+    text = dump(config).replace("training:\n", "training:\n  colour: {kind: red}\n")
+    file.write_text(text.replace("easy:\n", "easy:\n      colour: [1]\n"))
+    unknown = ["environment.mixture.easy.colour", "training.colour.kind"]
+    changed, foreign = other_settings(file, config)
+    assert (changed, sorted(foreign)) == ([], unknown)
+    file.write_text("folder: run\ndemonstrations: {source: rows.jsonl}\nmodel: {path: model}\n")
+    assert other_settings(file, sft_config(steps=7)) == (["steps (100 -> 7)"], [])
 
 
 def start(

@@ -1,8 +1,8 @@
 """`megarl chat RUN|MODEL`: talk to a model, a trained one or any other, through a vLLM engine.
 
-The newest checkpoint of a run folder, a model folder or a hub name answers, on the first GPU or the
-CPU. A model with a chat template is asked by it and sees the whole conversation; a model without
-one goes on with each line as a text of its own.
+The newest checkpoint of a run folder (with --best the best one), a model folder or a hub name
+answers, on the first GPU or the CPU. A model with a chat template is asked by it and sees the whole
+conversation; a model without one goes on with each line as a text of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
     """
     parser = console.Arguments("megarl chat")
     parser.add_argument("model")
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--prompt")
     parser.add_argument("--system", default="")
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
     wanted = parser.parse_args(arguments)
     if wanted.max_tokens < 1 or not 0.0 <= wanted.temperature < 100.0:
         parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
-    model = model_of(wanted.model)
+    model = model_of(wanted.model, best=wanted.best)
     with console.diverted():
         try:
             chat = Chat(model, wanted.max_tokens, wanted.temperature, wanted.system)
@@ -45,26 +46,25 @@ def main(arguments: list[str]) -> int:
     try:
         for line in questions(wanted.prompt):
             for piece in chat.reply(line):
-                print(piece, end="", flush=True)
+                print(console.printable(piece), end="", flush=True)
             print(flush=True)
     except BrokenPipeError:  # nobody reads any more; nor may the end of Python write
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def model_of(named: str) -> str:
+def model_of(named: str, *, best: bool = False) -> str:
     """Path or Hugging Face hub name of the model to load for `named`, the command's argument. For a
-    run folder: the path of the model in its newest checkpoint; anything else is returned as it is.
-    Raises `UserError` if a run has no checkpoint yet.
+    run folder: the path of the model in its newest checkpoint, or in its best; anything else is
+    returned as it is. Raises `UserError` if a run has no such checkpoint, and for the best
+    checkpoint of what is no run.
     """
-    from megarl.checkpoints.progress import newest_first
+    from megarl.checkpoints.listing import checkpoint_of
 
     folder = Path(named).expanduser()
-    if not (folder / "checkpoints").is_dir():
-        return str(folder) if folder.exists() else named
-    for checkpoint in newest_first(folder / "checkpoints"):
-        return str(checkpoint / "model")
-    raise UserError(f"{folder} has no checkpoint yet; name a model folder, or wait for the first")
+    if best or (folder / "checkpoints").is_dir():
+        return str(checkpoint_of(folder, best=best) / "model")
+    return str(folder) if folder.exists() else named
 
 
 def questions(prompt: str | None) -> Iterator[str]:
@@ -104,7 +104,7 @@ class Chat:
             ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
                 whose tokenizer has no chat template.
         """
-        from megarl.chat_template import ChatTemplate, end_of_turn
+        from megarl.chat_template import ChatTemplate, ends_of_turns
         from megarl.checks.model_checks import check_model, stop_tokens
         from megarl.trainer.config import ModelConfig
         from megarl.trainer.model_config import positions
@@ -118,10 +118,10 @@ class Chat:
             "--system is set, but the model has no chat template to write it; leave --system out",
         )
         self._turns = [{"role": "system", "content": system}] if system else []
-        end = end_of_turn(self._tokenizer, "chat" if has_template else "none")
+        ends = ends_of_turns(self._tokenizer, "chat" if has_template else "none")
         self._context = min(positions(hf) or CONTEXT, CONTEXT)
         self._engine = _engine(path, self._context)
-        self._stops = stop_tokens(self._tokenizer, config, hf, [end])
+        self._stops = stop_tokens(self._tokenizer, config, hf, ends)
         self._number, self._max_tokens, self._temperature = 0, max_tokens, temperature
 
     def reply(self, text: str) -> Iterator[str]:
@@ -133,6 +133,8 @@ class Chat:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from megarl.data.tokens import tokenised
+
         if self._template is None:
             ids = self._tokenizer(text).input_ids
         else:
@@ -141,7 +143,7 @@ class Chat:
                 written = self._template.text(self._turns, "the conversation", asks=True)
             except ValueError as error:
                 raise UserError(str(error)) from error
-            ids = self._tokenizer(written, add_special_tokens=False).input_ids
+            (ids,) = tokenised(self._tokenizer, [written], add_special_tokens=False)
         if not ids:
             raise UserError(
                 f"the model's tokenizer knows no character of {text!r:.80}; ask something else"
@@ -177,7 +179,7 @@ def _engine(path: str, context: int) -> Any:
     from megarl.cluster.process_env import engine_environment
     from megarl.quick_imports import quick_imports
     from megarl.rollout.config import EngineConfig
-    from megarl.rollout.engine_arguments import engine_arguments
+    from megarl.rollout.engine_arguments import engine_arguments, tokenizer_arguments
     from megarl.trainer import threads
     from megarl.trainer.precision import has_bfloat16
 
@@ -193,10 +195,10 @@ def _engine(path: str, context: int) -> Any:
     settings = engine_arguments(
         config,
         model=path,
-        tokenizer=path,
         max_tokens=context,
         trust_remote_code=False,
         seed=0,
         on_cpu=on_cpu,
     )
-    return LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))
+    with tokenizer_arguments(path) as text:
+        return LLMEngine.from_engine_args(EngineArgs(**settings | text, generation_config="vllm"))

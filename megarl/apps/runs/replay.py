@@ -18,8 +18,8 @@ from typing import Any
 from megarl import console
 from megarl.activity.spans import step_begins
 from megarl.apps.runs.command_checks import steps_to_replay
+from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import DIGESTS
-from megarl.checkpoints.progress import newest_first
 from megarl.config import DistillConfig, RunConfig
 from megarl.errors import UserError
 from megarl.limits import MOST_STEPS

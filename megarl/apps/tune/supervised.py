@@ -252,6 +252,7 @@ def train_task(context: RunContext, make: MakeTask) -> None:
         refuse_lost_folder(context)
         if observer is not None and metrics:
             observer.evaluation(done, metrics, [])
+            checkpoints.evaluated(done, metrics)
 
     # A run may have been killed between a checkpoint and the evaluation of its weights.
     known = observer.evaluated(first, "eval") if observer is not None else None
