@@ -155,7 +155,7 @@ class EnvironmentConfig(Config):
     verifier: Annotated[CodeText, Needs("set 'exact_match', 'math' or 'file.py:function'")] = (
         "exact_match"
     )
-    """`exact_match`, `math` (boxed or final expression, compared by math-verify), `numeric`,
+    """`exact_match`, `math` (boxed or final expression, compared by value), `numeric`,
     `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/reference_rewards.md),
     `reasoning_gym` (the scorer of the prompts' own data set),
     `path/to/file.py:function` for a user's function (docs/rewards.md),

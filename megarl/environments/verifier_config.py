@@ -51,7 +51,7 @@ class JsonSchemaConfig(Config):
 
 class MathConfig(Config):
     """The verifier `math`: a response is right if its boxed or final expression equals the
-    reference answer, as the package math-verify compares.
+    reference answer, by exact arithmetic or at random points.
     """
 
     allow_unevaluated: bool = False

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 MAX_CHARACTERS = 1000
 """Longer texts are not read."""
-MAX_DEPTH = 60
+MAX_DEPTH = 50
 """Texts with deeper nested brackets are not read."""
 
 VULGAR = (
@@ -339,9 +339,7 @@ class _Reader:
         negative = False
         while self.type == "sign":
             negative ^= self.take() != "+"
-        if depth > MAX_DEPTH:
-            raise NotRead
-        value = self._atom(depth + 1)
+        value = self._atom(depth + (self.type != "open"))
         if self.type == "power":  # 2^3^2 is 2^(3^2)
             self.take()
             value = Node("power", (value, self._signed(depth + 1)))
@@ -356,6 +354,8 @@ class _Reader:
         return self._signed(depth)
 
     def _atom(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise NotRead
         type, text = self.type, self.take()
         if type == "number":
             return _number(text)

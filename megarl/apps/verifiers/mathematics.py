@@ -54,7 +54,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     the response. Of a response with the tags `<answer>` and `</answer>` only the content of the
     last pair is read. Numbers are compared exactly, words and the like as text, other expressions
     by their values at random points. An expression counts as wrong if it has more than 1000
-    characters, brackets nested more than 60 deep or a value too large to compute; if the words
+    characters, brackets nested more than 50 deep or a value too large to compute; if the words
     beside it name another one or negate it; and if it has still to be evaluated (`67 + 63`, `2x +
     3x`) or stands in the question, unless the reference answer is such an expression, or with
     `math.allow_unevaluated`. The function raises `ValueError` for a reference answer that is not

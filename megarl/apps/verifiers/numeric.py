@@ -28,7 +28,8 @@ NOT_BEHIND = r"(?<![\w.^])(?<!\^[ {+\u2212-])(?<!\^[ {][+\u2212-])"
 """Regular expression for a place where a number may begin. The exponent of a unit is no number:
 `25 m^2`, `9.8 m s^{-2}`."""
 NUMBER = re.compile(
-    rf"{NOT_BEHIND}(?P<sign>{SIGN}){BEFORE}(?:"
+    rf"{NOT_BEHIND}(?P<sign>{SIGN}){BEFORE}"
+    r"(?P<ones>[0-9]{1,9}(?:\s+(?=[0-9]+\s*/\s*[0-9])|\s*(?=\\[dt]?frac)))?(?:"
     rf"\\[dt]?frac\s*\{{\s*(?P<over>[-+]?{PLAIN})\s*\}}\s*\{{\s*(?P<under>{PLAIN})\s*\}}"
     rf"|(?P<whole>{PLAIN})(?:"
     r"\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?(?P<power>[-+\u2212]?[0-9]{1,3})\}?"
@@ -54,7 +55,7 @@ def _value(found: re.Match[str], percent_is_hundredths: bool) -> Fraction | None
     value, divisor = _plain(over), _plain(under)
     if divisor == 0:
         return None
-    value = value / divisor
+    value = value / divisor + int(found["ones"] or 0)
     if found["exponent"]:
         exponent = int(found["exponent"].replace("\u2212", "-"))
         if abs(exponent) * len(over) > MOST_DIGITS or (exponent < 0 and value == 0):

@@ -49,7 +49,8 @@ FORMULA = r"\$\$[^$]+\$\$|\$[^$\n]+\$|\\\(.*?\\\)|\\\[.*?\\\]"
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _MULTIPLES = "|".join(word + "s?" for word in MULTIPLES)
 ATOM = (
-    rf"(?:{FORMULA}|(?<![\w.])\d{{1,2}}:[0-5]\d(?:\s?[ap]\.?m\b)?"
+    r"(?:\d*\.\d*(?:\\(?:overline|dot|bar)\s?(?:\{\d+\}|\d)\d*)+"
+    rf"|{FORMULA}|(?<![\w.])\d{{1,2}}:[0-5]\d(?:\s?[ap]\.?m\b)?"
     rf"|(?<![A-Za-z_\d])(?<!\d[.,])(?:\d+\s+\d+\s*/\s*\d+(?![\d/])|\d*[{VULGAR}]|{DECIMAL}"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?)(?:(?:st|nd|rd|th)\b|(?![kKMB]\b))"
     rf"|\\(?!text|boxed)[a-zA-Z]+(?:\s*(?:{_GROUP}|\[\d\]))*|\\boxed\s*{_GROUP}|(?<=[\^_]){_GROUP}"

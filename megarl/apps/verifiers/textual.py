@@ -1,4 +1,4 @@
-r"""Comparison of final answers as text, because math-verify would read them as products, quotients
+r"""Comparison of final answers as text, which would be read as products, quotients
 or numbers without end: words, numbers in a base, ratios, times of day, letters of a multiple
 choice.
 """
@@ -48,7 +48,7 @@ def same_part(reference: str, expression: str) -> tuple[str, str]:
 
 
 def compared_as_text(reference: str, expression: str) -> bool | None:
-    """Compare final expressions (LaTeX) of kinds that math-verify would misread or compute without
+    """Compare final expressions (LaTeX) of kinds that would be misread or computed without
     end: words, whose letters would be factors; numbers in a base (1011_2), whose base must be
     equal; ratios and times of day; numbers too large to compute; integrals and limits. Returns
     whether the two are equal, or None if they are of no such kind and have to be parsed.

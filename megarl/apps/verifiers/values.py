@@ -198,12 +198,12 @@ def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
     if values[0] is not None and values[1] is not None:
         size = max(abs(values[0]), abs(values[1]))
         return abs(values[0] - values[1]) <= (LARGEST_ERROR * size if rounded else 0)
-    points = at_points(first), at_points(second)
-    if points[0] is None or points[1] is None:
+    ones, others = at_points(first), at_points(second)
+    if ones is None or others is None:
         return False
-    if len(points[0]) != len(points[1]):  # one has variables that cancel
-        points = points[0][:1] * len(POINTS), points[1][:1] * len(POINTS)
-    return all(_near(*pair, rounded=rounded) for pair in zip(*points, strict=True))
+    if len(ones) != len(others):  # one has no variables, or they cancel
+        ones, others = ((list(one) * len(POINTS))[: len(POINTS)] for one in (ones, others))
+    return all(_near(*pair, rounded=rounded) for pair in zip(ones, others, strict=True))
 
 
 def _is_plain(node: Node) -> bool:
@@ -229,12 +229,14 @@ def proportional(first: Node, second: Node) -> bool:
     ends = [
         Node("sum", (one.items[0], Node("negative", one.items[1:2]))) for one in (first, second)
     ]
-    points = at_points(ends[0]), at_points(ends[1])
-    if first.text != second.text or points[0] is None or points[1] is None:
+    ones, others = at_points(ends[0]), at_points(ends[1])
+    if first.text != second.text or ones is None or others is None or len(ones) != len(others):
         return False
-    if len(points[0]) != len(points[1]) or any(abs(one[1]) < 1e-30 for one in points[1]):
+    if any(abs(value) < 1e-30 for pair in others for value in pair):
         return False
-    ratios = [(one[0] / other[0], one[1] / other[1]) for one, other in zip(*points, strict=True)]
+    ratios = [
+        (one[0] / other[0], one[1] / other[1]) for one, other in zip(ones, others, strict=True)
+    ]
     return all(_near(ratios[0], ratio, rounded=False) for ratio in ratios) and (
         first.text in "=\u2260" or ratios[0][0].real > 0
     )
