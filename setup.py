@@ -33,7 +33,7 @@ setup(
         "httpx2",
         "jinja2",
         "jsonschema",
-        "math-verify",
+        "mpmath",
         "mcp",
         "prometheus_client",
         "psutil",

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from megarl import config as configs
 from megarl import presets, recipe_paths
+from megarl.checks.named_files import check_named_files
 from megarl.config import (
     AnyConfig,
     DistillConfig,
@@ -422,6 +423,7 @@ class Trainer:
         self.config = configs.from_tree(kind, tree, where=where, beside=beside)
         if engines is not None:
             engines.refuse(self.config)
+        check_named_files(self.config, skip=given.keys)
         given.write()
 
     def train(self) -> Result:

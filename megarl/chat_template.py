@@ -6,13 +6,17 @@ that ends a turn of the model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.control_tokens import ControlTokens
 from megarl.data.config import TemplateName
 from megarl.schema import require
+from megarl.turn_ends import HEARD, SAID, TurnEnds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,38 +39,60 @@ CLOSING = re.compile(
     re.IGNORECASE,
 )
 """A closing tag of thoughts in a chat template, such as `</think>` and `[/THINK]`."""
-SAID, HEARD = "MEGARLWROTETHIS", "MEGARLREADTHIS"
-"""What a turn of the model, and the user's reply to it, are in conversations rendered to learn a
-template's markup."""
+NULL = re.compile(r"\b(?:None|null)\b")
+"""What templates write for a content that is null."""
 
 
 def end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    template: TemplateName,
+    variables: Variables | None = None,
+    *,
+    is_last: bool = False,
 ) -> int:
     """Id of the token with which the assistant's turns end, in training data and in rollouts: the
-    first special token that the tokenizer's chat template writes behind a turn of the assistant. It
-    is the tokenizer's end-of-sequence token without a chat template, with `template` 'none' (texts
-    that no template wraps), or if the template writes no such token. `variables`: {name: value}
-    that the chat template reads.
+    special token that the tokenizer's chat template writes behind a turn of the assistant, and of
+    several the one that ends a user's turn too. It is the tokenizer's end-of-sequence token without
+    a chat template, with `template` 'none' (texts that no template wraps), or if the template
+    writes no such token. `variables`: {name: value} that the chat template reads.
+    `is_last`: of the last turn of a conversation, which may end with another token.
 
     Raises `ValueError` if there is no such token and no end-of-sequence token.
     """
-    found: int | None = None
+    found = tokenizer.eos_token_id
     if template != "none" and tokenizer.chat_template:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        text = ChatTemplate(tokenizer, variables).text_or_none(chat)
-        closing = (text or "").rpartition(SAID)[2]
-        added = tokenizer.added_tokens_decoder
-        ids = tokenizer(closing, add_special_tokens=False).input_ids
-        # Some tokenizers have added tokens for white space, or for tags such as </answer>.
-        named = [one for one in ids if one in added and added[one].content.strip()]
-        found = next((one for one in named if added[one].special), next(iter(named), None))
-    found = tokenizer.eos_token_id if found is None else found  # pyright: ignore[reportAssignmentType]
+        ends = ChatTemplate(tokenizer, variables, control_tokens=True).ends
+        end = (is_last and ends.chat) or ends.turn
+        found = tokenizer.convert_tokens_to_ids(end) if end else found
     require(
         found is not None,
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
     return int(found)  # pyright: ignore[reportArgumentType]
+
+
+def ends_of_turns(
+    tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
+) -> list[int]:
+    """Ids of all tokens at which a turn of the assistant stops: `end_of_turn` first, then those
+    that the chat template writes behind its calls and at the end of a conversation. One that the
+    template also writes inside a turn, behind its thoughts, is left out.
+    """
+    end = end_of_turn(tokenizer, template, variables)
+    if template == "none" or not tokenizer.chat_template:
+        return [end]
+    ends = ChatTemplate(tokenizer, variables, control_tokens=True).ends
+    known: Any = tokenizer.convert_tokens_to_ids([ends.call, ends.chat])
+    inner = end if ends.is_inside else None
+    found = [one for one in dict.fromkeys([end, *known]) if one not in (None, inner)]
+    return found or [end]
+
+
+def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Texts of the control tokens that open and end turns; without a chat template, or of one that
+    cannot be rendered, those that begin and end texts.
+    """
+    return ChatTemplate(tokenizer, control_tokens=True).turn_tokens
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
@@ -100,13 +126,19 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         variables: Variables | None = None,
         setting: str = "prompts",
+        *,
+        control_tokens: bool = False,
     ) -> None:
         """`variables`: {name: value} that the template reads. `setting`: the section of the recipe
-        whose `template_variables` these are, for messages.
+        whose `template_variables` these are, for messages. `control_tokens`: text in a chat that
+        spells a control token is one; otherwise `text` marks it (see `megarl.control_tokens`).
         """
         self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
+        self._control = None if control_tokens else ControlTokens.of(tokenizer)
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
+        self.num_unopened = 0
+        """Replies so far whose thoughts are written otherwise than their prompts begin them."""
 
     @functools.cached_property
     def _added(self) -> tuple[str, ...]:
@@ -131,6 +163,11 @@ class ChatTemplate:
         """Text of the token that ends a turn of the model."""
         end = end_of_turn(self.tokenizer, "chat", self.variables)
         return str(self.tokenizer.convert_ids_to_tokens(end))
+
+    @functools.cached_property
+    def ends(self) -> TurnEnds:
+        """The tokens with which turns of the model end, read from rendered conversations."""
+        return TurnEnds.of(self.text_or_none, self.tokenizer)
 
     def check_variables(self) -> None:
         """Raise `ValueError` if the template does not read one of the variables that were given to
@@ -163,28 +200,75 @@ class ChatTemplate:
             names -= set(environment.globals)
         return sorted(names - GIVEN - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
+    def _as_text(self, turn: Turn) -> Turn:
+        """A turn whose texts spell no control token; of the model's turns only none that opens or
+        ends one.
+        """
+        if self._control is None:
+            return turn
+        names = self.turn_tokens if turn["role"] == "assistant" else None
+        return self._control.all_as_text(turn, names)
+
+    @functools.cached_property
+    def turn_tokens(self) -> set[str]:
+        """Texts of the control tokens that open and end turns."""
+        asked, answer = {"role": "user", "content": HEARD}, {"role": "assistant", "content": SAID}
+        found = {self.tokenizer.bos_token, self.tokenizer.eos_token}
+        for chat in ([asked, answer, asked], [asked, answer], [asked]):
+            with contextlib.suppress(Exception):  # templates raise what they like
+                found |= {*ControlTokens.of(self.tokenizer).within(self._rendered(chat, asks=True))}
+        return {one for one in found if one} - {*tags_of(self.tokenizer.chat_template)}
+
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
         """Render a chat, a list of turns {role, content, ...}, as the model reads it, special
         tokens included. `asks`: end where the assistant's reply begins. `tools`: shown to the
         model, in OpenAI's format. A token that ends a turn is not doubled where a turn's content
-        ends with it already. Raises `ValueError`, which begins with `place` (the row), if the
-        template refuses the chat.
+        ends with it already. The text is marked. Raises `ValueError`, which begins with `place`
+        (the row), if the template refuses the chat.
         """
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    self._unended(chat),
-                    tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
-                    tokenize=False,
-                    add_generation_prompt=asks,
-                    **self.variables,
-                )
-            )
-        except Exception as error:  # templates raise what they like, jinja2's errors among them
+        chat, shown = [*map(self._as_text, self._unended(chat))], list(tools)
+        shown = self._control.all_as_text(shown) if self._control is not None else shown
+        texts, errors, has_null = list[str](), list[Exception](), any(map(_is_null, chat))
+        for form in _forms(chat):
+            try:
+                texts.append(self._rendered(form, shown, asks=asks))
+            except Exception as error:  # templates raise what they like, jinja2's errors among them
+                errors.append(error)
+            if texts and not (has_null and NULL.search(texts[-1])):
+                break
+        if not texts:
             raise ValueError(
-                f"{place}: the chat template refuses this chat: {error}; mend the chat or the"
+                f"{place}: the chat template refuses this chat: {errors[0]}; mend the chat or the"
                 " template"
-            ) from error
+            ) from errors[0]
+        return min(texts, key=lambda text: len(NULL.findall(text)))
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts, and no texts."""
+
+        def is_written(content: Any) -> bool:
+            with contextlib.suppress(Exception):  # templates raise what they like
+                return HEARD in self._raw([{"role": "user", "content": content}], (), asks=True)
+            return False
+
+        return not is_written(HEARD) and is_written(_parts(HEARD))
+
+    def _rendered(self, chat: Sequence[Turn], tools: Tools = (), *, asks: bool) -> str:
+        if self._reads_parts:
+            chat = [turn | {"content": _parts(turn.get("content"))} for turn in chat]
+        return self._raw(chat, tools, asks=asks)
+
+    def _raw(self, chat: Sequence[Turn], tools: Tools, *, asks: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(chat),
+                tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=asks,
+                **self.variables,
+            )
+        )
 
     def around_reply(self) -> tuple[str, str]:
         """What the template writes around a turn of the user that replies to the model: (from
@@ -203,35 +287,47 @@ class ChatTemplate:
         end = before.find(self._end)
         return before[end + len(self._end) if end >= 0 else 0 :], after
 
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether the template removes white space around a user's text."""
+        text = self.text_or_none([{"role": "user", "content": f" {HEARD} "}])
+        return text is not None and f" {HEARD} " not in text
+
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
         """Render a chat whose last turn is the assistant's as (prompt, answer). The prompt ends
         where the reply begins; the answer goes up to the token that ends the turn. The two joined
         are what the template renders for the whole chat, except in this case: the prompt ends with
-        an opening tag of thoughts (`<think>`), and the finished reply is rendered differently, such
-        as without its thoughts. Then the answer is what the model has to write after the tag. The
-        answer is None if the template renders the earlier turns differently once the reply follows
-        them. Raises `ValueError`, which begins with `place` (the row), if the template refuses the
-        chat, or a reply has no thoughts where the prompt ends with such a tag.
+        an opening tag of thoughts (`<think>`), and the finished reply is rendered without its
+        thoughts. Then the answer is what the model has to write after the tag; of a reply without
+        thoughts the prompt ends before the tag. The answer is None if the template renders the
+        earlier turns differently once the reply follows them. Raises `ValueError`, which begins
+        with `place` (the row), if the template refuses the chat.
         """
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
-        said, (stem, tag, _) = str(chat[-1]["content"] or ""), self._opened(before)
+        said = str(self._as_text(chat[-1])["content"] or "")
+        stem, tag, gap = self._opened(before)
         more = set(chat[-1]) - {"role", "content", "tool_calls"}  # such as thoughts by themselves
+        tags = tags_of(self.tokenizer.chat_template)
         if after.startswith(before):
-            answer = self._until_end(after[len(before) :])
-            tags = tags_of(self.tokenizer.chat_template)
+            answer = self._closed(after[len(before) :], chat[-1])
             counts = [(tag + answer).count(tags[0]), answer.count(tags[1])]
             is_once = counts == [max(1, said.count(tags[0])), said.count(tags[1])]
             if not tag or more or tags[1] not in said or is_once:
                 return before, answer
-        elif not tag or more or not said:
+        elif stem != before and after.startswith(stem) and (more or not tag or tags[1] not in said):
+            self.num_unopened += 1
+            return stem, self._closed(after[len(stem) :], chat[-1])
+        elif not tag or more or tags[1] not in said:
             return before, None
         whole = [*chat[:-1], chat[-1] | {"content": SAID}]
         head, _, rest = self.text(whole, place, asks=False, tools=tools).rpartition(SAID)
         if not head.startswith(stem):
             return before, None
-        return before, self.continued(said, before, place) + self._until_end(rest)
+        if said.lstrip().startswith(tag):
+            said = said.lstrip().removeprefix(tag).removeprefix(gap)
+        return before, said + self._closed(rest, chat[-1])
 
     def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
         """Render a chat whose last turn is the assistant's as (prompt, answer up to the token that
@@ -248,42 +344,34 @@ class ChatTemplate:
         )
         return before, str(answer)
 
-    def _until_end(self, text: str) -> str:
-        """A text up to the last token in it that ends a turn."""
-        end = text.rfind(self._end)
-        return text[: end + len(self._end)] if end >= 0 else text
+    def _closed(self, text: str, turn: Turn) -> str:
+        """What the template writes of `turn`, the model's, up to the last token that ends it. Where
+        it is the next turn that begins with this token, it is added.
+        """
+        known = (self.ends.turn, self.ends.call, self.ends.chat)
+        stops = [text.rfind(one) + len(one) for one in known if one and one in text]
+        if stops or not self.ends.turn:
+            return text[: max(stops, default=len(text))]
+        return text + (self.ends.call_closing if turn.get("tool_calls") else self.ends.closing)
+
+    def inside(self, text: str) -> str:
+        """A conversation that ends with a turn of the model, as the template writes its end where
+        further turns follow.
+        """
+        if not self.ends.chat or not text.endswith(self.ends.chat):
+            return text
+        return text.removesuffix(self.ends.chat) + self.ends.closing
 
     def _opened(self, before: str) -> tuple[str, str, str]:
         """(what stands before it, the tag, the white space behind it) of the tag at the end of
-        `before` that opens a reply's thoughts; the tag is empty if there is none.
+        `before` that opens a reply's thoughts. The tag is empty if there is none, or it is closed,
+        around empty thoughts.
         """
-        stem, tag, gap = before.rpartition(tags_of(self.tokenizer.chat_template)[0])
+        opening, closing = tags_of(self.tokenizer.chat_template)
+        stem, tag, gap = before.rpartition(opening)
+        if gap.strip() == closing and tag:
+            return stem, "", ""
         return (before, "", "") if gap.strip() else (stem, tag, gap)
-
-    def continued(self, said: str, before: str, place: str) -> str:
-        """The assistant's reply `said` as the continuation of `before`, the rendered text up to
-        where the reply begins. If `before` ends with an opening tag of thoughts (`<think>`), the
-        same tag is removed from the start of the reply; otherwise the reply is returned unchanged.
-        Raises `ValueError`, which begins with `place` (the row), if `before` ends with the tag and
-        the reply has no thoughts.
-        """
-        _, tag, gap = self._opened(before)
-        if not tag:
-            return said
-        closing = tags_of(self.tokenizer.chat_template)[1]
-        reads = ", ".join(self._reads)
-        other = (
-            f"set {self.setting}.template_variables (of the template's, {reads}) to turn them off"
-            if reads
-            else "use a template that does not open them"
-        )
-        require(
-            closing in said,
-            f"{place}: the chat template opens the thoughts of a reply with {tag}, but a reply has"
-            f" none; begin it with {tag}{closing} for empty thoughts, or {other}",
-        )
-        begun = said.lstrip()
-        return begun.removeprefix(tag).removeprefix(gap) if begun.startswith(tag) else said
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
         """Raise `ValueError`, which begins with `place` (the row), if the template does not write
@@ -297,7 +385,9 @@ class ChatTemplate:
         if tools and () not in self._written:
             require(
                 self.text_or_none(chat, tools) != self.text_or_none(chat, ()),
-                f"{place}: the chat template does not write the tools of the row; {fix}",
+                f"{place}: the chat template does not write the tools of the row; set"
+                f" {self.setting}.tools_column to '' to leave them out, or use a chat template that"
+                " writes them",
             )
             self._written.add(())
         for number, turn in enumerate(chat):
@@ -337,6 +427,39 @@ class ChatTemplate:
             return self.text(chat, "", asks=False, tools=tools)
         except ValueError:
             return None
+
+
+def _parts(content: str | None) -> list[dict[str, str]]:
+    """A content as a list of parts, as templates of models with images read it."""
+    return [{"type": "text", "text": content or ""}]
+
+
+def _forms(chat: Sequence[Turn]) -> list[list[Turn]]:
+    """Forms of one chat, one of which a template reads. Some add contents as texts, and stop at
+    null beside calls or write "None"; some add the arguments of calls as texts, and stop at an
+    object.
+    """
+    forms = [list(chat)]
+    if any(map(_is_null, chat)):
+        forms.append([turn | {"content": turn.get("content") or ""} for turn in chat])
+    if any(turn.get("tool_calls") for turn in chat):
+        forms += [[_with_text_arguments(turn) for turn in form] for form in forms]
+    return forms
+
+
+def _is_null(turn: Turn) -> bool:
+    return turn.get("content", "") is None
+
+
+def _with_text_arguments(turn: Turn) -> Turn:
+    """A turn whose calls have the text of their arguments' JSON."""
+    calls: list[Any] = []
+    for call in turn.get("tool_calls") or ():
+        inner = call.get("function", call)
+        text = json.dumps(inner.get("arguments"), ensure_ascii=False)
+        made = inner if isinstance(inner.get("arguments"), str) else inner | {"arguments": text}
+        calls.append(call | {"function": made} if "function" in call else made)
+    return turn | {"tool_calls": calls} if calls else turn
 
 
 def _shape(turn: Turn) -> tuple[str, ...]:

@@ -182,6 +182,9 @@ def dispatch(name: str, rest: list[str]) -> int:
                 if command.owns_folder:  # before the imports of the checks, which take seconds
                     owned = load("megarl.checks.folder_checks:owned_folder")
                     owner = stack.enter_context(owned(config, starts="--check" not in flags))
+                if name not in ("replay", "serve-reward") and os.environ.get("RANK", "0") == "0":
+                    files = load("megarl.checks.named_files:check_named_files")
+                    files(config, trains=command.owns_folder)
                 with quick_imports():
                     check = load(command.check)
                     if getattr(getattr(config, "training", None), "precision", "") == "auto":

@@ -178,14 +178,9 @@ class RunConfig(AnyRunConfig):
         )
 
     @property
-    def greedy_baseline(self) -> Literal["", "reward", "tokens"]:
-        """What the trainer needs of a greedy response to each prompt, as a baseline (ReMax): "" for
-        nothing, "reward" for its reward, "tokens" for its tokens too, so that reward models can
-        score it.
-        """
-        if self.algorithm.advantage not in WITH_GREEDY_BASELINE:
-            return ""
-        return "tokens" if self.reward_models else "reward"
+    def greedy_baseline(self) -> bool:
+        """Whether each prompt also gets a greedy response, as a baseline (ReMax)."""
+        return self.algorithm.advantage in WITH_GREEDY_BASELINE
 
     @property
     def all_critics(self) -> dict[str, CriticConfig]:
@@ -443,7 +438,8 @@ def made_with(config: RunConfig) -> str:
     the finished rollouts of its checkpoint only if the digest is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
-    kinds = config.group_filter, config.greedy_baseline
+    is_penalised = config.algorithm.truncated == "penalise"
+    kinds = config.group_filter, config.greedy_baseline, is_penalised
     plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
     text = json.dumps(plain, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -52,11 +52,6 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
     check_roles(config)
     check_early_stop(config)
     check_best(config)
-    require(
-        not (config.rollout.stop and config.model.tokenizer.endswith(".model")),
-        f"rollout.stop needs a tokenizer that vLLM can load, but model.tokenizer is"
-        f" {config.model.tokenizer}; load it, save_pretrained to a folder, and set that folder",
-    )
     check_tool_variables(config)
     check_agent_prompts(config)
     check_answers(config)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from megarl.errors import UserError
+from megarl.errors import ProcessLost, UserError
 
 LOG = "run.log"
 """Name of the log file in the run folder."""
@@ -149,13 +149,29 @@ def _is_descriptor(stream: TextIO | None, number: int) -> bool:
         return False
 
 
-def result(text: str) -> None:
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal or the order in which it writes, and halves of characters."""
+
+
+def printable(text: object, kept: str = "\n\t") -> str:
+    """A value as text in which every control character but those in `kept` is a Python escape, such
+    as \\x1b: what models, agents and names of files say reaches the terminal, and steers nothing.
+    """
+
+    def escaped(one: re.Match[str]) -> str:
+        return one[0] if one[0] in kept else one[0].encode("unicode_escape").decode()
+
+    return CONTROL.sub(escaped, str(text))
+
+
+def result(text: str, *, colours: bool = False) -> None:
     """Print a command's result, `text` and a newline, on the standard output that the command
-    started with. Raises `UserError` if it cannot be written, as on a full disk; a closed pipe is no
+    started with; control characters are escaped but for `colours`, whose text the caller has made
+    `printable`. Raises `UserError` if it cannot be written, as on a full disk; a closed pipe is no
     error.
     """
     try:
-        _write(1, text)
+        _write(1, text if colours else printable(text))
     except OSError as error:
         raise UserError(
             f"standard output cannot be written: {error.strerror}; send it elsewhere, and repeat"
@@ -165,8 +181,10 @@ def result(text: str) -> None:
 
 def say(text: str) -> None:
     """Print `text` and a newline on the standard error that the command started with and, within
-    `diverted`, also to run.log. Errors of writing are ignored. May be called in a signal handler.
+    `diverted`, also to run.log; control characters are escaped. Errors of writing are ignored. May
+    be called in a signal handler.
     """
+    text = printable(text)
     _write(2, text)
     if _console.saved is not None:
         _log((text + "\n").encode(errors="backslashreplace"))
@@ -270,7 +288,7 @@ def diverted() -> Iterator[None]:
     except Reported:
         raise
     except UserError as error:
-        _log(f"megarl: error: {error}\n".encode(errors="backslashreplace"))
+        _log(printable(f"megarl: error: {error}\n").encode(errors="backslashreplace"))
         raise
     except Exception as error:
         _report(error)
@@ -312,15 +330,19 @@ def _report(error: Exception) -> None:
     """Print one line about an exception that nobody has expected, and write its traceback to the
     run's log; without a log, print the traceback too.
     """
-    trace = "".join(traceback.format_exception(error))
+    trace = printable("".join(traceback.format_exception(error)))
     rank = os.environ.get("RANK", "0")
     who = f"error on rank {rank}" if rank != "0" else "error"
     said = " ".join(str(error).split()) or repr(error)
     line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += "; free some space where the run folder is, and go on with --resume auto"
+    if isinstance(error, ProcessLost):  # the traceback of who asked it says nothing
+        _log(f"rank {rank}: {trace}".encode(errors="backslashreplace"))
+        say(f"megarl: {who}: {said}")
+        return
     if _console.log is None:
-        _write(2, _kept().decode(errors="replace") + trace + line)
+        _write(2, printable(_kept().decode(errors="replace")) + trace + printable(line))
         return
     if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
         line += f" (the traceback, and what libraries said, are in {_console.log})"

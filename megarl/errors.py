@@ -13,6 +13,12 @@ class UserError(Exception):
     """
 
 
+class ProcessLost(RuntimeError):
+    """Raised if a process of the run has died, as one that somebody killed. The message, one line,
+    says which and how to go on; the command prints it without a traceback.
+    """
+
+
 class EngineLost(RuntimeError):
     """Raised if inference engines died or stopped answering; new engines can be started in their
     places. `engines`: their numbers, as far as they are known.

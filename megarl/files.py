@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import secrets
 import stat
+import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -92,6 +95,78 @@ def read_json(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))
     return parse_json(path.read_bytes())
+
+
+GET_FLAGS, SET_FLAGS, LOCKED = 0x80086601, 0x40086602, 0x30
+"""Calls of ioctl_iflags(2) to read and set the flags of a file, and the flags under which it can be
+neither changed nor removed (`chattr +i`, `+a`)."""
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove the folder `path` with all in it, whatever a program has left there: folders nested to
+    any depth, without permissions, or locked by chattr(1). Links are removed and not followed; what
+    is no folder stays. Raises nothing: what the kernel does not let go stays.
+
+    Folders are moved up into `path` one after the other, so neither depth nor number takes memory
+    or descriptors. `shutil.rmtree` raises `RecursionError` on 1,500 nested folders of an agent,
+    which ended its run and every later start of the same user.
+    """
+    with contextlib.suppress(OSError):
+        top = _open_unlocked(path, os.O_DIRECTORY)
+        try:
+            while _empty(top, top):
+                pass
+        finally:
+            os.close(top)
+        os.rmdir(path)
+
+
+def _empty(folder: int, top: int) -> bool:
+    """Remove the files in `folder` and move its folders to `top`, both descriptors; folders of
+    `top` itself are emptied and removed. Returns whether anything has been removed or moved.
+    """
+    is_changed = False
+    for entry in os.scandir(folder):
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                below = _open_unlocked(entry.name, os.O_DIRECTORY, folder)
+                try:
+                    if folder == top:
+                        is_changed |= _empty(below, top)
+                        os.rmdir(entry.name, dir_fd=top)
+                    else:
+                        name = secrets.token_hex(16)
+                        os.rename(entry.name, name, src_dir_fd=folder, dst_dir_fd=top)
+                finally:
+                    os.close(below)
+            else:
+                try:
+                    os.unlink(entry.name, dir_fd=folder)
+                except PermissionError:
+                    os.close(_open_unlocked(entry.name, 0, folder))
+                    os.unlink(entry.name, dir_fd=folder)
+            is_changed = True
+    return is_changed
+
+
+def _open_unlocked(name: str | Path, kind: int, above: int | None = None) -> int:
+    """A descriptor of `name` in the folder of the descriptor `above`, with which its owner may do
+    all. `kind`: O_DIRECTORY for a folder. Raises `OSError`, also for a link.
+    """
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | kind, dir_fd=above)
+    opened = f"/proc/self/fd/{held}"
+    try:
+        if kind:  # a file may have another name outside
+            with contextlib.suppress(OSError):  # another user's, or locked
+                os.chmod(opened, 0o700)
+        descriptor = os.open(opened, os.O_RDONLY | os.O_NONBLOCK | kind)
+    finally:
+        os.close(held)
+    with contextlib.suppress(OSError):  # a file system without flags
+        [flags] = struct.unpack("q", fcntl.ioctl(descriptor, GET_FLAGS, bytes(8)))
+        if flags & LOCKED:
+            fcntl.ioctl(descriptor, SET_FLAGS, struct.pack("q", flags & ~LOCKED))
+    return descriptor
 
 
 def sync(path: Path) -> None:

@@ -57,6 +57,9 @@ report_to = observe.wandb_project | observe.mlflow_experiment | observe.trackio_
 observe.tensorboard
 reward_funcs remote_rm_url reward_model_path = \
 environment.verifier | environment.rewards | reward_models
+mask_truncated_completions overlong_filter overlong_filtering filter_overlong mask_truncated = \
+algorithm.truncated ('leave_out')
+overlong_buffer overlong_buffer_cfg soft_max_length soft_punish_cache = environment.overlong
 loss_type = algorithm.loss | loss.method
 apply_chat_template = \
 prompts.template ('chat') | demonstrations.template ('chat') | preferences.template ('chat')

@@ -15,7 +15,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import signal
 import stat
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.files import remove_folder
 
 if TYPE_CHECKING:
     import psutil
@@ -217,7 +217,7 @@ def _remove_files(path: Path) -> None:
         if name.startswith(f"{path.name}-"):
             with contextlib.suppress(OSError):  # another user's, who has chosen the name
                 (SHARED_MEMORY / name).unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    remove_folder(path)
 
 
 def _remove_unowned(path: Path) -> None:

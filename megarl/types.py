@@ -140,9 +140,6 @@ class Segment:
     max_next: int = 0
     """In an environment segment, the most tokens of the model's segment that follows; 0: no limit
     but the rollout's."""
-    receipts: list[str] = field(default_factory=list)
-    """For each item of `versions`, a digest, in hexadecimal, of the weights that the engine
-    computed with; "" where it has none."""
     follows: int | None = None
     """Number, in the rollout's list of segments, of the segment that this one continues; None: the
     one before it. -1: none, a conversation of its own begins. A rollout whose segments are not one
@@ -150,6 +147,12 @@ class Segment:
     stop_next: tuple[str, ...] = ()
     """In an environment segment, texts at which the model's segment that follows ends, beside those
     of the recipe."""
+
+
+Failure = Literal["", "error", "timeout", "nan", "response_limit"]
+"""Why a verifier gave no score. The response is to blame for "response_limit": computing on it has
+used up the verifier's time or memory, as of an expression that does not end. The verifier is to
+blame for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +166,8 @@ class Verdict:
     """Reward used for training: the length penalty is included, rewards of single turns are not;
     finite."""
     correct: bool
-    failure: Literal["", "error", "timeout", "nan"] = ""
-    """Why the verifier gave no score, or empty; after a failure the reward is that of a wrong
-    answer."""
+    failure: Failure = ""
+    """Why the verifier gave no score, or empty; the reward is then that of a wrong answer."""
     detail: str = ""
     """Message of the verifier's error."""
     penalty: float = 0.0
@@ -178,8 +180,19 @@ class Verdict:
     """"tool_call" if the last response was cut off inside a call of a tool."""
     judged: bool = True
     """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
+    untrained: Sequence[int] = ()
+    """Numbers of the model's segments that the environment says are not trained: answers that an
+    agent has not read, or thrown away."""
     lost: bool = False
     """Whether the failure is the end of the process that ran the session, with all others in it."""
+    left_out: bool = False
+    """Whether the rollout is not trained on and counts in no mean, since nobody knows what it is
+    worth: the verifier failed, or abstained (there is then no `failure`)."""
+
+    @property
+    def missing(self) -> str:
+        """Why there is no score: the `failure`, "abstained", or "" if there is one."""
+        return self.failure or ("abstained" if self.left_out else "")
 
 
 def total_reward(segments: Sequence[Segment], verdict: Verdict) -> float:
@@ -199,7 +212,8 @@ class Rollout:
     """Index of the rollout among those of its prompt, 0 .. G - 1."""
     seed: int
     segments: list[Segment]
-    """Segments in order; the last one is a model segment."""
+    """Segments in order; the last one is a model segment. None if the environment failed before the
+    model's first turn; such a rollout is left out."""
     verdict: Verdict
     dispatched_at: int
     """Version of the trainer's weights when the rollout started."""
@@ -235,10 +249,18 @@ class Group:
     """Position of the prompt in the training order of the whole run, from 0."""
     prompt: Prompt
     rollouts: list[Rollout]
-    """The G rollouts, in the order of their `sample`."""
+    """The G rollouts that have a verdict, in the order of their `sample`."""
     greedy: Rollout | None = None
     """A greedy response to the same prompt, with whose reward `remax` compares; it is not trained
     on. None for other advantages."""
+    left_out: list[Rollout] = field(default_factory=list)
+    """Further rollouts, of which there is no verdict: they are counted and shown, and not trained
+    on."""
+
+    @property
+    def members(self) -> list[Rollout]:
+        """All rollouts: those with a verdict, the greedy one, and those that are left out."""
+        return [*self.rollouts, *([self.greedy] if self.greedy else []), *self.left_out]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megarl.checkpoints.rank_files import RankFile, RankFiles
 from megarl.checkpoints.store import DTYPES, INDEX, WHOLE
+from megarl.data.tokenizer import source_files
 from megarl.parallel.collectives import receive, send
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Owned, matrix
@@ -31,7 +32,7 @@ gets a file of its own."""
 BAND_BYTES = 32 * 2**20
 
 
-GENERATION = "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def write_description(
@@ -41,23 +42,76 @@ def write_description(
     generation: bytes | None = None,
 ) -> list[Path]:
     """Write into `folder` what a Hugging Face model has beside its weights: config.json,
-    generation_config.json and the tokenizer's files. Returns the paths of all files in the folder
-    that hold no weights. `generation`: content of generation_config.json; None for what
-    transformers makes of the config.
+    generation_config.json and the tokenizer's files, which are those that it was loaded from unless
+    it was changed. Returns the paths of all files in the folder that hold no weights. `generation`:
+    content of generation_config.json; None for what transformers makes of the config.
     """
     model.config.save_pretrained(folder)
+    config = json.loads((folder / CONFIG).read_text())
+    config["architectures"] = config.get("architectures") or [type(model).__name__]
+    (folder / CONFIG).write_text(json.dumps(with_older_keys(config), indent=2, sort_keys=True))
     if model.generation_config is not None:  # a classifier has none
         # Unchecked: many published files have settings that transformers calls a contradiction.
         if generation is None:
             model.generation_config.to_json_file(folder / GENERATION)
         else:
             (folder / GENERATION).write_bytes(generation)
-    tokenizer.save_pretrained(str(folder))
+    files = source_files(tokenizer)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    if not files:
+        tokenizer.save_pretrained(str(folder))
+        _name_for_older(folder / "tokenizer_config.json")
     return [
         path
         for path in folder.rglob("*")
         if path.is_file() and path.name != INDEX and path.suffix != ".safetensors"
     ]
+
+
+def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content `config` of a config.json that transformers 5 wrote, and beside it the same under
+    the names that transformers 4, and programs built on it, read: without these they take a
+    `rope_theta` of 10,000 and no scaling, and say nothing.
+    """
+    made = {
+        key: with_older_keys(value)
+        if key.endswith("_config") and isinstance(value, dict)
+        else value
+        for key, value in config.items()
+    }
+    if "dtype" in made:
+        made["torch_dtype"] = made["dtype"]
+    parameters = made.get("rope_parameters") or {}
+    rope = parameters.get("full_attention", parameters)
+    if "rope_theta" not in rope:
+        return made
+    made["rope_theta"] = rope["rope_theta"]
+    if "sliding_attention" in parameters:  # in Gemma 3
+        made["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        made["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if made.get("model_type", "").startswith("gpt_neox"):
+        made |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    scaling = {key: rope[key] for key in rope.keys() - {"rope_theta", "partial_rotary_factor"}}
+    if scaling["rope_type"] == "longrope":  # Phi-3 takes these three alone
+        factors = ("short_factor", "long_factor")
+        scaling = {"type": "longrope"} | {key: scaling[key] for key in factors}
+    made["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    return made
+
+
+def _name_for_older(file: Path) -> None:
+    """Change the tokenizer_config.json `file` that transformers 5 wrote so that transformers 4 can
+    read it too.
+    """
+    described = json.loads(file.read_text())
+    if described.get("tokenizer_class") == "TokenizersBackend":
+        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(described.get("extra_special_tokens"), list):
+        described["additional_special_tokens"] = described.pop("extra_special_tokens")
+    file.write_text(json.dumps(described, indent=2, ensure_ascii=False))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A file has the tokens of all segments behind each other, and the rest as JSON, i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
             {
                 "ordinal": group.ordinal,
                 "has_greedy": group.greedy is not None,
-                "rollouts": [asdict(one) for one in _members(group)],
+                "left_out": len(group.left_out),
+                "rollouts": [asdict(one) for one in group.members],
             }
             for group in with_arrays(groups, [None] * len(parts))
         ],
@@ -76,17 +77,11 @@ def read_groups(
                 begin, end = end, end + part["num_tokens"]
                 part["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end])
             rollouts = reader.validate_python(record["rollouts"])
+            missing = [rollouts.pop() for _ in range(record.get("left_out", 0))][::-1]
             greedy = rollouts.pop() if record["has_greedy"] else None
             ordinal = record["ordinal"]
-            found.append(Group(ordinal, prompt_at(ordinal), rollouts, greedy))
+            found.append(Group(ordinal, prompt_at(ordinal), rollouts, greedy, missing))
     return sorted(found, key=lambda group: group.ordinal), left_out
-
-
-def _members(group: Group) -> Iterator[Rollout]:
-    """The rollouts of a group, the greedy one last if there is one."""
-    yield from group.rollouts
-    if group.greedy is not None:
-        yield group.greedy
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -109,6 +104,7 @@ def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
             group,
             rollouts=[refilled(one) for one in group.rollouts],
             greedy=refilled(group.greedy) if group.greedy is not None else None,
+            left_out=[refilled(one) for one in group.left_out],
         )
         for group in groups
     ]
@@ -116,6 +112,6 @@ def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
 
 def segments_of(groups: Sequence[Group]) -> list[Segment]:
     """The segments (runs of tokens by model or environment) of all rollouts of `groups`: group by
-    group, rollout by rollout, with a greedy rollout as the last of its group.
+    group, rollout by rollout, in the order of `Group.members`.
     """
-    return [part for group in groups for one in _members(group) for part in one.segments]
+    return [part for group in groups for one in group.members for part in one.segments]

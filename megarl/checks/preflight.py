@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl import console
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import ends_of_turns
 from megarl.checkpoints import progress
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.listing import newest_first
@@ -136,8 +136,7 @@ def check_run(
         chats, variables = first.template == "chat", first.template_variables
         try_verifier(with_hidden(config), prompts, tokenizer, variables, chats=chats)
         try_filter(config, prompts)
-    parts = [part for _, part in sources(config) if part.names_data]
-    ends = [end_of_turn(tokenizer, one.template, one.template_variables) for one in parts]
+    ends = _ends_of_turns(config, tokenizer)
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     return RunInputs(
@@ -154,6 +153,13 @@ def check_run(
         tools=tools,
         table=table,
     )
+
+
+def _ends_of_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end the model's turns in the data of a recipe."""
+    parts = [part for _, part in sources(config) if part.names_data]
+    templates = [(part.template, part.template_variables) for part in parts]
+    return [end for one in templates for end in ends_of_turns(tokenizer, *one)]
 
 
 def _check_engines(

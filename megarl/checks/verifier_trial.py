@@ -55,7 +55,13 @@ def try_verifier(
     find every reference answer equal to itself.
     """
     chats = chats and bool(config.session)
-    codec = Codec.of(tokenizer, whole=config.needs_template, variables=variables, chats=chats)
+    codec = Codec.of(
+        tokenizer,
+        whole=config.needs_template,
+        variables=variables,
+        chats=chats,
+        allows_control=config.control_tokens,
+    )
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
         part, where = config, "environment"

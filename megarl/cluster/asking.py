@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from megarl.cluster.deaths import DEATHS, why_dead
-from megarl.errors import UserError
+from megarl.errors import ProcessLost, UserError
 from megarl.files import in_thread
 
 THE_SERVICE = "the rollout service"
@@ -43,7 +43,7 @@ def done_within(seconds: float, work: Callable[[], object]) -> bool:
     return not wait([in_thread("call of Ray", work)], seconds).not_done
 
 
-class ActorDied(RuntimeError):
+class ActorDied(ProcessLost):
     """Error of a call to a Ray actor that died before it answered; the message names the actor."""
 
 

@@ -247,6 +247,8 @@ def start_service(
         num_mini_batches=config.training.num_mini_batches,
         micro_batch_tokens=config.training.micro_batch_tokens * inputs.layout.sequence,
         transcripts=config.observe.transcripts_per_step,
+        truncated=config.algorithm.truncated,
+        sends_untrained=bool(config.reward_models),
         skips_equal=config.skips_equal_groups,
         prefix_saves=must_save(config.training.share_prefix),
         windows=layer_windows(inputs.hf),
@@ -268,6 +270,7 @@ def start_service(
         carried=carried,
         group_filter=config.group_filter,
         greedy_baseline=config.greedy_baseline,
+        truncated=config.algorithm.truncated,
         max_turns=config.environment.max_turns,
         max_together=environment.agent.rollout_tokens,
         max_failure_share=config.environment.max_failure_share,
@@ -277,6 +280,7 @@ def start_service(
         whole=config.environment.needs_template,
         variables=config.prompts.parts[0].template_variables,
         chats=bool(config.environment.session) and config.prompts.parts[0].template == "chat",
+        allows_control=config.environment.control_tokens,
     )
     engines.service = cluster.start_service(
         functools.partial(

@@ -227,15 +227,18 @@ def check_reply(turn: Turn, cells: Cells[Any], what: str) -> None:
 
 def conversation(
     template: ChatTemplate, chat: Sequence[Turn], cells: Cells[Any], tools: Tools = ()
-) -> list[tuple[str, bool]]:
+) -> list[list[tuple[str, bool]]]:
     """Render a whole chat by its chat template and cut the text into pieces (text, whether it is
-    trained on): an assistant turn, up to the token that ends it, is trained on; everything else is
-    given. The pieces alternate, begin with one that is given, and end with the last assistant turn.
-    `tools`: in OpenAI's format, what the model may call. `cells`: the row, for messages.
+    trained on): an assistant turn, up to the token that ends it, is trained on, as the template
+    writes it when it is the last one; everything else is given. Returns one list of pieces, or
+    several if the template writes a turn in another way once others follow: a list ends before the
+    first turn whose text does not begin with that of the list. The pieces of a list alternate,
+    begin with one that is given, and end with an assistant turn. `tools`: in OpenAI's format, what
+    the model may call. `cells`: the row, for messages.
 
     Raises `ValueError` if a chat has no assistant turn or begins with one, if an assistant turn is
-    empty, if the template leaves something out, or if it renders a turn differently once later
-    turns follow.
+    empty, if the template leaves something out, or if it renders a prompt differently once the
+    reply follows.
     """
     place = cells.place
     replies = [number for number, turn in enumerate(chat) if turn["role"] == "assistant"]
@@ -245,36 +248,39 @@ def conversation(
     )
     for number in replies:
         check_reply(chat[number], cells, f"turn {number} (from 0), of the assistant,")
-    whole = template.text(chat, place, asks=False, tools=tools)
+    template.text(chat, place, asks=False, tools=tools)
     template.check_whole(chat, place, tools)
-    pieces: list[tuple[str, bool]] = []
-    done = 0
+    rows: list[list[tuple[str, bool]]] = [[]]
     for number in replies:
         before, reply = template.reply(chat[: number + 1], place, tools)
-        if number + 1 == len(chat) and reply is not None:
-            whole = before + reply  # of which a template may drop the thoughts once it is over
         cells.require(
-            reply is not None and whole.startswith(before + reply) and len(before) >= done,
-            f"the chat template writes turn {number} (from 0) in another way once it has been"
-            " answered or others follow, so that no text is both trained on and met later; make it"
-            " a row of its own, with prompt_column and response_column",
+            reply is not None,
+            f"the chat template writes the turns before turn {number} (from 0) in another way once"
+            " it has been answered; use a template that does not",
         )
-        pieces += [(whole[done : len(before)], False), (str(reply), True)]
-        done = len(before) + len(str(reply))
-    return pieces  # what follows the last reply is nothing that a reply depends on
+        done = "".join(text for text, _ in rows[-1])
+        again = template.inside(done)
+        if before.startswith(again) and again != done:
+            ended, _ = rows[-1][-1]
+            rows[-1][-1], done = (template.inside(ended), True), again
+        elif not before.startswith(done):
+            rows.append([])
+            done = ""
+        rows[-1] += [(before[len(done) :], False), (str(reply), True)]
+    return rows
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]], end: int
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]], ends: list[int]
 ) -> tuple[TokenLists, TokenLists, TokenLists]:
     """Tokenise conversations, each given as pieces (text, whether it is trained on) that alternate
-    and begin with one that is given, as `conversation` returns them. Returns (prompts, responses,
-    masks) with one list per conversation: a prompt is the first piece, a response all that follows,
-    and its mask is 1 for tokens of pieces that are trained on, 0 for others.
+    and begin with one that is given, of which `conversation` returns lists. Returns (prompts,
+    responses, masks) with one list per conversation: a prompt is the first piece, a response all
+    that follows, and its mask is 1 for tokens of pieces that are trained on, 0 for others.
 
     Pieces are tokenised separately, because a policy is given the tokens before its reply and
-    samples the others. A last reply gets the token id `end`, which ends a turn, if the template
-    writes none.
+    samples the others. A last reply gets the first of the token ids `ends`, which end a turn, if
+    the template writes none of them.
     """
     texts = [text for pieces in rows for text, _ in pieces]
     encoded = iter(tokenised(tokenizer, texts, add_special_tokens=False))
@@ -282,8 +288,8 @@ def conversation_tokens(
     for pieces in rows:
         prompt, *parts = itertools.islice(encoded, len(pieces))
         trained = pieces[1:]
-        if end not in parts[-1]:
-            parts[-1].append(end)
+        if parts[-1][-1:] == [] or parts[-1][-1] not in ends:
+            parts[-1].append(ends[0])
         prompts.append(prompt)
         responses.append([token for part in parts for token in part])
         masks.append(

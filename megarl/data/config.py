@@ -94,6 +94,10 @@ class DataSetConfig(Config):
     template_variables: Annotated[TemplateVariables, Of("template", "chat")] = {}
     """With `template: chat`, variables that the chat template reads: `{enable_thinking: false}`.
     One that it does not read is an error."""
+    control_tokens: Annotated[bool, Of("template", "chat")] = False
+    """With `template: chat`, text of a chat that spells a control token of the tokenizer, such as
+    `<|im_end|>` in a user's message, is that token; otherwise it is ordinary text. In turns of the
+    assistant only the tokens that open and end turns are ordinary text."""
     too_long: TooLong = "refuse"
     """What becomes of rows with more tokens than `max_tokens` (prompts: `max_prompt_tokens`):
     `refuse`, an error before the run starts; `drop`, the row is left out; `truncate_left`, the

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
+from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
 from megarl.data import chats
 from megarl.data.config import DemonstrationsConfig
 from megarl.data.forms import demonstrations_as_read
@@ -92,10 +92,17 @@ def load_demonstrations(
     """
     data = Reading(config, tokenizer, seed, setting, demonstrations_as_read)
     config, masks = data.config, None
-    end = end_of_turn(tokenizer, config.template, config.template_variables)
+    ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     make = _conversation if config.messages_column else _pair
     make = _whole_text if config.text_column else make
-    examples = [make(cells, data.template) for cells in data.rows]
+    made = [(cells, one) for cells in data.rows for one in make(cells, data.template)]
+    if len(made) > len(data.rows):
+        data.notes.append(
+            f"{len(data.rows)} conversations of {setting} become {len(made)} rows, as the chat"
+            " template writes some turns in another way once others follow; each turn is trained as"
+            " it is written when it is the last one"
+        )
+    data.rows, examples = [cells for cells, _ in made], [one for _, one in made]
     texts = [one.pieces[0][0] for one in examples]
     replies = ["".join(text for text, _ in one.pieces[1:]) for one in examples]
     data.check_texts(texts, replies)
@@ -106,12 +113,13 @@ def load_demonstrations(
         prompts, responses = whole.split(1)
     elif config.messages_column:
         pieces = [one.pieces for one in examples]
-        prompts, responses, masks = chats.conversation_tokens(tokenizer, pieces, end)
+        prompts, responses, masks = chats.conversation_tokens(tokenizer, pieces, ends)
         data.note_lost(texts, prompts, "prompts")
     else:
-        replies = without_end(tokenizer, replies, end)
+        if config.template != "chat":
+            replies = without_end(tokenizer, replies, ends[0])
         prompts = data.prompt_tokens(texts)
-        responses = response_tokens(tokenizer, replies, end)
+        responses = response_tokens(tokenizer, replies, ends)
     if not config.text_column:
         data.note_lost(replies, responses, "responses")
     kept, prompts = data.fit(prompts, responses.lengths)
@@ -126,7 +134,7 @@ def load_demonstrations(
     )
 
 
-def _pair(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> Example:
+def _pair(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> list[Example]:
     """A prompt with its response."""
     asked = cells.value("prompt_column")
     tools = chats.tools_of(cells) if template is not None else []
@@ -140,7 +148,8 @@ def _pair(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> 
         chat = chats.turns_of(cells, "prompt_column", role="user")
         chats.check_question(chat, cells)
         texts = template.answered([*chat, answer], cells.place, tools)
-    return Example([asked, tools] if tools else asked, mark, [(texts[0], False), (texts[1], True)])
+    pieces = [(texts[0], False), (texts[1], True)]
+    return [Example([asked, tools] if tools else asked, mark, pieces)]
 
 
 def _answer(cells: Cells[DemonstrationsConfig]) -> Turn:
@@ -167,7 +176,7 @@ def _answer(cells: Cells[DemonstrationsConfig]) -> Turn:
     return answer
 
 
-def _whole_text(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> Example:
+def _whole_text(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> list[Example]:
     """A text, all of which is trained on."""
     value = cells.value("text_column")
     cells.require(
@@ -177,13 +186,17 @@ def _whole_text(cells: Cells[DemonstrationsConfig], template: ChatTemplate | Non
     )
     text = text_of(value, what="the text", place=cells.place)
     cells.require(bool(text.strip()), "the text is empty; drop the row or fill it")
-    return Example(text, "text", [(text, True)])
+    return [Example(text, "text", [(text, True)])]
 
 
-def _conversation(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> Example:
-    """A whole conversation, of which the turns of the assistant are trained on."""
+def _conversation(
+    cells: Cells[DemonstrationsConfig], template: ChatTemplate | None
+) -> list[Example]:
+    """A whole conversation, of which the turns of the assistant are trained on: one example, or as
+    many as the template needs to write each of these turns as the last one.
+    """
     assert template is not None  # `DemonstrationsConfig` requires `template: chat`
     value, tools = cells.value("messages_column"), chats.tools_of(cells)
     turns = chats.turns_of(cells, "messages_column")
-    pieces = chats.conversation(template, turns, cells, tools)
-    return Example([value, tools] if tools else value, "conversation", pieces)
+    rows = chats.conversation(template, turns, cells, tools)
+    return [Example([value, tools] if tools else value, "conversation", one) for one in rows]

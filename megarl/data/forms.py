@@ -89,7 +89,7 @@ def preferences_as_read(
     that of the first, if `config.template` is not 'chat' for chats, for labels without `single`,
     and if every response begins with its prompt.
     """
-    config, table = _preferences_form(config, table, setting, single=single)
+    config, table = preferences_form(config, table, setting, single=single)
     sides = (config.chosen_column, config.rejected_column)
     sides = (config.response_column,) if config.response_column else sides
     require(
@@ -101,7 +101,7 @@ def preferences_as_read(
     return config, table
 
 
-def _preferences_form(
+def preferences_form(
     config: PreferencesConfig, table: Table, setting: str, *, single: bool
 ) -> tuple[PreferencesConfig, Table]:
     """As `preferences_as_read`, without the look at repeated prompts."""

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import difflib
 import functools
+import os
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Literal
 
 from megarl.files import in_thread
@@ -44,8 +47,12 @@ def _answers(endpoint: str) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether the hub may have a repository of this name: `owner/name` or `name`, of ASCII letters,
-    digits, dots, dashes and underscores. The hub is not asked.
+    digits, dots, dashes and underscores. A name whose first part is a folder here is a path, as
+    `runs/mine` in a folder that has `runs`. The hub is not asked.
     """
+    first, slash, _ = name.partition("/")
+    if slash and os.path.isdir(first):
+        return False
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -54,6 +61,22 @@ def is_hub_name(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def refuse_no_folder(name: str, setting: str) -> None:
+    """Raise `ValueError` if `name`, the value of the recipe's key `setting`, is neither a file or
+    folder here nor a name that the hub may have.
+    """
+    path, first = Path(name), name.partition("/")[0]
+    if path.exists() or is_hub_name(name):
+        return
+    beside = os.listdir(path.parent) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    advice = f"did you mean {path.parent / close[0]}?" if close else "set it to a path or hub name"
+    why = f"'{first}' is a folder" if os.path.isdir(first) else "no hub name looks so"
+    raise ValueError(
+        f"{setting} {name!r} cannot be loaded: there is no such folder here, and {why}; {advice}"
+    )
 
 
 def why_absent(name: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.chat_template import ChatTemplate, Turn, end_of_turn, without_end
+from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, tags_of, without_end
 from megarl.data import chats
 from megarl.data.config import PreferencesConfig
 from megarl.data.forms import preferences_as_read, value_or_none
@@ -145,7 +145,7 @@ def load_preferences(
     as_read = partial(preferences_as_read, single=single)
     data = Reading(config, tokenizer, seed, setting, as_read)
     config = data.config
-    end = end_of_turn(tokenizer, config.template, config.template_variables)
+    ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     rows = [_judged(cells, data.template) for cells in data.rows]
     desirable = {row.label for row in rows}
     require(
@@ -157,8 +157,9 @@ def load_preferences(
     texts, sides = [row.prompt for row in rows], [*zip(*(row.replies for row in rows), strict=True)]
     data.check_texts(texts, *sides)
     prompts = data.prompt_tokens(texts)
-    replies = [without_end(tokenizer, side, end) for side in sides]
-    responses = [response_tokens(tokenizer, side, end) for side in replies]
+    is_chat = config.template == "chat"
+    replies = sides if is_chat else [without_end(tokenizer, side, ends[0]) for side in sides]
+    responses = [response_tokens(tokenizer, side, ends) for side in replies]
     for index, cells in enumerate(data.rows):
         cells.require(
             len(responses) == 1 or responses[0][index] != responses[1][index],
@@ -194,15 +195,19 @@ def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> J
     single = bool(config.response_column)
     names = ("response_column",) if single else ("chosen_column", "rejected_column")
     texts = [_texts(cells, name, template) for name in names]
+    # A prompt may end before or behind the tag that opens thoughts, by those of its response.
+    prompt = min((prompt for prompt, _, _ in texts), key=len)
+    rests = [longer.removeprefix(prompt) for longer, _, _ in texts]
+    opened = {"", *(tags_of(template.tokenizer.chat_template) if template else ())}
     cells.require(
-        len({prompt for prompt, _, _ in texts}) == 1,
+        all(rest.strip() in opened for rest in rests),
         f"the conversations of columns '{config.chosen_column}' and '{config.rejected_column}'"
         " differ before their last turn; drop the row",
     )
     margin = _margin(cells) if config.margin_column else 0.0
     label = not single or _label(cells)
-    _, replies, said = zip(*texts, strict=True)
-    return Judged([*said], texts[0][0], [*replies], margin, label)
+    replies = [rest + reply for rest, (_, reply, _) in zip(rests, texts, strict=True)]
+    return Judged([said for _, _, said in texts], prompt, replies, margin, label)
 
 
 def _texts(

@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl import console
 from megarl.chat_template import ChatTemplate
+from megarl.control_tokens import unmarked
 from megarl.data.chats import as_written, from_json
 from megarl.data.config import PromptsConfig
 from megarl.data.order import Order
@@ -84,7 +85,12 @@ class Reading(Generic[C]):
             f" {self.setting}.template to 'none', use an instruction-tuned model, or put a"
             " chat_template.jinja beside the tokenizer",
         )
-        found = ChatTemplate(self.tokenizer, self.config.template_variables, self.setting)
+        found = ChatTemplate(
+            self.tokenizer,
+            self.config.template_variables,
+            self.setting,
+            control_tokens=self.config.control_tokens,
+        )
         found.check_variables()
         return found
 
@@ -96,8 +102,10 @@ class Reading(Generic[C]):
         """
         if self.template is None:
             return []
-        variables = self.config.template_variables
-        return [self.tokenizer.chat_template, *([{"variables": variables}] if variables else [])]
+        config, found = self.config, [self.tokenizer.chat_template]
+        if config.template_variables:
+            found.append({"variables": config.template_variables})
+        return [*found, "control tokens"] if config.control_tokens else found
 
     @property
     def cut_settings(self) -> list[str]:
@@ -109,7 +117,15 @@ class Reading(Generic[C]):
     @property
     def warning(self) -> str:
         """What the user should know of the rows, as sentences joined by "; "; empty if nothing."""
-        return "; ".join(self.notes)
+        notes, count = self.notes, self.template.num_unopened if self.template else 0
+        if count:
+            notes = [
+                *notes,
+                f"the chat template writes the thoughts of {count} replies of {self.setting}, or"
+                " that there are none, otherwise than it begins a reply; they are trained on as"
+                " they are written",
+            ]
+        return "; ".join(notes)
 
     @property
     def _limit(self) -> tuple[str, int]:
@@ -124,15 +140,15 @@ class Reading(Generic[C]):
         return Order(num_rows, seed=self.seed, shuffle=self.config.shuffle)
 
     def check_texts(self, *texts: Sequence[str]) -> None:
-        """Check texts, before they are tokenised: each of `texts` is a list with one text for every
-        row. Raises `ValueError`, naming row and column, if a text holds half of a surrogate pair,
-        which UTF-8 cannot encode, or a placeholder (`<image>`) of a column with images, sound or
-        video. If rows have such columns without a placeholder, one line on standard error says that
-        the model is not shown them.
+        """Check marked texts, before they are tokenised: each of `texts` is a list with one text
+        for every row. Raises `ValueError`, naming row and column, if a text holds half of a
+        surrogate pair, which UTF-8 cannot encode, or a placeholder (`<image>`) of a column with
+        images, sound or video. If rows have such columns without a placeholder, one line on
+        standard error says that the model is not shown them.
         """
         unseen: list[list[str]] = []
-        for cells, *here in zip(self.rows, *texts, strict=True):
-            row = cells.row
+        for cells, *marked in zip(self.rows, *texts, strict=True):
+            row, here = cells.row, [*map(unmarked, marked)]
             names = sorted(
                 one for one in NOT_TEXT & row.keys() if row[one] not in (None, "", [], {})
             )
@@ -191,7 +207,7 @@ class Reading(Generic[C]):
         lists = [token_ids[index] for index in chosen]
         with opening("the tokenizer cannot decode the data", fix="fetch the tokenizer again"):
             decoded = self.tokenizer.batch_decode(lists, clean_up_tokenization_spaces=False)
-        pairs = [(texts[index], again) for index, again in zip(chosen, decoded, strict=True)]
+        pairs = [(unmarked(texts[at]), again) for at, again in zip(chosen, decoded, strict=True)]
         lost = [one for one in pairs if "".join(one[0].split()) not in "".join(one[1].split())]
         if lost and not self.is_lossy:
             self.is_lossy = True

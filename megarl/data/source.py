@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from megarl.chat_template import ChatTemplate, Tools
+from megarl.control_tokens import unmarked
 from megarl.data.chats import check_question, plain_prompt, tools_of, turns_of
 from megarl.data.config import PromptsConfig, exact
 from megarl.data.forms import prompts_as_read
@@ -175,7 +176,7 @@ def _load_source(
     kept, cut = data.fit(token_ids)
     for row in np.flatnonzero(cut.lengths != token_ids.lengths):
         texts[row] = str(tokenizer.decode(cut[row]))
-    problems = picked(problems, kept)
+    texts, problems = [*map(unmarked, texts)], picked(problems, kept)
     names = [_environment(one.cells) for one in problems]
     settings = [config.template, config.system, config.instruction, config.shuffle]
     settings += [one.choices for one in problems if one.choices] + data.settings

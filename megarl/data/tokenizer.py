@@ -11,7 +11,10 @@ tokenizers, vLLM included.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,22 @@ if TYPE_CHECKING:
 
 _KNOWN = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files by one of which a folder is known to have a tokenizer."""
+FILE = "tokenizer.json"
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+PROBE = (
+    "What is 0 plus one?\n\n  D\u00e9j\u00e0 vu, No. 1234567 + 89.5 =\tdef f(x):\r\n        return"
+    " x[0] != 'it's'  # \u4f60\u597d\uff0c\u4e16\u754c \uff21 \ufb01 \U0001f600 </b>\n"
+)
+"""Text on which two tokenizers are compared: spaces, new lines, digits, accents, code, CJK."""
+_TEXT_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "*.tiktoken", "tekken.json", "tokenization_*.py"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
+"""Patterns of the names of a tokenizer's files, chat templates included."""
+_FILES: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, bytes]]]
+_FILES = weakref.WeakKeyDictionary()
+"""{loaded tokenizer: (what could be changed since, the files that it was loaded from)}"""
 UNIGRAM, BPE, CHAR = 1, 2, 4  # TrainerSpec.ModelType of a SentencePiece file
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -62,24 +81,13 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             f"folder {path} holds no tokenizer (none of {', '.join(_KNOWN)}); copy the"
             " tokenizer's files into it, or set a folder that has them",
         )
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
     only_local = local or hub_state() != "online"
     fix = "fetch it again" if local else f"'{name}' is not on this machine {why_absent(name)}"
     try:
         with opening(f"the tokenizer '{name}' does not load", fix=fix):
-            # A folder that declares no family means its tokenizer.json to be taken as it is;
-            # AutoTokenizer would look at the model beside it, and read any tokenizer beside a
-            # Qwen2 with the splitting rules of Qwen's own.
-            described = get_tokenizer_config(name, local_files_only=only_local)
-            kind = described.get("tokenizer_class")
-            plain = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
-            if plain and "auto_map" not in described:
-                return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=only_local)
-            return AutoTokenizer.from_pretrained(
-                name, local_files_only=only_local, trust_remote_code=trust_remote_code
-            )
+            loaded = _from_folder(name, only_local, trust_remote_code)
+            _FILES[loaded] = (_state(loaded), _text_files(name))
+            return loaded
     except ValueError as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(
@@ -87,6 +95,97 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
                 " trust_remote_code to true"
             ) from error
         raise
+
+
+def source_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """{path in a folder: content} of the files that `tokenizer` was loaded from by
+    `load_tokenizer`, as they were then; none if it was changed since, or not loaded from a folder.
+    """
+    state, files = _FILES.get(tokenizer, ((), {}))
+    return files if state == _state(tokenizer) else {}
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """What may be set in a loaded tokenizer."""
+    return len(tokenizer), dict(tokenizer.special_tokens_map), tokenizer.chat_template
+
+
+def _text_files(name: str) -> dict[str, bytes]:
+    """{path in the folder: content} of a tokenizer's files, in a folder or the hub's cache."""
+    from transformers.utils.hub import cached_file
+
+    quiet = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    file = next(filter(None, (cached_file(name, file, **quiet) for file in _KNOWN)))
+    folder = Path(file).parent
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in _TEXT_FILES
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
+
+
+def _from_folder(name: str, only_local: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, with the ids of its tokenizer.json if it has one.
+    Raises `ValueError` if transformers makes other ids of that file.
+
+    transformers 5 builds the splitting rules of a tokenizer from its class and takes no more than
+    the words from tokenizer.json: a file of bytes under LlamaTokenizerFast, as that of DeepSeek's
+    distilled Llama, loses every space.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers.utils.hub import cached_file
+
+    described = get_tokenizer_config(name, local_files_only=only_local)
+    file = cached_file(
+        name, FILE, local_files_only=only_local, _raise_exceptions_for_missing_entries=False
+    )
+    if file is None or described.get("auto_map"):
+        loaded = AutoTokenizer.from_pretrained(
+            name, local_files_only=only_local, trust_remote_code=trust_remote_code
+        )
+    else:
+        loaded = None
+    if file is None:
+        return loaded
+    plain = Tokenizer.from_file(file)
+    plain.no_truncation()
+    plain.no_padding()
+    ids = plain.encode(PROBE, add_special_tokens=False).ids
+    if loaded is None or loaded.encode(PROBE, add_special_tokens=False) != ids:
+        loaded = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=only_local)
+        for role, token in _class_tokens(name, described, only_local).items():
+            if getattr(loaded, role) is None and plain.token_to_id(str(token)) is not None:
+                setattr(loaded, role, token)
+    require(
+        loaded.encode(PROBE, add_special_tokens=False) == ids,
+        f"transformers makes other token ids than the file {FILE} itself; save the tokenizer"
+        " again with the version of transformers that is installed",
+    )
+    return loaded
+
+
+def _class_tokens(name: str, described: dict[str, Any], only_local: bool) -> dict[str, str]:
+    """{role, such as "eos_token": token} of the special tokens that the tokenizer's class has by
+    default, without those that `described`, the content of tokenizer_config.json, sets or removes.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.models.auto import tokenization_auto as auto
+
+    kind = described.get("tokenizer_class")
+    if kind is None:
+        with contextlib.suppress(OSError):  # a folder without config.json
+            model, _ = PreTrainedConfig.get_config_dict(name, local_files_only=only_local)
+            kind = auto.TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
+    made = auto.tokenizer_class_from_name(kind) if kind else None
+    parameters = inspect.signature(made.__init__).parameters if made else {}
+    return {
+        role: value.default
+        for role, value in parameters.items()
+        if role in ROLES and role not in described and value.default
+    }
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:

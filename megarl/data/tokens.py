@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.chat_template import without_end
+from megarl.control_tokens import MARK, ControlTokens
 from megarl.data.config import TemplateName
 from megarl.third_party import opening
 
@@ -90,13 +91,13 @@ def prompt_tokens(
 
 
 def response_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]
 ) -> TokenLists:
-    """Tokenise N responses and append the token id `end`, which ends a turn, to each. The texts
-    must not have this token at their end (`megarl.chat_template.without_end` removes it).
+    """Tokenise N responses and append the first of the token ids `ends`, which end a turn, to each
+    that does not end with one of them.
     """
     found = tokenised(tokenizer, texts, add_special_tokens=False)
-    return TokenLists([*ids, end] for ids in found)
+    return TokenLists(ids if ids and ids[-1] in ends else [*ids, ends[0]] for ids in found)
 
 
 def text_tokens(
@@ -123,7 +124,7 @@ def scored_tokens(
     tokenizer's initial special tokens to prompts.
     """
     asked = prompt_tokens(tokenizer, prompts, template)
-    replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), end)
+    replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), [end])
     return [asked[number] + replies[number] for number in range(len(prompts))]
 
 
@@ -131,8 +132,9 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
     """Iterate over the token ids of each text, in order, tokenised 4096 texts at a time.
-    `add_special_tokens`: let the tokenizer add its special tokens; a beginning-of-sequence token
-    that a text already begins with is not doubled. Raises `ValueError` if the tokenizer fails.
+    Texts may be marked (see `megarl.control_tokens`). `add_special_tokens`: let the tokenizer add
+    its special tokens; a beginning-of-sequence token that a text already begins with is not
+    doubled. Raises `ValueError` if the tokenizer fails.
     """
     options: dict[str, Any] = {  # without masks, half the time
         "add_special_tokens": add_special_tokens,
@@ -141,8 +143,13 @@ def tokenised(
     }
     for start in range(0, len(texts), BATCH_TEXTS):
         batch = list(texts[start : start + BATCH_TEXTS])
+        marked = {number: text for number, text in enumerate(batch) if MARK in text}
+        batch = ["" if number in marked else text for number, text in enumerate(batch)]
         with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
             found = tokenizer(batch, **options).input_ids
+        for number, text in marked.items():
+            control = ControlTokens.of(tokenizer)
+            found[number] = control.ids(text, add_special_tokens=add_special_tokens)
         for ids in found:
             # A text may begin with the token that the tokenizer puts before every text.
             twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens

@@ -33,6 +33,11 @@ class AgentConfig(Config):
     """Whether the program scores itself: it writes JSON, a number or an object with `reward`, to
     the file that the environment variable MEGARL_RESULT names. Otherwise there is no such file, and
     the verifier scores what it prints."""
+    trains: Literal["last", "all"] = "last"
+    """Which of the answers that the agent has read are trained. `last`: the conversation that its
+    last answer ends, so not what it threw away and asked again, nor side calls, such as for a
+    title. `all`: every one, for an agent that shortens its history or has other agents. Answers
+    that no client has read are never trained."""
     model: str = "policy"
     """The model's name in the agent's calls; a call that asks for another model is refused. Set it
     to the name that the agent uses."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_template import TAGS, ChatTemplate, Variables, end_of_turn, tags_of
+from megarl.chat_template import TAGS, ChatTemplate, Variables, ends_of_turns, tags_of
+from megarl.control_tokens import MARK, ControlTokens
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ class Codec:
     """What the chat template writes before and after a turn of the user that replies to the model:
     from behind the token that ends the model's turn to where its next turn begins. Empty texts
     where prompts are no chats."""
+    closing: str = ""
+    """What the template writes to end a turn of the model, up to the token that ends it."""
+    opening: int | None = None
+    """Id of the token that ends a turn of the model where it is the first of the user's turn."""
+    is_trimmed: bool = False
+    """Whether the template removes white space around a user's text."""
+    control: ControlTokens | None = None
+    """The control tokens that text of others does not write."""
+    allows_control: bool = False
+    """Whether text of others that spells a control token is that token."""
 
     @classmethod
     def of(
@@ -45,20 +56,31 @@ class Codec:
         whole: bool = False,
         variables: Variables | None = None,
         chats: bool = False,
+        allows_control: bool = False,
     ) -> Codec:
         """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. The codec
         holds only the inner `tokenizers.Tokenizer` if that decodes to the same text. Otherwise, or
         with `whole`, the codec holds `tokenizer` itself; tools need this, since they use its chat
         template. `variables`: values of the chat template's variables, None for none. `chats`:
         prompts are chats, so that `around` is set; `ValueError` if the template allows no second
-        turn of the user.
+        turn of the user. `allows_control`: text of others may write control tokens.
         """
-        around = ChatTemplate(tokenizer, variables).around_reply() if chats else ("", "")
+        template = ChatTemplate(tokenizer, variables, control_tokens=True)
+        around = template.around_reply() if chats else ("", "")
+        more: dict[str, Any] = {}
+        if chats:
+            opening = tokenizer.convert_tokens_to_ids(template.ends.turn)
+            more["opening"] = opening if template.ends.opens_next else None
+            more |= {
+                "closing": template.ends.closing if template.ends.turn else "",
+                "is_trimmed": template.is_trimmed,
+            }
+        control = ControlTokens.of(tokenizer)
         kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
         kept = frozenset(one for one, token in special if token.special and str(token) in tags)
-        ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, "chat", variables)} - {None}
-        cleans = tokenizer.clean_up_tokenization_spaces
+        ends = {tokenizer.eos_token_id, *ends_of_turns(tokenizer, "chat", variables)} - {None}
+        cleans, is_bare = tokenizer.clean_up_tokenization_spaces, False
         if (
             hasattr(tokenizer, "backend_tokenizer")
             and kind._decode.__module__ == "transformers.tokenization_utils_tokenizers"
@@ -68,8 +90,14 @@ class Codec:
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()
             bare.no_padding()
-            return cls(bare, True, tags, kept, frozenset(ends), around=around)
-        return cls(tokenizer, False, tags, kept, frozenset(ends), dict(variables or {}), around)
+            control, variables = ControlTokens(bare, control.names), None
+            tokenizer, is_bare = bare, True
+        return cls(
+            *(tokenizer, is_bare, tags, kept, frozenset(ends), dict(variables or {}), around),
+            control=control,
+            allows_control=allows_control,
+            **more,
+        )
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of one sequence of token ids, [T], without a last token that ends a turn and
@@ -85,6 +113,24 @@ class Codec:
         return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, without special tokens added at its beginning or end."""
+        """The token ids of `text`, which may be marked, without special tokens added at its
+        beginning or end.
+        """
+        if MARK in text and self.control is not None:
+            return self.control.ids(text, add_special_tokens=False)
         made = self.tokenizer.encode(text, add_special_tokens=False)
         return list(made.ids if self.is_bare else made)
+
+    def reply(self, text: str, last: int | None = None) -> str:
+        """The marked text of a turn of the user that replies to the model with `text`, from behind
+        the model's turn to where its next turn begins. `last`: the last token of the model's turn;
+        if it ends no turn, or is not the one that opens the user's, that token is written too.
+        """
+        before, after = self.around
+        if last is not None and last != self.opening:
+            is_ended = self.opening is None and last in self.ends
+            before = before if is_ended else self.closing + before
+        shown = text.strip() if self.is_trimmed else text
+        if self.control is not None and not self.allows_control:
+            shown = self.control.as_text(shown)
+        return before + shown + after

@@ -5,7 +5,7 @@ time and memory, and how its score becomes a reward.
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from megarl.environments.addresses import (
     SECRET,
@@ -184,6 +184,10 @@ class EnvironmentConfig(Config):
     max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
     """With a session or tools: most turns of the model in a rollout; a rollout that would need more
     is cut off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
+    control_tokens: Annotated[bool, TURNS] = False
+    """With a session or tools: text of others (results of tools, an agent's messages, observations
+    of the role user) that spells a control token of the tokenizer, such as `<|im_end|>`, is that
+    token; otherwise it is ordinary text."""
     threads: Annotated[int, Range(1, 1024), TURNS] = 1
     """With a session or tools: calls of plain (not `async`) functions that each worker process runs
     at a time. More than 1 only for functions that may run beside one another."""
@@ -225,8 +229,13 @@ class EnvironmentConfig(Config):
     wrong: Annotated[float, Range(-1e6, 1e6), MAPPING] = 0.0
     """Reward of a wrong answer."""
     unscored: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Reward of a rollout without a score: cut off at the token limit (`require_stop`), or its
-    verifier failed. None: the reward of a wrong answer."""
+    """Reward of a rollout without a score: cut off at the token limit (`require_stop`), or, with
+    `on_failure: wrong`, its verifier failed. None: the reward of a wrong answer."""
+    on_failure: Literal["leave_out", "wrong"] = "leave_out"
+    """What becomes of a rollout whose verifier, session or agent failed: `leave_out`, it is not
+    trained on and counts in no mean, and the group gets another rollout in its place, once;
+    `wrong`, it has the reward `unscored`. A function that computes on a response until its time
+    limit gives no failure but a wrong answer."""
     require_stop: bool = True
     """Treat a response that was cut off at the token limit as wrong."""
     overlong: OverlongConfig = section(OverlongConfig)
@@ -235,11 +244,11 @@ class EnvironmentConfig(Config):
     """Processes that decode responses and run the verifier or the sessions."""
     time_limit_s: Annotated[float, Range(0.01, 86400.0)] = 10.0
     """Time limit of a verifier call or session step, in seconds; of a reward server for all
-    attempts at a response together. Beyond it the sample counts as a failure (time-out); the run
-    goes on."""
-    load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 10.0
+    attempts at a response together. Beyond it the sample is a failure, or wrong if the function
+    has computed on it (`on_failure`); the run goes on."""
+    load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 60.0
     """Time limit in seconds for loading the verifier's or session's file in the check before a run.
-    A file that imports large libraries may need more."""
+    Importing torch takes 10 s on a busy machine."""
     memory_limit_mib: Annotated[int | None, Range(64, 2**24)] = None
     """Memory of a worker process in MiB (Linux); a verifier that asks for more fails. None: 512 for
     a built-in verifier, no limit for a user's file."""

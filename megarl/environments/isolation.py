@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import stat
 import struct
@@ -57,22 +58,64 @@ SCOPES_SINCE = 6
 """First version of Landlock that can restrict signals (Linux 6.12). A domain that restricts them
 leaves files alone, so that mounts stay possible in a namespace of the process's own."""
 
+NEWNS, NEWUSER = 0x00020000, 0x10000000
+RDONLY, NOSUID, NODEV = 1, 2, 4
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, AT_RECURSIVE = 442, 0x8000
+"""Flags of clone(2) and mount(2), and the number of mount_setattr(2)."""
 INET, INET6, UNIX = 2, 10, 1
 STREAM, SEQPACKET, KIND = 1, 5, 0xF
 TCP, ANY, FAST_OPEN = 6, 0xFFFFFFFF, 0x20000000
-ALLOWED: dict[str, tuple[int, int, Sequence[tuple[int, int, Sequence[int]]]]] = {
+Rules = dict[str, tuple[int, int, Sequence[tuple[int, int, Sequence[int]]]]]
+"""{system call: (its number on x86_64, on aarch64, conditions)}. A condition is (number of an
+argument, mask, values that it may have under the mask)."""
+OWN: Sequence[tuple[int, int, Sequence[int]]] = [(0, ANY, (0,))]
+NEVER: Sequence[tuple[int, int, Sequence[int]]] = [(0, ANY, ())]
+OF_OTHERS: Rules = {
+    # Limits and turns of the calling process; another could be ended by them.
+    "prlimit64": (302, 261, OWN),
+    "sched_setaffinity": (203, 122, OWN),
+    "sched_setparam": (142, 118, OWN),
+    "sched_setscheduler": (144, 119, OWN),
+    "sched_setattr": (314, 274, OWN),
+    "setpriority": (141, 140, [(0, ANY, (0, 1)), (1, ANY, (0,))]),
+    "ioprio_set": (251, 30, [(0, ANY, (1, 2)), (1, ANY, (0,))]),
+    "process_vm_readv": (310, 270, NEVER),
+    "process_vm_writev": (311, 271, NEVER),
+    "pidfd_getfd": (438, 438, NEVER),
+    "kcmp": (312, 272, NEVER),
+    # The keys of a user are those of all its processes.
+    "add_key": (248, 217, NEVER),
+    "request_key": (249, 218, NEVER),
+    "keyctl": (250, 219, NEVER),
+}
+SHARED: Rules = {
+    # Memory, queues and semaphores that outlive the processes that made them.
+    "shmget": (29, 194, NEVER),
+    "shmat": (30, 196, NEVER),
+    "shmctl": (31, 195, NEVER),
+    "msgget": (68, 186, NEVER),
+    "msgsnd": (69, 189, NEVER),
+    "msgrcv": (70, 188, NEVER),
+    "msgctl": (71, 187, NEVER),
+    "semget": (64, 190, NEVER),
+    "semop": (65, 193, NEVER),
+    "semctl": (66, 191, NEVER),
+    "semtimedop": (220, 192, NEVER),
+    "mq_open": (240, 180, NEVER),
+    "mq_unlink": (241, 181, NEVER),
+}
+SOCKETS: Rules = {
     "socket": (41, 198, [(0, ANY, (INET, INET6)), (1, KIND, (STREAM,)), (2, ANY, (0, TCP))]),
     # Datagrams could be sent to other addresses than to the other end.
     "socketpair": (53, 199, [(0, ANY, (UNIX,)), (1, KIND, (STREAM, SEQPACKET))]),
-    "listen": (50, 201, [(0, ANY, ())]),
+    "listen": (50, 201, NEVER),
     # With this flag they connect, of which Landlock is not told.
     "sendto": (44, 206, [(3, FAST_OPEN, (0,))]),
     "sendmsg": (46, 211, [(2, FAST_OPEN, (0,))]),
     "sendmmsg": (307, 269, [(3, FAST_OPEN, (0,))]),
-    "io_uring_setup": (425, 425, [(0, ANY, ())]),  # does all of this past a filter
+    "io_uring_setup": (425, 425, NEVER),  # does all of this past a filter
 }
-"""{system call: (its number on x86_64, on aarch64, conditions)}. A condition is (number of an
-argument, mask, values that it may have under the mask)."""
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """{machine: seccomp's number of its architecture}"""
 Instruction = tuple[int, int, int, int]
@@ -110,7 +153,7 @@ def landlock_version() -> int:
 
 
 def has_filters() -> bool:
-    """Whether `allow_tcp_only` works here: on Linux with seccomp, on x86_64 and aarch64."""
+    """Whether `filter_calls` works here: on Linux with seccomp, on x86_64 and aarch64."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT:
         return False
     libc.prctl(SET_SECCOMP, WITH_FILTER, 0, 0, 0)  # at address 0 is no filter
@@ -152,7 +195,7 @@ def enter_own_domain(
     ruleset = call_libc("syscall", CREATE_RULESET, rules, len(rules), 0)
     if folder:
         # Python too, where it lies beside others in a folder that cannot be listed.
-        pythons = {os.path.realpath(one) for one in (sys.prefix, sys.base_prefix)}
+        pythons = _pythons()
         above = {place for place in pythons if any(one.startswith(f"{place}/") for one in hidden)}
         for path in [*_all_but(hidden), *(pythons - above)]:
             with contextlib.suppress(OSError):  # it has been removed, or is a link
@@ -173,6 +216,52 @@ def enter_own_domain(
     if not mounts:
         _drop(OVER_MACHINE if folder else LOOKING)
     return True
+
+
+def cover(hidden: Sequence[str], folder: str) -> bool:
+    """Lay an empty folder over each folder of `hidden`, since Landlock cannot keep a program from
+    listing a folder in another that it may list, and make all but `folder` read-only, so that
+    permissions and times stay. Only this process and those that it starts see it, from user and
+    mount namespaces of their own. `hidden`, `folder`: as for `enter_own_domain`, which comes later.
+    Returns False if the kernel refuses that, as in some containers; then names can be listed.
+    """
+    user, group = os.geteuid(), os.getegid()
+    ids = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    paths = [path for one in hidden for path in (glob.glob(one) if one.endswith("*") else [one])]
+    kept = tuple(f"{one}/" for one in (folder, *_pythons()))
+    covered = [path for path in paths if not f"{path}/".startswith(kept[0])]
+    covered = [path for path in covered if not any(one.startswith(f"{path}/") for one in kept[1:])]
+    try:
+        call_libc("unshare", NEWUSER | NEWNS)
+        for name, text in ids.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        call_libc("mount", "none", "/", "", RECURSIVE | PRIVATE, 0)
+        own = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        for path in covered:
+            if os.path.isdir(path) and not os.path.islink(path):  # nor gone with one above it
+                call_libc("mount", "none", path, "tmpfs", NOSUID | NODEV, "size=64k,mode=0755")
+        os.makedirs(folder, exist_ok=True)
+        set_mount("/", RDONLY, below=True)
+        call_libc("mount", f"/proc/self/fd/{own}", folder, "", BIND, 0)
+        set_mount(folder, 0, clear=RDONLY)
+        os.close(own)
+    except OSError:
+        return False
+    return True
+
+
+def _pythons() -> set[str]:
+    return {os.path.realpath(one) for one in (sys.prefix, sys.base_prefix)}
+
+
+def set_mount(path: str, flags: int, *, clear: int = 0, below: bool = False) -> None:
+    """Set and clear flags of the mount at `path` and, with `below`, of all mounts below it. Raises
+    `OSError`; Linux before 5.12 cannot do it.
+    """
+    change = struct.pack("QQQQ", flags, clear, 0, 0)
+    recursive = AT_RECURSIVE if below else 0
+    call_libc("syscall", MOUNT_SETATTR, -100, path, recursive, change, len(change))
 
 
 def _grant(ruleset: int, path: str, rights: int) -> None:
@@ -210,15 +299,16 @@ def _all_but(hidden: Sequence[str]) -> Iterator[str]:
                     yield path
 
 
-def allow_tcp_only() -> None:
-    """Have the kernel refuse this process, and all that it starts from now on, every socket but
-    those of TCP, with EACCES: no datagrams, no Unix sockets but pairs, no servers. Raises
-    `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64. `enter_own_domain`
-    comes first.
+def filter_calls(*, alone: bool) -> None:
+    """Have the kernel refuse this process, and all that it starts from now on, with EACCES: to
+    change limits and priorities of other processes, and the user's keys. `alone`: also System V and
+    POSIX memory, queues and semaphores, and every socket but those of TCP: no datagrams, no Unix
+    sockets but pairs, no servers. Raises `OSError`, and `KeyError` on a machine that is neither
+    x86_64 nor aarch64. `enter_own_domain` comes first.
     """
     machine, code = os.uname().machine, list[Instruction]()
     load, equal, mask, give, refuse = LOAD, EQUAL, 0x54, GIVE, REFUSE | errno.EACCES
-    for *numbers, conditions in ALLOWED.values():
+    for *numbers, conditions in (OF_OTHERS | (SHARED | SOCKETS if alone else {})).values():
         body = []
         for argument, bits, values in conditions:
             body += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]

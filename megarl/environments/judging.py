@@ -15,7 +15,7 @@ from megarl.environments.addresses import Token, is_remote
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import RewardClient
-from megarl.environments.scores import BadScore, Outcome, Score, add_up, read_score
+from megarl.environments.scores import BadScore, Outcome, Score, add_up, as_reward
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.environments.workers import Workers
 from megarl.types import Prompt
@@ -97,16 +97,20 @@ def _total(config: EnvironmentConfig, outcomes: dict[str, Outcome]) -> Outcome:
             place = f"{shown[name]}: " if name else ""
             return replace(outcome, detail=f"{place}{outcome.detail}", warning=warning)
     scores = {
-        name: Score(outcome.score or 0.0, outcome.correct, outcome.metrics)
+        name: Score(outcome.score, outcome.correct, outcome.metrics)
         for name, outcome in outcomes.items()
     }
-    here = scores.pop("", Score(0.0))
+    here = scores.pop("", Score(None))
     order = sorted(scores, key=lambda name: name != first)
     try:
         there = add_up([(shown[name], weights[name], scores[name]) for name in order])
-        reward = read_score(there.reward + here.reward).reward
+        given = [one for one in (there, here) if one.reward is not None]
+        reward = as_reward(sum(one.reward or 0.0 for one in given)) if given else None
     except BadScore as error:
         said = f"{setting_of(config)}: {error}"
         return Outcome(failure=error.failure, detail=said, warning=warning)
-    correct = there.correct if is_remote(first) else here.correct
-    return Outcome(reward, correct, there.metrics | here.metrics, warning=warning)
+    metrics = there.metrics | here.metrics
+    if not given:
+        return Outcome(abstained=True, metrics=metrics, warning=warning)
+    correct = given[0 if is_remote(first) else -1].correct
+    return Outcome(reward, correct, metrics, warning=warning)

@@ -1,7 +1,9 @@
 """What a reward function may return, how the scores of several functions add up, and what a worker
 process replies to a request (`Outcome`).
 
-    number | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
+    number | None | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
+
+None abstains: the response has no reward, which is no failure.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.types import Failure
+
 MAX_REWARD = 1e9
 """Largest size of a reward. The squares of larger ones would leave the range of float32."""
 MAX_METRICS = 64
@@ -21,16 +25,17 @@ DETAIL_CHARACTERS = 2000
 """Most characters of a failure's message."""
 Reply = dict[str, Any]
 """What a worker process replies to a request, as JSON data: {score, correct, metrics},
-{observation, reward}, {answer, metrics}, {failure, detail}, or of other requests other keys."""
+{observation, reward}, {answer, metrics}, {abstained, metrics}, {failure, detail}, or of other
+requests other keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of one response: `reward`, any finite number up to 1e9 in size, higher is better;
-    `correct`; and `metrics`, {name: number}. A reward function may return one.
+    """The score of one response: `reward`, any finite number up to 1e9 in size, higher is better,
+    or None to abstain; `correct`; and `metrics`, {name: number}. A reward function may return one.
     """
 
-    reward: float
+    reward: float | None
     correct: bool | None = None
     """Whether the response counts as correct; None if the function did not say."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -48,14 +53,15 @@ class BadScore(ValueError):
 
 
 def read_score(answer: Any) -> Score:
-    """Convert what a reward function returned to a `Score`: a number (of Python, numpy or torch), a
-    dict {"reward": number, "correct": bool or None, other names: numbers, as metrics}, or a
-    `Score`. Raises `BadScore` for anything else, with what was returned and what may be.
+    """Convert what a reward function returned to a `Score`: a number (of Python, numpy or torch),
+    None, a dict {"reward": number or None, "correct": bool or None, other names: numbers, as
+    metrics}, or a `Score`. Raises `BadScore` for anything else, with what was returned and what may
+    be.
     """
     if isinstance(answer, Score):
         return answer
     if not isinstance(answer, Mapping):
-        return Score(_reward(answer))
+        return Score(None if answer is None else as_reward(answer))
     rest = dict(answer)
     if "reward" not in rest:
         keys = ", ".join(map(str, rest)) or "nothing"
@@ -63,7 +69,8 @@ def read_score(answer: Any) -> Score:
             "error",
             f"the verifier returned a dict with {keys:.200}, but without 'reward'; add that key",
         )
-    reward, correct = _reward(rest.pop("reward")), _correct(rest.pop("correct", None))
+    given, correct = rest.pop("reward"), _correct(rest.pop("correct", None))
+    reward = None if given is None else as_reward(given)
     if len(rest) > MAX_METRICS:
         raise BadScore(
             "error", f"the verifier returned {len(rest)} metrics; return at most {MAX_METRICS}"
@@ -88,22 +95,29 @@ def read_score(answer: Any) -> Score:
 
 def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
     """The weighted sum of several reward functions' scores for one response. `parts`: (name,
-    weight, score), at least one. The first function says whether the response is correct: by its
+    weight, score), at least one. A function that abstains is not in the sum, as in TRL; the sum
+    abstains if all do. The first of the others says whether the response is correct: by its
     `correct`, or by a reward of 1. Each function's own reward becomes the metric `reward/<name>`,
     before its weight; its metrics become `<name>/<metric>`. Raises `BadScore` if the sum is not
     finite or beyond 1e9.
     """
     metrics: dict[str, float] = {}
-    for name, _, score in parts:
-        metrics[f"reward/{name}"] = score.reward
+    terms, correct = list[float](), None
+    for name, weight, score in parts:
         metrics |= {f"{name}/{key}": value for key, value in score.metrics.items()}
-    first = parts[0][2]
-    correct = first.reward == 1.0 if first.correct is None else first.correct
-    total = _reward(math.fsum(weight * score.reward for _, weight, score in parts))
-    return Score(total, correct, metrics)
+        if score.reward is None:
+            continue
+        metrics[f"reward/{name}"] = score.reward
+        if not terms:
+            correct = score.reward == 1.0 if score.correct is None else score.correct
+        terms.append(weight * score.reward)
+    return Score(as_reward(math.fsum(terms)) if terms else None, correct, metrics)
 
 
-def _reward(value: Any) -> float:
+def as_reward(value: Any) -> float:
+    """`value`, a number of Python, numpy or torch, as a float. Raises `BadScore` unless it is
+    finite and at most 1e9 in size.
+    """
     number = _number(value)
     if not math.isfinite(number):
         raise BadScore("nan", f"the verifier returned {value!r:.200}, not a finite number")
@@ -150,13 +164,15 @@ def late_verdict(limit_s: float) -> str:
 
 
 def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
-    """Convert what a verifier or session returned (a number, a dict with `reward`, or a `Score`) to
-    a worker process's reply, a dict: {score, correct, metrics}, or {failure, detail} if it is no
-    score. `maps_scores`: a score outside of 0 to 1 is a failure too, because `environment.correct`
-    and `environment.wrong` map scores to rewards.
+    """Convert what a verifier or session returned (a number, None, a dict with `reward`, or a
+    `Score`) to a worker process's reply, a dict: {score, correct, metrics}, {abstained, metrics},
+    or {failure, detail} if it is no score. `maps_scores`: a score outside of 0 to 1 is a failure
+    too, because `environment.correct` and `environment.wrong` map scores to rewards.
     """
     try:
         score = read_score(answer)
+        if score.reward is None:
+            return {"abstained": True, "metrics": score.metrics}
         if maps_scores and not 0.0 <= score.reward <= 1.0:
             raise BadScore(
                 "error",
@@ -174,7 +190,7 @@ class Outcome:
     """The result of one request to a worker process or reward server, in the fields that apply; the
     others keep their defaults. A scored response has `score`, `correct` and `metrics`; a session
     has the next `observation` (token ids) with the turn's `reward`, or its final `answer`. After an
-    error `failure` is "error", "timeout" or "nan", and `detail` the message.
+    error `failure` says of which kind, and `detail` is the message.
     """
 
     score: float | None = None
@@ -184,8 +200,10 @@ class Outcome:
     """Whether the response is correct; None if the verifier did not say."""
     metrics: dict[str, float] = field(default_factory=dict)
     """{name: value} of the verifier's own metrics."""
-    failure: Literal["", "error", "timeout", "nan"] = ""
+    failure: Failure = ""
     detail: str = ""
+    abstained: bool = False
+    """Whether the verifier has declined to score the response, by returning None."""
     observation: list[int] | None = None
     """Token ids that the model reads next; None if the rollout has ended."""
     reward: float = 0.0
@@ -203,18 +221,20 @@ class Outcome:
     warning: str = ""
     """What the user should know of the environment, such as a worker process that was replaced; in
     one outcome only."""
+    untrained: Sequence[int] = ()
+    """At the end of a session, the numbers of the model's segments that are not trained."""
     lost: bool = False
     """Whether the process of the session has ended, through whatever ran in it."""
 
     @classmethod
     def of(cls, reply: Reply) -> Outcome:
         """An `Outcome` made of a worker process's `reply`, a dict whose keys are names of this
-        class's fields. A reply without a result (score, observation, answer, finish or failure), or
-        with other keys, becomes an outcome with `failure` "error".
+        class's fields. A reply without a result (score, abstained, observation, answer, finish or
+        failure), or with other keys, becomes an outcome with `failure` "error".
         """
         score = reply.get("score")
         known = score is None or (isinstance(score, int | float) and math.isfinite(score))
-        ends = ("failure", "score", "observation", "answer", "finish")
+        ends = ("failure", "score", "abstained", "observation", "answer", "finish")
         if known and any(reply.get(name) is not None for name in ends):
             try:
                 return cls(**reply)

@@ -114,7 +114,7 @@ class Environment:
         assert self._sessions is not None
         outcome = await self._sessions.begin(key, prompt)
         if outcome.observation is None:
-            return self._verdict(outcome, 0)
+            return replace(self._verdict(outcome, 0), left_out=True)  # nothing to train on
         return _segment(outcome) if outcome.observation else None
 
     async def step(
@@ -140,17 +140,24 @@ class Environment:
             if self._config.session:  # whose answer need not be what the model wrote
                 prompt = without_opening(prompt, self._config.thinking)
             verdict = await self.score(prompt, outcome.answer, num_tokens, truncated=False)
-            return replace(verdict, metrics=outcome.metrics | verdict.metrics)
+            told = outcome.metrics | verdict.metrics
+            warning = "; ".join(filter(None, [outcome.warning, verdict.warning]))
+            return replace(verdict, metrics=told, untrained=outcome.untrained, warning=warning)
         return self._verdict(outcome, num_tokens)
 
-    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+    async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
         """End the session of rollout `key`, which has reached a limit of tokens or turns. Returns a
         `Verdict` without asking the verifier. Its reward is `environment.unscored`, or that of a
         wrong answer where the recipe does not set this, plus the length penalty for `num_tokens`,
-        the tokens that the model generated.
+        the tokens that the model generated. `fault`: what the session did wrong, which makes it a
+        failure.
         """
         if self._sessions is not None:
-            await self._sessions.cut_off(key)
+            ended = await self._sessions.cut_off(key)
+            if not fault:
+                return replace(self._no_verdict(num_tokens), untrained=ended.untrained)
+        if fault:
+            return self._verdict(Outcome(failure="error", detail=fault), num_tokens)
         return self._no_verdict(num_tokens)
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
@@ -200,7 +207,10 @@ class Environment:
             penalty=penalty,
             metrics=outcome.metrics,
             warning=outcome.warning,
+            untrained=outcome.untrained,
             lost=outcome.lost,
+            left_out=outcome.abstained
+            or (config.on_failure == "leave_out" and outcome.failure not in ("", "response_limit")),
         )
 
     async def close(self) -> None:

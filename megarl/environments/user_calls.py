@@ -15,6 +15,7 @@ import ctypes
 import inspect
 import os
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,18 @@ class CallStopped(BaseException):
 
 
 class LimitExceeded(Exception):
-    """Raised to the caller if a user's function has not returned within its time limit."""
+    """Raised to the caller if a user's function has not returned within its time limit. `computed`:
+    whether it has used the time to compute (`COMPUTES`), and not to wait for something.
+    """
+
+    def __init__(self, message: str, *, computed: bool = False) -> None:
+        super().__init__(message)
+        self.computed = computed
+
+
+COMPUTES = 0.25
+"""Fraction of a time limit from which its CPU time says of a call that it computed: one that waits
+uses none, and one that computes may share its core with three others."""
 
 
 @contextlib.contextmanager
@@ -106,9 +118,11 @@ class UserCalls:
         if inspect.iscoroutinefunction(function):
             return await within(limit_s, function(*arguments), late)
         numbers: list[int] = []
+        before_s: list[float] = []
 
         def call() -> tuple[Any, BaseException | None]:
             numbers.append(threading.get_ident())
+            before_s.append(time.thread_time())
             try:
                 with ending_forks():
                     return function(*arguments), None
@@ -119,6 +133,11 @@ class UserCalls:
         running = thread.submit(call)
         try:
             made, error = await within(limit_s, asyncio.wrap_future(running), late)
+        except LimitExceeded as exceeded:
+            if not running.done():
+                clock = time.pthread_getcpuclockid(numbers[0])
+                exceeded.computed = time.clock_gettime(clock) - before_s[0] > COMPUTES * limit_s
+            raise
         finally:  # the limit may be exceeded, or the caller cancelled
             if not running.done():
                 thread.shutdown(wait=False)

@@ -238,15 +238,20 @@ def load_by_path(
 
 
 def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
-    """Raise `ValueError` if `found` is a class or a generator function, whose call returns an
-    instance or a generator and no result. For the message: `name` is the function as the recipe
-    writes it, `setting` the recipe's key.
+    """Raise `ValueError` if `found` is a class or a generator function, whose call returns no
+    result, or a function that looks its arguments up in a cache. For the message: `name` is the
+    function as the recipe writes it, `setting` the recipe's key.
     """
     what = ""
     if inspect.isclass(found):
         what = "is a class; write a function that makes an instance and calls it"
     elif inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         what = "is a generator function, since it has `yield`; return one result"
+    elif hasattr(found, "cache_info"):
+        what = (
+            "is wrapped by functools.cache, whose keys cannot be prompts, lists or dicts; take the"
+            " decorator off, and cache a function of texts and numbers that it calls"
+        )
     require(not what, f"{setting}: {name} {what}")
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome, score_reply
 from megarl.schema import shortened
-from megarl.types import Prompt
+from megarl.types import Failure, Prompt
 
 ROUTE = "/v1/score"
 """Path at which `megarl serve-reward` scores."""
@@ -93,8 +93,9 @@ def _member(tree: Any, key: str, kind: type, where: str) -> Any:
 
 def answer_body(outcomes: Sequence[Outcome | None]) -> bytes:
     """The JSON body of a reward server's answer, {"scores": [...]}, with one entry for each sample
-    of the request, in order: {reward, correct, metrics by name}, {failure, detail}, or
-    {"unfinished": true} for None, a sample that is not scored yet.
+    of the request, in order: {reward, correct, metrics by name}, with the reward null if the
+    verifier abstained, {failure, detail}, or {"unfinished": true} for None, a sample that is not
+    scored yet.
     """
     return json.dumps({"scores": [_score(outcome) for outcome in outcomes]}).encode()
 
@@ -102,6 +103,8 @@ def answer_body(outcomes: Sequence[Outcome | None]) -> bytes:
 def _score(outcome: Outcome | None) -> dict[str, Any]:
     if outcome is None:
         return {"unfinished": True}
+    if outcome.abstained:
+        return {"reward": None, **outcome.metrics}
     if outcome.failure or outcome.score is None:
         return {"failure": outcome.failure or "error", "detail": outcome.detail}
     return {"reward": outcome.score, "correct": outcome.correct, **outcome.metrics}
@@ -125,8 +128,8 @@ def _outcome(score: Any, maps_scores: bool) -> Outcome | None:
         return None
     if isinstance(score, dict) and "failure" in score and "reward" not in score:
         said = str(score.get("detail") or score["failure"])
-        kind = score["failure"] if score["failure"] in ("timeout", "nan") else "error"
-        return Outcome(failure=kind, detail=said[:DETAIL_CHARACTERS])
+        kind = score["failure"] if score["failure"] in get_args(Failure) else ""
+        return Outcome(failure=kind or "error", detail=said[:DETAIL_CHARACTERS])
     found = Outcome(**score_reply(score, maps_scores=maps_scores))
     said = found.detail.replace("the verifier returned", "the reward server answered")
     return replace(found, detail=said)

@@ -37,6 +37,7 @@ from megarl.environments.scores import (
     DETAIL_CHARACTERS,
     BadScore,
     Reply,
+    as_reward,
     late_verdict,
     read_score,
     score_reply,
@@ -171,6 +172,8 @@ class Host:
     """A `Codec`, or None where all responses are texts."""
     _verifier: Any = None
     """A `megarl.environments.verifiers.Verifier`; None where the process runs sessions."""
+    _is_own = True
+    """Whether the process runs code of the user's."""
 
     def __init__(self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
@@ -232,8 +235,8 @@ class Host:
     @contextlib.contextmanager
     def _failing(self, reply: Reply) -> Iterator[None]:
         """A context manager that catches an error of the user's code in its block, and adds to the
-        dict `reply` what the rollout service is told of it: `failure` ("error", "timeout" or
-        "nan") and `detail`, the message.
+        dict `reply` what the rollout service is told of it: `failure`, its kind, and `detail`, the
+        message.
         """
         try:
             yield
@@ -241,11 +244,14 @@ class Host:
             reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
         except LimitExceeded as error:
             self._num_late += 1
-            reply |= {"failure": "timeout", "detail": str(error)}
+            kind = "response_limit" if error.computed else "timeout"
+            reply |= {"failure": kind, "detail": str(error)}
         except MemoryError:
             limit = self._limit.limit_mib
             advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
-            reply |= {"failure": "error", "detail": f"{OUT_OF_MEMORY}{advice}"}
+            # What is built in keeps nothing between two calls.
+            kind = "error" if self._is_own else "response_limit"
+            reply |= {"failure": kind, "detail": f"{OUT_OF_MEMORY}{advice}"}
         except BaseException as error:  # SystemExit and such must not end the process either
             reply |= {"failure": "error", "detail": _said(error)[:DETAIL_CHARACTERS]}
             # A thread that an earlier call has left behind may have interrupted this one.
@@ -278,6 +284,7 @@ class Host:
             own = verifiers.own_files(config)
             if config.isolate and (config.has_sessions or own):
                 enter_own_domain(mounts=bool(config.programs))
+            self._is_own = bool(own) or config.has_sessions
             with ending_forks():
                 user_code.prepare_imports(own, sources)
                 if kind:
@@ -383,10 +390,18 @@ class Host:
         closed and the reply is {answer: text for the verifier, metrics}, or {score, correct,
         metrics}, or {failure, detail}. Raises what the session raises.
         """
-        session, goes_on = self._open.pop(key, None), False
+        session = self._open.pop(key, None)
         if session is None:
             detail = "the session ended with the process it ran in, which another session broke"
             return {"failure": "error", "detail": detail}
+        reply: Reply = {}
+        with self._failing(reply):
+            reply |= await self._step(session, key, token_ids)
+        told = {} if "observation" in reply else getattr(session, "told_at_end", dict)()
+        return reply | told
+
+    async def _step(self, session: Any, key: str, token_ids: Any) -> Reply:
+        goes_on = False
         self._in_call.add(key)
         try:
             text = self._codec.decode(token_ids)
@@ -401,7 +416,8 @@ class Host:
                 return {"answer": found.text, "metrics": metrics}
             if not isinstance(found, Observation):
                 return self._score(found)
-            reply = await self._observation(found)
+            last = int(token_ids[-1]) if found.follows is None and len(token_ids) else None
+            reply = await self._observation(found, last)
             if not reply["observation"] and found.follows in (None, -1):
                 raise ValueError(
                     f"the session's step returned the observation {found.text!r:.80}, which has no"
@@ -427,7 +443,7 @@ class Host:
                     raise TypeError(
                         f"cut_off_inside returned {finish!r:.80}, not '' or 'tool_call'"
                     )
-            return {"finish": finish}
+            return {"finish": finish} | getattr(session, "told_at_end", dict)()
         finally:
             await self._close(session)
 
@@ -457,7 +473,7 @@ class Host:
         late = f"no reply within environment.{setting} = {limit_s:g} s"
         return await self._calls.run(function, arguments, limit_s, late)
 
-    async def _observation(self, found: Observation) -> Reply:
+    async def _observation(self, found: Observation, last: int | None = None) -> Reply:
         text = found.text
         if not isinstance(text, str):
             raise TypeError(f"the session's observation is {text!r:.200}, not a text")
@@ -468,10 +484,9 @@ class Host:
             )
         if found.max_tokens < 0:
             raise ValueError(f"the session's observation has max_tokens = {found.max_tokens}")
-        reward = read_score(found.reward).reward
+        reward = as_reward(found.reward)
         if found.role:
-            before, after = self._codec.around
-            text = f"{before}{text}{after}"
+            text = self._codec.reply(text, last)
         place = {"follows": found.follows, "max_tokens": found.max_tokens}
         if isinstance(found, AgentObservation):
             return {"observation": found.token_ids, "stop": found.stop} | place

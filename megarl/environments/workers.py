@@ -45,6 +45,7 @@ import psutil
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome, Reply, late_verdict
+from megarl.environments.user_calls import COMPUTES
 from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.private_folder import MARK, kill_marked
@@ -75,11 +76,11 @@ DECODE_TRIES = 3
 @dataclass(eq=False)
 class WorkerLost(Exception):
     """Raised to the caller of a request if the worker process ended, or was killed, before it
-    replied. `failure`: "error" or "timeout"; `message`: what happened, as the rest of a sentence
-    about the process.
+    replied. `failure`: its kind; `message`: what happened, as the rest of a sentence about the
+    process.
     """
 
-    failure: Literal["error", "timeout"]
+    failure: Literal["error", "timeout", "response_limit"]
     message: str
     """Continues a sentence about the process."""
     calls: int = 1
@@ -109,7 +110,7 @@ class Worker:
         """Start the process: afresh as a program (never forked: this process has threads). It ends
         with its parent, even one killed by force.
         """
-        self._config = config
+        self._config, self._is_own = config, bool(own_files(config))
         self._mark = f"{os.environ.get(MARK, '')}/{secrets.token_hex(8)}"
         ours, theirs = socket.socketpair()
         with theirs:
@@ -189,14 +190,27 @@ class Worker:
         future = asyncio.get_running_loop().create_future()
         # It stays there if the caller is cancelled: the process replies all the same.
         self.waiting[self._last] = future, limit_s
+        before_s = self._computed_s()
         (await self._writer).write(len(body).to_bytes(8) + body)
         await asyncio.wait({future}, timeout=None if self.beats else limit_s)
         if not future.done():
-            self.lose(WorkerLost("timeout", "gave no reply and was ended"))
+            computed = self._computed_s() - before_s > COMPUTES * limit_s or not self._is_own
+            kind = "response_limit" if computed else "timeout"
+            self.lose(WorkerLost(kind, "gave no reply and was ended"))
         found = future.result()
         if isinstance(found, WorkerLost):
             raise found
         return found
+
+    def _computed_s(self) -> float:
+        """Seconds of CPU time that the process and those that it has started have used."""
+        used = 0.0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.process.pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    used += sum(one.cpu_times()[:4])
+        return used
 
     def lose(self, why: WorkerLost) -> None:
         """Give up this worker process for the reason `why`: awaiting any of its unanswered requests
@@ -401,13 +415,14 @@ class Workers:
             said = f"the process of the session {lost}"
             if not is_session:
                 said = f"the verifier's process {lost}"
-                if lost.failure == "timeout":
+                if lost.failure != "error":
                     said = f"{late_verdict(self._config.time_limit_s)}: {said}"
             has_ended = is_session and lost.by_itself
             found = Outcome(failure=lost.failure, detail=said, lost=has_ended)
         if found.observation is not None:
             return found
-        return replace(found, warning=self.files.take_warning())
+        warning = "; ".join(filter(None, [found.warning, self.files.take_warning()]))
+        return replace(found, warning=warning)
 
     async def _shielded(self, call: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply to a call, which goes on if the caller is cancelled: the process is busy."""

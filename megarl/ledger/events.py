@@ -103,7 +103,7 @@ class RolloutRecord(NamedTuple):
     """Weight versions that generated the tokens, in order: (version, number of consecutive
     tokens)."""
     failure: str
-    """Why the verifier gave no score, "error", "timeout" or "nan"; "" if it gave one."""
+    """Why the verifier gave no score, such as "error" or "abstained"; "" if it gave one."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,9 @@ class Finished:
 
     ordinal: int
     rollouts: list[RolloutRecord]
+    left_out: list[RolloutRecord] = field(default_factory=list)
+    """Those of which there is no verdict, and which are not trained on; only written if there are
+    any."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,8 @@ def to_record(event: Event) -> dict[str, Any]:
     values = vars(event)
     if isinstance(event, Started) and event.dispatch == ORDERED:
         values = {name: value for name, value in values.items() if name not in NOT_ORDERED}
+    if isinstance(event, Finished) and not event.left_out:
+        values = {name: value for name, value in values.items() if name != "left_out"}
     return {"event": type(event).__name__.lower()} | values
 
 
@@ -204,10 +209,10 @@ def from_record(record: Mapping[str, Any]) -> Event:
     try:
         if kind is None:
             raise TypeError("no event of this name")
-        if kind is Finished:
-            values["rollouts"] = [
+        for name in ("rollouts", "left_out") if kind is Finished else ():
+            values[name] = [
                 RolloutRecord(sample, tokens, [(int(v), int(n)) for v, n in versions], failure)
-                for sample, tokens, versions, failure in values["rollouts"]
+                for sample, tokens, versions, failure in values.get(name, ())
             ]
         return kind(**values)
     except (TypeError, KeyError, ValueError) as error:

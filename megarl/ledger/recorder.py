@@ -28,6 +28,8 @@ from megarl.types import Group, Rollout
 
 EQUAL_REWARDS = "equal rewards"
 """Reason why dynamic sampling (`rollout.filter: differing`) rejects a group."""
+NO_VERDICTS = "no verdicts"
+"""Reason why a group is rejected of which fewer than two rollouts have a verdict."""
 
 LONGEST_FAILURE = 300
 """Characters that are kept of the reason why generation failed."""
@@ -77,24 +79,22 @@ class Recorder:
         """Write to the run's ledger that all rollouts of `group`, a prompt with its rollouts, are
         generated and scored; a greedy response to the prompt, as a baseline, is listed too.
         """
-        rollouts = group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
-        self._append(functools.partial(_finished, group.ordinal, rollouts))
+        self._append(functools.partial(_finished, group))
 
     def close(
         self,
         step: int,
-        drawn: Sequence[int],
+        drawn: Mapping[int, str],
         accepted: Collection[int],
         swept: Sequence[int] = (),
-        reason: str = EQUAL_REWARDS,
     ) -> None:
         """Write to the run's ledger that the batch of `step` (from 0) is complete. Groups (all
         rollouts of one prompt) are named by the position of their prompt in the training order.
-        `drawn`: all groups that were looked at for the batch; `accepted`: those of them that are
-        trained on, while the others are rejected for `reason`; `swept`: unfinished groups that are
-        rejected too, because every later step would find their weights too old.
+        `drawn`: {group: why it is rejected, if it is} of all that were looked at for the batch;
+        `accepted`: those of them that are trained on; `swept`: unfinished groups that are rejected
+        too, because every later step would find their weights too old.
         """
-        for ordinal in drawn:
+        for ordinal, reason in drawn.items():
             rejected = Rejected(ordinal, step + 1, reason)
             self.put(Accepted(ordinal, step + 1) if ordinal in accepted else rejected)
         for ordinal in swept:
@@ -134,8 +134,10 @@ class Recorder:
             self._journal.append(record)
 
 
-def _finished(ordinal: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    return to_record(Finished(ordinal, [_kept(one) for one in rollouts]))
+def _finished(group: Group) -> dict[str, Any]:
+    left_out = [*map(_kept, group.left_out)]
+    rollouts = [*map(_kept, group.members)]
+    return to_record(Finished(group.ordinal, rollouts[: len(rollouts) - len(left_out)], left_out))
 
 
 def _kept(rollout: Rollout) -> RolloutRecord:
@@ -146,4 +148,4 @@ def _kept(rollout: Rollout) -> RolloutRecord:
             if spans and spans[-1][0] == version:
                 count += spans.pop()[1]
             spans.append((int(version), int(count)))
-    return RolloutRecord(rollout.sample, rollout.num_tokens, spans, rollout.verdict.failure)
+    return RolloutRecord(rollout.sample, rollout.num_tokens, spans, rollout.verdict.missing)

@@ -211,7 +211,10 @@ def over_samples(
     one to each problem, then the next one to each. `environment`: the recipe's section, whose
     verifier tells which answers are equal; maj@n is None where it does not.
     """
-    by_problem = [records[number::num_problems] for number in range(num_problems)]
+    by_problem = [
+        [one for one in records[number::num_problems] if not one.get("left_out")]
+        for number in range(num_problems)
+    ]
     correct = [[one["correct"] for one in rows] for rows in by_problem]
     answers, parts = None, environment.named_parts or {"": environment}
     # Of an agent, a record has all conversations, and not what was scored.
@@ -226,7 +229,7 @@ def over_samples(
             return final_answer(one["response"], part, one.get("prompt", ""))
 
         answers = [list(map(answer, rows)) for rows in by_problem]
-    return repeated_metrics(correct, answers)
+    return repeated_metrics(correct, answers, len(records) // num_problems)
 
 
 def final_answer(response: str, environment: EnvironmentConfig, question: str = "") -> str | None:

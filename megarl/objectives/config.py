@@ -35,6 +35,7 @@ OF_A_RATIO = Of(
     fix="for rollouts of other weights set algorithm.correction.kind",
 )
 BY_TRAINER = Of("old_logprobs", "trainer")
+TruncatedName = Literal["train", "leave_out", "penalise"]
 AggregationName = Literal["token", "sequence", "constant"]
 KLName = Literal["k1", "k2", "k3"]
 ABOVE_1 = "set it above 1 (usually 3), to at most 100"
@@ -204,6 +205,13 @@ class AlgorithmConfig(Config):
     gae: Annotated[GaeConfig, Of("advantage", "gae", FILE)] = section(GaeConfig)
     kl: KLConfig = section(KLConfig)
     correction: Annotated[CorrectionConfig, BY_TRAINER] = section(CorrectionConfig)
+    truncated: TruncatedName = "train"
+    """What becomes of a rollout that was cut off, at the limit of tokens or turns. `train`: it is
+    trained on like any other. `leave_out`: its tokens are not trained on and not counted by
+    `aggregation`, while its reward stays in the mean and deviation of its group (DAPO's overlong
+    filtering, arXiv:2503.14476, 3.4, and TRL's `mask_truncated_completions`). `penalise`: its
+    reward has the length penalty -1 that DAPO's has at the limit; `environment.overlong` lets the
+    penalty begin before."""
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: `trainer`, log-probs that the trainer computes before the step's
     first update; `engine`, those that the engine that sampled has reported."""

@@ -7,12 +7,13 @@ from megarl.recipe_paths import PathText
 from megarl.schema import Config, Range, require
 
 STEP_METRICS = (
-    *("reward/mean", "reward/std", "accuracy"),
+    *("reward/mean", "reward/std", "reward/responses", "accuracy"),
     *("length/mean", "length/max", "length/truncated_share", "length/penalty"),
-    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal"),
+    *("groups/drawn", "groups/rejected", "groups/stale", "groups/equal", "samples/computed"),
     *("staleness/max", "staleness/mean"),
     *("staleness/token_mean", "staleness/token_max"),
     *("verifier/errors", "verifier/timeouts", "verifier/nans"),
+    *("verifier/response_limits", "verifier/abstained"),
     *("tokens/generated", "tokens/generated_per_s", "tokens/trained", "tokens/trained_per_s"),
     *("tokens/computed", "tokens/shared_saved"),
     *("reward/greedy_mean", "accuracy_greedy", "kl_coefficient"),
@@ -32,8 +33,8 @@ beside them."""
 DISTILLATION_METRICS = ("divergence", "teacher_logprob")
 """Names of the metrics of a step that only `megarl distill` has."""
 EVALUATION_METRICS = (
-    *("accuracy", "reward/mean", "length/mean", "length/truncated_share"),
-    *("verifier/failures", "problems"),
+    *("accuracy", "reward/mean", "reward/responses", "length/mean", "length/truncated_share"),
+    *("verifier/failures", "verifier/abstained", "problems"),
 )
 """Names of the metrics of an evaluation, each with `eval/` or `eval_sampled/` before it."""
 Bound = Annotated[float | None, Range(-8e307, 8e307)]

@@ -38,6 +38,8 @@ class GivenObjects:
     def __init__(self, tree: dict[str, Any]) -> None:
         """`tree`: the settings of the recipe as nested dicts, which this object changes."""
         self._tree, self._files = tree, dict[Path, bytes]()
+        self.keys = set[str]()
+        """The dotted settings that name what was given."""
         folder = str(tree.get("folder", ""))
         with contextlib.suppress(ValueError):  # which reading the recipe tells with its key
             folder = recipe_paths.expanded(folder)
@@ -54,6 +56,7 @@ class GivenObjects:
                 continue
             said = f"{name} is {shortened(repr(function))}, which is no function"
             require(callable(function), f"{said}; set {keys[name]} for a name")
+            self.keys.add(keys[name])
             if found := _importable(function):
                 put(self._tree, keys[name].split("."), found)
             else:
@@ -71,6 +74,7 @@ class GivenObjects:
         """
         if given is not None:
             lines = [_json_line(row, f"{name}[{n}]") for n, row in enumerate(given)]
+            self.keys.add(key)
             put(self._tree, key.split("."), self._add(f"{name}-{{}}.jsonl", b"".join(lines)))
 
     def _add(self, name: str, content: bytes) -> str:

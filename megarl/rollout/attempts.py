@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -64,10 +65,11 @@ class EnvironmentHandle(Protocol):
         """
         ...
 
-    async def cut_off(self, key: str, num_tokens: int) -> Verdict:
+    async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
         """End the session of the rollout `key`, which has reached its limit of tokens or turns;
         returns the verdict (reward, and whether the response is correct). `num_tokens`: tokens that
-        the model has generated in the rollout.
+        the model has generated in the rollout. `fault`: what the session did wrong, if anything,
+        which makes the verdict a failure.
         """
         ...
 
@@ -105,6 +107,8 @@ class Attempts:
     0 for `max_new_tokens`."""
     max_failure_share: float = 1.0
     """Fraction, 0 to 1, of failed verdicts from which an evaluation raises `UserError`."""
+    penalises_cut_off: bool = False
+    """Whether the length penalty of a rollout that is cut off is -1, that at the token limit."""
 
     progress: int = 0
     """Answers that engines and environment have given so far."""
@@ -121,8 +125,9 @@ class Attempts:
         self, prompt: Prompt, *place: int | str, temperature: float
     ) -> tuple[list[Segment], Verdict]:
         """Generate and score one rollout of `prompt`. Returns (the segments in order, with token
-        ids and log-probs, of the model and of the environment; the verdict, with the reward and
-        whether the response is correct). `temperature`: of sampling, 0 is greedy.
+        ids and log-probs, of the model and of the environment, none if the environment failed
+        before the model's first turn; the verdict, with the reward and whether the response is
+        correct). `temperature`: of sampling, 0 is greedy.
 
         `place` names the rollout in the run, for example (group, sample). The seed of its first
         request is `request_seed(run_seed, *place)`, that of request n > 0 is
@@ -134,12 +139,15 @@ class Attempts:
         key = "/".join(map(str, place))
         try:
             segments, verdict = await self._attempt(key, prompt, place, temperature)
-            if not verdict.lost:
-                return segments, verdict
-            told = verdict.warning
-            segments, verdict = await self._attempt(key, prompt, place, temperature)
-            warning = "; ".join(filter(None, [told, verdict.warning]))
-            return segments, replace(verdict, warning=warning)
+            if verdict.lost:
+                told = verdict.warning
+                segments, verdict = await self._attempt(key, prompt, place, temperature)
+                warning = "; ".join(filter(None, [told, verdict.warning]))
+                verdict = replace(verdict, warning=warning)
+            if self.penalises_cut_off and segments and segments[-1].finish != "stop":
+                reward = verdict.reward - verdict.penalty - 1.0
+                verdict = replace(verdict, reward=reward, penalty=-1.0)
+            return trained(segments, verdict)
         except BaseException:
             if self.environment.has_start:  # or the session stays open in its process
                 asyncio.gather(self.environment.cut_off(key, 0), return_exceptions=True)
@@ -169,20 +177,17 @@ class Attempts:
                 first = await self.environment.begin(key, prompt)
             self.progress += 1
             if isinstance(first, Verdict):
-                # A rollout ends with a model segment: one token, trained with the failure's reward.
-                return [await generate([], 0, 1)], first
+                return [], first
             if first is not None:
                 segments.append(first)
                 if first.num_tokens >= self.max_new_tokens:
-                    verdict = await self.environment.cut_off(key, 0)
-                    detail = (
+                    fault = (
                         f"the environment's first observation has {first.num_tokens} tokens, but"
                         f" rollout.max_new_tokens is {self.max_new_tokens}; set it higher, or make"
                         " the observation shorter"
                     )
-                    return [await generate([], 0, 1)], replace(
-                        verdict, failure="error", detail=detail, judged=True
-                    )
+                    verdict = await self.environment.cut_off(key, 0, fault)
+                    return [], replace(verdict, left_out=True)
         turn = 0
         while True:
             earlier = path(segments)
@@ -203,12 +208,11 @@ class Attempts:
                 segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer
             if answer.follows is not None and not -1 <= answer.follows < len(segments):
-                verdict = await self.environment.cut_off(key, said)
-                detail = (
+                fault = (
                     f"an observation follows segment {answer.follows}, but the rollout has segments"
                     f" 0 to {len(segments) - 1}; return one of these, -1 or None"
                 )
-                return segments, replace(verdict, failure="error", detail=detail, judged=True)
+                return segments, await self.environment.cut_off(key, said, fault)
             if answer.follows == len(segments) - 1:
                 answer = replace(answer, follows=None)
             if reached := self._limit_reached(turn, [*segments, answer]):
@@ -243,10 +247,39 @@ def path(segments: Sequence[Segment]) -> list[Segment]:
     """Those of a rollout's `segments` that the last one continues, and the last one, in order: all
     of them, unless the rollout is a tree (`Segment.follows`).
     """
-    found: list[Segment] = []
-    number = len(segments) - 1
-    while number >= 0:
-        found.append(segments[number])
-        follows = segments[number].follows
-        number = number - 1 if follows is None else follows
+    return [segments[number] for number in _numbers(segments, len(segments) - 1)]
+
+
+def _numbers(segments: Sequence[Segment], last: int) -> list[int]:
+    """Numbers of the `segments` that segment `last` continues, and `last`, in order."""
+    found: list[int] = []
+    while last >= 0:
+        found.append(last)
+        follows = segments[last].follows
+        last = last - 1 if follows is None else follows
     return found[::-1]
+
+
+def trained(segments: list[Segment], verdict: Verdict) -> tuple[list[Segment], Verdict]:
+    """(the `segments` of a rollout without those that are not trained (`verdict.untrained`), and
+    without what the model has read for these alone; the verdict). If none is trained the rollout is
+    a failure, with all segments.
+    """
+    models = [number for number, part in enumerate(segments) if part.kind == "model"]
+    lines = [_numbers(segments, number) for number in models if number not in verdict.untrained]
+    if not verdict.untrained:
+        return segments, verdict
+    if not lines:
+        detail = verdict.detail or "no client has read an answer of the model"
+        failure = verdict.failure or "error"
+        return segments, replace(verdict, failure=failure, detail=detail, left_out=True)
+    kept = sorted({number for line in lines for number in line})
+    before = {number: earlier for line in lines for earlier, number in pairwise([-1, *line])}
+    found: list[Segment] = []
+    for new, number in enumerate(kept):
+        part, follows = segments[number], before[number]
+        if follows >= 0 or part.follows is not None:
+            place = kept.index(follows) if follows >= 0 else -1
+            part = replace(part, follows=None if new and place == new - 1 else place)
+        found.append(part)
+    return [*found[:-1], replace(found[-1], finish=segments[-1].finish)], verdict

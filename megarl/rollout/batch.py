@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.objectives.config import TruncatedName
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains, copied
 from megarl.rollout.transcripts import about, record_of
@@ -40,7 +41,8 @@ class SamplePlan:
     final_reward: float
     """Reward at the end of the rollout; those of earlier turns are in the segments."""
     is_trained: bool = True
-    """False for a greedy response, which others are compared with."""
+    """False for a greedy response, which others are compared with, and for one that was cut off
+    and is to be left out of the loss."""
 
     @property
     def length(self) -> int:
@@ -169,7 +171,8 @@ def shares(
     micro_batch_tokens: int,
     transcripts: int,
     warning: str = "",
-    with_greedy: bool = False,
+    truncated: TruncatedName = "train",
+    sends_untrained: bool = False,
     skips_equal: bool = False,
     stale: int | None = None,
     carried: Collection[int] = (),
@@ -185,11 +188,12 @@ def shares(
     rollouts. `transcripts`: number of groups to write as text. `warning`: text to show to the user,
     "" for none.
 
-    `with_greedy`: send the ranks also the tokens of each group's greedy response, which is not
-    trained on but may get a reward from a reward model there. `skips_equal`: do not send groups of
-    equal rewards, whose advantages are 0; their rewards and token counts still count in the step. A
-    mini-batch of such groups alone sends one sample, so that its optimizer step, of momentum alone,
-    is taken.
+    `truncated`: with "leave_out", rollouts that were cut off are not trained on; they count in the
+    mean of their group, unless a greedy response is compared with. `sends_untrained`: send the
+    ranks also the tokens of samples that are not trained on, which get a reward from a reward model
+    there. `skips_equal`: do not send groups of equal rewards, whose advantages are 0; their rewards
+    and token counts still count in the step. A mini-batch of such groups alone sends one sample, so
+    that its optimizer step, of momentum alone, is taken.
 
     `stale`: number of groups that the dispatch policy gave up for their age, for the metrics; None
     if the policy gives up none. `carried`: ordinals (positions in the training order) of the groups
@@ -198,8 +202,8 @@ def shares(
     each layer the model's sliding attention window in tokens, None for full attention; empty if all
     layers have full attention.
     """
+    accepted, samples = _plans(accepted, truncated)
     rollouts = [rollout for group in accepted for rollout in _members(group)]
-    samples = _plans(accepted)
     group_of = np.repeat(np.arange(len(accepted)), [len(_members(group)) for group in accepted])
     sizes = _sizes(samples, accepted, group_of, prefix_saves)
     num_parts = min(num_mini_batches, len(accepted))
@@ -208,10 +212,8 @@ def shares(
         [skips_equal and len({one.reward for one in group.rollouts}) == 1 for group in accepted],
         dtype=bool,
     )
-    parts = [
-        _sent(np.flatnonzero(mini_batch_of == part), samples, group_of, is_equal, with_greedy)
-        for part in range(num_parts)
-    ]
+    numbers = [np.flatnonzero(mini_batch_of == part) for part in range(num_parts)]
+    parts = [_sent(one, samples, group_of, is_equal, sends_untrained) for one in numbers]
     dealt, packed = _deal(
         parts, sizes, num_data_ranks, micro_batch_tokens, saves=prefix_saves, windows=windows
     )
@@ -227,6 +229,7 @@ def shares(
         ),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds, carried)
+        | {"samples/computed": sum(samples[n].is_trained for part in parts for n in part)}
         | ({"groups/stale": stale} if stale is not None else {})
         | ({"groups/equal": int(is_equal.sum())} if skips_equal else {}),
         warning=warning,
@@ -243,13 +246,15 @@ def _sent(
     samples: Sequence[SamplePlan],
     group_of: np.ndarray,
     is_equal: np.ndarray,
-    with_greedy: bool,
+    sends_untrained: bool,
 ) -> list[int]:
-    """Which of a mini-batch's samples are sent to the ranks: not greedy responses, unless
-    `with_greedy`, and not those of groups of equal rewards (`is_equal`), but at least one sample.
+    """Which of a mini-batch's samples are sent to the ranks: not those that are not trained on,
+    unless `sends_untrained`, and not those of groups of equal rewards (`is_equal`), but at least
+    one sample.
     """
-    members = [n for n in numbers.tolist() if with_greedy or samples[n].is_trained]
-    return [n for n in members if not is_equal[group_of[n]]] or members[:1]
+    every = numbers.tolist()
+    members = [n for n in every if sends_untrained or samples[n].is_trained]
+    return [n for n in members if not is_equal[group_of[n]]] or (members or every)[:1]
 
 
 def _deal(
@@ -305,8 +310,15 @@ def _sizes(
     ]
 
 
-def _plans(groups: list[Group]) -> list[SamplePlan]:
-    """The samples of `groups`, with consecutive sample ids."""
+def _plans(groups: list[Group], truncated: TruncatedName) -> tuple[list[Group], list[SamplePlan]]:
+    """(the `groups` to train on, their samples with consecutive sample ids)."""
+    if truncated == "leave_out":
+        groups = [
+            replace(group, rollouts=[one for one in group.rollouts if not one.truncated])
+            if group.greedy
+            else group
+            for group in groups
+        ]
     made: list[SamplePlan] = []
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
@@ -318,10 +330,11 @@ def _plans(groups: list[Group]) -> list[SamplePlan]:
                     prompt_ids[:0] if begins_anew else prompt_ids,
                     rollout.segments,
                     rollout.verdict.reward,
-                    is_trained=rollout is not group.greedy,
+                    is_trained=rollout is not group.greedy
+                    and not (truncated == "leave_out" and rollout.truncated),
                 )
             )
-    return made
+    return groups, made
 
 
 def describe(
@@ -333,18 +346,25 @@ def describe(
 ) -> dict[str, float]:
     """Metrics {name: value} of the rollouts of `step`, which took `seconds`. Most are over the
     groups `drawn`, those that dynamic sampling rejected included, since the `accepted` groups alone
-    would give biased averages; only the metrics of token age are over `accepted`. `carried`:
-    ordinals (positions in the training order) of groups that came from a checkpoint; their tokens
-    are left out of tokens per second.
+    would give biased averages; only the metrics of token age are over `accepted`. Those of rewards
+    are over the "reward/responses" rollouts that have a verdict, all others over all rollouts.
+    `carried`: ordinals (positions in the training order) of groups that came from a checkpoint;
+    their tokens are left out of tokens per second.
 
     The staleness of a rollout is `step` minus the oldest weight version that generated one of its
     tokens. `staleness/mean` and `staleness/max` are over all rollouts, greedy responses included.
     """
-    rollouts = [rollout for group in drawn for rollout in group.rollouts]
-    lengths = [rollout.num_tokens for rollout in rollouts]
     greedy = [group.greedy for group in drawn if group.greedy is not None]
-    failures = [rollout.verdict.failure for rollout in (*rollouts, *greedy)]
-    oldest = [rollout.oldest_version for rollout in (*rollouts, *greedy)]
+    scored = [rollout for group in drawn for rollout in group.rollouts]
+    every = [rollout for group in drawn for rollout in group.members]
+    sampled = [
+        (group.prompt, one)
+        for group in drawn
+        for one in group.members
+        if one is not group.greedy and one.sample >= 0
+    ]
+    without = [rollout.verdict.missing for rollout in every]
+    oldest = [rollout.oldest_version for rollout in every if rollout.segments]
     of_greedy = (
         {
             "reward/greedy_mean": statistics.fmean(one.reward for one in greedy),
@@ -353,21 +373,19 @@ def describe(
         if greedy
         else {}
     )
-    generated = sum(lengths) + sum(one.num_tokens for one in greedy)
-    before = [one for group in drawn if group.ordinal in carried for one in _members(group)]
+    generated = sum(one.num_tokens for one in every)
+    before = [one for group in drawn if group.ordinal in carried for one in group.members]
     generated_now = generated - sum(one.num_tokens for one in before)
     return (
         {
-            "reward/std": statistics.pstdev(rollout.reward for rollout in rollouts),
-            "length/max": max(lengths),
-            "length/penalty": statistics.fmean(rollout.verdict.penalty for rollout in rollouts),
+            "reward/std": statistics.pstdev([one.reward for one in scored] or [0.0]),
+            "length/max": max(one.num_tokens for _, one in sampled),
+            "length/penalty": statistics.fmean([one.verdict.penalty for one in scored] or [0.0]),
             "groups/drawn": len(drawn),
             "groups/rejected": len(drawn) - len(accepted),
-            "staleness/max": max(step - version for version in oldest),
-            "staleness/mean": statistics.fmean(step - version for version in oldest),
-            "verifier/errors": failures.count("error"),
-            "verifier/timeouts": failures.count("timeout"),
-            "verifier/nans": failures.count("nan"),
+            "staleness/max": max((step - version for version in oldest), default=0),
+            "staleness/mean": statistics.fmean([step - version for version in oldest] or [0.0]),
+            **{f"verifier/{name}": without.count(kind) for kind, name in COUNTED.items()},
             "tokens/generated": generated,
             "tokens/generated_per_s": generated_now / max(seconds, 1e-9),
             "time/rollout_s": seconds,
@@ -375,13 +393,19 @@ def describe(
         | token_ages(step, accepted)
         | of_greedy
         | response_metrics(
-            [
-                about(group.prompt) | record_of(one.segments, one.verdict, ())
-                for group in drawn
-                for one in group.rollouts
-            ]
+            [about(prompt) | record_of(one.segments, one.verdict, ()) for prompt, one in sampled]
         )
     )
+
+
+COUNTED = {
+    "error": "errors",
+    "timeout": "timeouts",
+    "nan": "nans",
+    "response_limit": "response_limits",
+    "abstained": "abstained",
+}
+"""{why a verifier gave no score: its metric, after "verifier/"}"""
 
 
 def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
@@ -407,21 +431,24 @@ def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
 
 def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """{"environment/<name>": mean} of the metrics that verifiers gave. `returned`: for each
-    response, {name: value}; the mean of a name is over the responses that have it.
+    response, {name: value}; the mean of a name is over the responses that have it, of which
+    "environment/<name>/responses" is the number.
     """
     values: dict[str, list[float]] = {}
     for metrics in returned:
         for name, value in metrics.items():
             values.setdefault(f"environment/{name}", []).append(value)
-    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+    means = {name: statistics.fmean(found) for name, found in sorted(values.items())}
+    return means | {f"{name}/responses": float(len(values[name])) for name in means}
 
 
 def response_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics {name: value} of a step's or an evaluation's responses: means "accuracy",
     "reward/mean", "length/mean" and "length/truncated_share", and those of the verifier's own
-    metrics. Where `environment.mixture` has several verifiers, also "source/<name>/<mean>" for the
-    responses of each, and "source/<name>/responses", their number. `records`: a dict for each
-    response, as `record_of` and `about` make them; texts are not needed.
+    metrics. The first two are over the "reward/responses" responses that are not left out, 0 if
+    there are none. Where `environment.mixture` has several verifiers, also "source/<name>/<mean>"
+    for the responses of each, and "source/<name>/responses", their number. `records`: a dict for
+    each response, as `record_of` and `about` make them; texts are not needed.
     """
     found = _means(records) | own_metrics([one.get("metrics", {}) for one in records])
     for name in sorted({one.get("environment", "") for one in records} - {""}):
@@ -432,10 +459,12 @@ def response_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    count = max(1, len(records))
+    scored = [one for one in records if not one.get("left_out")]
+    count, num_scored = max(1, len(records)), max(1, len(scored))
     return {
-        "accuracy": sum(one["correct"] for one in records) / count,
-        "reward/mean": math.fsum(one["reward"] for one in records) / count,
+        "accuracy": sum(one["correct"] for one in scored) / num_scored,
+        "reward/mean": math.fsum(one["reward"] for one in scored) / num_scored,
+        "reward/responses": float(len(scored)),
         "length/mean": sum(one["tokens"] for one in records) / count,
-        "length/truncated_share": sum(one["finish"] != "stop" for one in records) / count,
+        "length/truncated_share": sum(one["finish"] not in ("stop", "") for one in records) / count,
     }

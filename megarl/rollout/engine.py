@@ -19,11 +19,11 @@ from unittest.mock import patch
 import numpy as np
 
 from megarl.rollout.config import PLAIN, EngineConfig, Sampling
-from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu
+from megarl.rollout.engine_arguments import engine_arguments, is_on_cpu, tokenizer_arguments
 from megarl.rollout.engine_core import VllmProcess, vllm_imports
 from megarl.rollout.inference_engine import Pauses, Pulse
 from megarl.types import Segment, TokenArrays
-from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
+from megarl.weight_sync.weight_receipts import receipt_of_adapter
 
 BACKEND = "megarl"
 """Name under which megarl's weight transfer is registered in vLLM."""
@@ -70,15 +70,13 @@ class Engine(VllmProcess):
         sequence, prompt included. `environment`: variables to set in this process now, before vLLM
         is imported. `load`: read the model's weights from disk; otherwise they are random until
         version 0 arrives. `sleeps`: the engine can free its GPU memory for a colocated trainer and
-        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: folder
-        or hub name, needed for stop texts. `adapter_rank`: rank of the LoRA adapters that
-        `load_adapter` will bring; 0 for none.
+        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: as
+        `load_tokenizer` reads it, needed for stop texts; else empty. `adapter_rank`: rank of the
+        LoRA adapters that `load_adapter` will bring; 0 for none.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
         self.version, self.sampling = UNPUBLISHED, sampling
-        self._receipts: dict[int, str] = {}
-        """{version: receipt} of the weights that the engine's ranks have received."""
         self._adapts = bool(adapter_rank)
         self._numbers, self._asleep = itertools.count(1), False
         self._open = 0
@@ -92,11 +90,10 @@ class Engine(VllmProcess):
         """Prompt tokens of all answered requests, and how many of them were in the cache."""
         self._lora: Any = None
         """vLLM's request for the published adapters; None until there are some."""
-        self._on_cpu = is_on_cpu(environment)
+        self._on_cpu, self._tokenizer = is_on_cpu(environment), tokenizer
         self._arguments: dict[str, Any] = engine_arguments(
             config,
             model=model,
-            tokenizer=tokenizer,
             max_tokens=max_tokens,
             trust_remote_code=trust_remote_code,
             seed=seed,
@@ -126,17 +123,21 @@ class Engine(VllmProcess):
             from vllm.v1.engine.core_client import EngineCoreClient
 
         self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
-        arguments = AsyncEngineArgs(
-            **self._arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
-        )
+        transfer = WeightTransferConfig(backend=BACKEND)
+        trusted = self._arguments["trust_remote_code"]
         make: Any = EngineCoreClient.make_async_mp_client
 
         def make_core(**settings: Any) -> Any:
             return make(**settings | {"log_stats": True})
 
         # The core alone keeps statistics: it then says which requests it pushes out of the cache.
-        with patch.object(EngineCoreClient, "make_async_mp_client", make_core):
-            self._llm = AsyncLLM.from_engine_args(arguments)
+        with (
+            tokenizer_arguments(self._tokenizer, trust_remote_code=trusted) as text,
+            patch.object(EngineCoreClient, "make_async_mp_client", make_core),
+        ):
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._arguments | text, weight_transfer_config=transfer)
+            )
         self._count_steps()
 
     async def generate(
@@ -182,7 +183,8 @@ class Engine(VllmProcess):
             (int(span.version) if span.version.isdecimal() else UNPUBLISHED, span.end - span.start)
             for span in output.weight_versions or ()
         ]
-        spans = spans or [(UNPUBLISHED, len(output.token_ids))]
+        if not spans or (self._adapts and self._lora is None):
+            spans = [(UNPUBLISHED, len(output.token_ids))]
         return Segment(
             kind="model",
             num_tokens=len(output.token_ids),
@@ -191,15 +193,8 @@ class Engine(VllmProcess):
                 logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
             ),
             versions=spans,
-            receipts=[self._receipt(version) for version, _ in spans],
             finish="stop" if output.finish_reason == "stop" else "length",
         )
-
-    def _receipt(self, version: int) -> str:
-        """Receipt of the weights that a request of `version` is computed with; "" without any."""
-        if self._adapts and self._lora is None:
-            return ""
-        return self._receipts.get(version, "")
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
@@ -293,7 +288,6 @@ class Engine(VllmProcess):
         await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
         self._refuse_problem(owned)
         self.version = version
-        self._receipts[version] = receipt_of_weights([rank["digests"] for rank in owned])
         if self._asleep:
             await self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -318,12 +312,11 @@ class Engine(VllmProcess):
             self._lora = LoRARequest(ADAPTER, 1, folder)  # of later requests: it is loaded
         if self._lora.lora_int_id not in await self._llm.list_loras():
             raise RuntimeError(f"vLLM has dropped the adapters of version {version}")
-        self._receipts[version] = receipt_of_adapter(files)
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
         self._pauses.end()
-        return {"version": version, "receipt": self._receipts[version]}
+        return {"version": version, "receipt": receipt_of_adapter(files)}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
         """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.config import EngineConfig
 
 WATERMARK = 0.05
@@ -22,22 +26,20 @@ def engine_arguments(
     config: EngineConfig,
     *,
     model: str,
-    tokenizer: str,
     max_tokens: int,
     trust_remote_code: bool,
     seed: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs` for an engine with the settings `config`.
-    `model`: folder or hub name. `tokenizer`: folder or hub name, empty for an engine that only sees
-    token ids. `max_tokens`: longest sequence, prompt included. `seed`: for requests that have no
-    seed of their own.
+    `model`: folder or hub name. `max_tokens`: longest sequence, prompt included. `seed`: for
+    requests that have no seed of their own. The engine only sees token ids, unless it also gets the
+    arguments of `tokenizer_arguments`.
     """
     found: dict[str, Any] = {
         "model": model,
         "trust_remote_code": trust_remote_code,
-        "skip_tokenizer_init": not tokenizer,
-        "tokenizer": tokenizer or None,
+        "skip_tokenizer_init": True,
         "dtype": config.dtype,
         "seed": seed,
         "tensor_parallel_size": config.tensor,
@@ -65,3 +67,19 @@ def engine_arguments(
         # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
         found["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
     return found
+
+
+@contextlib.contextmanager
+def tokenizer_arguments(name: str, *, trust_remote_code: bool = False) -> Iterator[dict[str, Any]]:
+    """A context manager in which a vLLM engine is to be started with these further arguments, by
+    which it writes text with the tokenizer `name` (see `load_tokenizer`); none if `name` is empty.
+
+    vLLM gets the tokenizer as a folder that was saved from the loaded one: from a model's folder it
+    would build that of the tokenizer's class, whose ids may be others than those of tokenizer.json.
+    """
+    if not name:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="megarl_tokenizer_") as folder:
+        load_tokenizer(name, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        yield {"tokenizer": folder, "skip_tokenizer_init": False}

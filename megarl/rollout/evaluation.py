@@ -89,8 +89,10 @@ def summarise_records(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics {name: value} over an evaluation's responses, such as "accuracy" and "reward/mean".
     `records`: a dict for each response, as `answers` returns them, texts not needed.
     """
+    abstained = [one for one in records if one.get("left_out") and not one["failure"]]
     return response_metrics(records) | {
         "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
+        "verifier/abstained": float(len(abstained)),
         "problems": float(len(records)),
     }
 
@@ -116,26 +118,36 @@ def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) 
 
 
 def repeated_metrics(
-    correct: Sequence[Sequence[bool]], answers: Sequence[Sequence[str | None]] | None
+    correct: Sequence[Sequence[bool]],
+    answers: Sequence[Sequence[str | None]] | None,
+    n: int = 0,
 ) -> dict[str, float | None]:
     """Means over all problems of avg@n, pass@k for k = 1, 2, 4 ... n, and maj@n, as fractions from
-    0 to 1: {"avg@8": 0.25, "pass@1": 0.25, ..., "maj@8": 0.3}.
+    0 to 1: {"avg@8": 0.25, "pass@1": 0.25, ..., "maj@8": 0.3}. A problem of which fewer than k
+    responses have a verdict is not in the mean of pass@k; a mean of nothing is None.
 
     Args:
-        correct: for each problem, whether each of its n responses is correct.
-        answers: for each problem, the n final answers; None where answers cannot be told apart, and
-            maj@n is then None.
+        correct: for each problem, whether each of its responses is correct: of the n responses
+            those that have a verdict.
+        answers: for each problem, the final answers of these; None where answers cannot be told
+            apart, and maj@n is then None.
+        n: number of responses to each problem; 0: as many as the most of `correct`.
     """
-    n, count = len(correct[0]), len(correct)
+    n = n or max(map(len, correct))
     powers = [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
-    found: dict[str, float | None] = {f"avg@{n}": sum(map(sum, correct)) / (n * count)}
+    found = {f"avg@{n}": _mean([sum(one) / len(one) for one in correct if one])}
     for k in powers:
-        found[f"pass@{k}"] = sum(pass_at_k(n, sum(one), k) for one in correct) / count
+        rows = [pass_at_k(len(one), sum(one), k) for one in correct if len(one) >= k]
+        found[f"pass@{k}"] = _mean(rows)
     found[f"maj@{n}"] = None
     if answers is not None:
-        voted = map(majority_is_correct, answers, correct)
-        found[f"maj@{n}"] = sum(voted) / count
+        pairs = zip(answers, correct, strict=True)
+        found[f"maj@{n}"] = _mean([majority_is_correct(*pair) for pair in pairs if pair[1]])
     return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 WARN_SHARE = 0.1
@@ -146,13 +158,16 @@ def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> st
     """A warning, one line with the first failure's message, if the verifier failed for at least the
     fraction 0.1 of the responses that were given to it; "" otherwise. `verdicts`: results of
     scoring, one for each response. `where` names the step or evaluation in the warning. Responses
-    that no verifier was asked about (cut off) do not count.
+    that no verifier was asked about (cut off) do not count. A verifier that abstains does not fail;
+    there is a warning if it does so of all responses, as a function without `return` would.
 
     Raises `UserError` with that message instead if the fraction is at least `limit`, 0 to 1. Below
     0.1 nothing is raised, however low `limit` is.
     """
     judged = [verdict for verdict in verdicts if verdict.judged]
     failed = [verdict for verdict in judged if verdict.failure]
+    if judged and all(verdict.missing == "abstained" for verdict in judged):
+        return f"{where}: the verifier returned None for all {len(judged)} responses"
     if not failed or len(failed) < WARN_SHARE * len(judged):
         return ""
     first = " ".join((failed[0].detail or failed[0].failure).split())

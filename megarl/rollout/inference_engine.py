@@ -72,7 +72,7 @@ class InferenceEngine(Protocol):
         is greedy. `stop`: texts at which the response ends, the text included; given only where an
         agent's call asks for some. Returns a segment of kind "model" with token ids and their
         log-probs at `temperature`; its `versions` say which weight versions have generated how many
-        of the tokens, its `receipts` the digest of each of these weights.
+        of the tokens.
         """
         ...
 

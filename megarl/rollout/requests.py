@@ -14,7 +14,6 @@ import numpy as np
 
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.receipts import Receipts
 from megarl.types import Prompt, Segment
 
 T = TypeVar("T")
@@ -104,7 +103,6 @@ class EnginePool:
         self._has_living.set()
         self.version: int | None = None
         """Version that the weights of every engine have at least; None if unknown."""
-        self.receipts = Receipts(config.max_staleness)
 
     def replace(self, number: int, engine: EngineHandle) -> None:
         """Send the requests for engine number `number` to `engine` from now on, a new engine that
@@ -135,7 +133,7 @@ class EnginePool:
         the first one that replaces a lost engine. Raises `RuntimeError` if an engine does not
         answer within `rollout.request_timeout_s`, in which its pauses do not count, if
         5 engines were lost while they answered, or if an engine has sampled with older
-        weights than it had when it was asked, or with other weights than the trainer sent.
+        weights than it had when it was asked.
         """
         deadline, losses = self._config.request_timeout_s, 0
         while True:
@@ -158,8 +156,6 @@ class EnginePool:
                     )
                     answer = await before_deadline(generated, deadline, engine)
                 refuse_older(answer, wanted, number)
-                asked = f"a response of engine {number} to prompt {prompt.index}"
-                self.receipts.check_answer(answer, asked)
                 return answer
             except EngineUnreachable:
                 await asyncio.sleep(UNREACHABLE_S)
@@ -241,8 +237,14 @@ def refuse_older(answer: Segment, wanted: int | None, number: int) -> None:
     """Raise `RuntimeError` if engine `number` has sampled a token of `answer` with weights of an
     older version than `wanted`, the version that every engine had when the request was sent; None
     if that is not known, and nothing is raised. Such tokens must not be trained on as if they were
-    of that version.
+    of that version. Raises it too if the engine does not name the version of every token.
     """
+    named = sum(count for _, count in answer.versions)
+    if wanted is not None and named != answer.num_tokens:
+        raise RuntimeError(
+            f"engine {number} has sampled {answer.num_tokens} tokens, but names the version of the"
+            f" weights for {named}; they are not trained on"
+        )
     oldest = min((version for version, _ in answer.versions), default=wanted)
     if wanted is not None and oldest is not None and oldest < wanted:
         raise RuntimeError(

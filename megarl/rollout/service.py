@@ -16,11 +16,12 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from megarl.environments.user_code import function_of
 from megarl.ledger.events import Carried, Dispatched, Published, Started
-from megarl.ledger.recorder import EQUAL_REWARDS, Recorder
+from megarl.ledger.recorder import EQUAL_REWARDS, NO_VERDICTS, Recorder
+from megarl.objectives.config import TruncatedName
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups
 from megarl.rollout.config import RolloutConfig
@@ -108,7 +109,7 @@ def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
     use them. Ordinals alone do not give this order if a resumed run has generated some groups
     again, at newer weights.
     """
-    found = [(group.rollouts[0].dispatched_at, group) for group in groups]
+    found = [(group.members[0].dispatched_at, group) for group in groups]
     return sorted(found, key=lambda one: (one[0], one[1].ordinal))
 
 
@@ -154,7 +155,8 @@ class RolloutService:
         first_step: int = 0,
         carried: Sequence[Group] = (),
         group_filter: str = "differing",
-        greedy_baseline: Literal["", "reward", "tokens"] = "",
+        greedy_baseline: bool = False,
+        truncated: TruncatedName = "train",
         max_turns: int = 0,
         max_together: int = 0,
         max_failure_share: float = 1.0,
@@ -166,8 +168,8 @@ class RolloutService:
         0, with which the run begins or is resumed; earlier steps have used the groups of `cursor`.
         `carried`: finished groups in the checkpoint, ascending. `group_filter`: which groups
         dynamic sampling keeps, from `FILTERS` or file.py:function. `greedy_baseline`: whether each
-        group has a greedy response to compare with, of which the trainer gets the reward or, for
-        its reward models, the tokens too. `max_together`: limit of the tokens of a rollout that is
+        group has a greedy response to compare with. `truncated`: what becomes of rollouts that are
+        cut off. `max_together`: limit of the tokens of a rollout that is
         a tree, 0 for `config.max_new_tokens`. `max_turns`: limit of model segments in a rollout, 0
         for none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or evaluation
         from which the service fails. `ledger`: records what becomes of every group; None records
@@ -180,7 +182,7 @@ class RolloutService:
         self.config, self.prompts, self.environment = config, prompts, environment
         self.num_data_ranks = num_data_ranks
         kept = group_filter if config.dynamic_sampling.enabled else "all"
-        self._accepts = function_of(kept, FILTERS, "rollout.filter")
+        self._filter = function_of(kept, FILTERS, "rollout.filter")
         self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
         self.limits = limits_of(config, rejects=kept != "all", last_step=last_step)
         self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
@@ -188,12 +190,17 @@ class RolloutService:
         self._attempts = Attempts(
             *(self.engines, environment, seed, config.max_new_tokens, max_turns, max_together),
             max_failure_share,
+            penalises_cut_off=truncated == "penalise",
         )
         self._waits = Waits()
         self.moved = WaitProgress()
         self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)
+        self._adopted = set[int]()
+        """Ordinals of the groups that came with the checkpoint."""
+        self._published = -1
+        """Newest version that the ledger has as published."""
         self._ready: dict[int, StepGroups] = {}
         self._transcripts: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._cursors: dict[int, Cursor] = {first_step: cursor}
@@ -243,8 +250,8 @@ class RolloutService:
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         """Start to generate, once the weights with which the run begins are on the engines; returns
-        while groups are being generated. `receipts`: digests of these weights, one of which each
-        response must carry; empty to check nothing.
+        while groups are being generated. `receipts`: digests of these weights, for the ledger;
+        empty for a command that publishes none.
         """
         self._closed_at = time.monotonic()
         self.engines.version = self.window.version
@@ -265,7 +272,7 @@ class RolloutService:
             if self.window.adopt(group.ordinal, version, self._accepts(group)):
                 seed = self._attempts.seed(group.ordinal, 0)
                 self.ledger.put(Carried(group.ordinal, group.prompt.index, version, seed))
-                self.engines.receipts.carried.add(group.ordinal)
+                self._adopted.add(group.ordinal)
                 await self._add(group)
         self._carried = []
         await self._dispatch()
@@ -303,8 +310,6 @@ class RolloutService:
         if self._waits.is_interrupted and step > self._taken:
             return None
         self._waits.raise_failure()
-        if step > self._taken:
-            self.engines.receipts.check_groups(self._finished.closed.get(step, ()))
         self._taken = max(self._taken, step)
         plan = self._ready[step].plans[data_rank]
         if data_rank == 0:
@@ -315,8 +320,7 @@ class RolloutService:
     async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
         """Note that weights of `version` are on the engines; every rank may tell it. Discards the
         batches of earlier steps, and starts the groups that the staleness limit now allows.
-        `receipts`: digests of these weights, one of which each response must carry; empty if
-        unknown.
+        `receipts`: digests of these weights, for the ledger; empty if unknown.
         """
         self.ledger.release(version)
         self._publish(version, receipts)
@@ -338,8 +342,9 @@ class RolloutService:
         await self._dispatch()
 
     def _publish(self, version: int, receipts: Sequence[str]) -> None:
-        """Note the receipts of weights that are on the engines, unless they are known."""
-        if self.engines.receipts.publish(version, receipts):
+        """Write the receipts of weights that are on the engines to the ledger, once."""
+        if receipts and version > self._published:
+            self._published = version
             self.ledger.put(Published(version, list(receipts)))
 
     async def cursor(self, step: int) -> Cursor:
@@ -354,11 +359,9 @@ class RolloutService:
     async def unused(self, step: int, data_rank: int) -> list[Group]:
         """The finished groups that the first `step` steps have not used and that `data_rank` is to
         write into a checkpoint: those whose ordinal (position in the training order) modulo the
-        number of data ranks is `data_rank`. Raises `RuntimeError` if a group was generated with
-        other weights than the trainer sent.
+        number of data ranks is `data_rank`.
         """
         groups = self._finished.after(step)
-        self.engines.receipts.check_groups(groups)
         await self.ledger.durable()
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
@@ -418,6 +421,15 @@ class RolloutService:
 
     # ----------------------------------------------------------------------------------- collection
 
+    def _has_verdicts(self, group: Group) -> bool:
+        """Whether enough of a group's rollouts have a verdict to compare them with each other."""
+        has_baseline = group.greedy is not None or not self._greedy_baseline
+        return has_baseline and len(group.rollouts) >= min(2, self.config.group_size)
+
+    def _accepts(self, group: Group) -> bool:
+        """Whether a step may train on a group."""
+        return self._has_verdicts(group) and self._filter(group)
+
     async def _dispatch(self) -> None:
         """Start every group that the staleness limit allows and that some step of the run can still
         use.
@@ -432,17 +444,13 @@ class RolloutService:
             await asyncio.sleep(0)  # hundreds of groups at once would block the event loop
 
     async def _collect(self, ordinal: int, prompt: Prompt, version: int) -> None:
-        """Generate all rollouts of the group `ordinal`, started at `version`, then complete every
-        batch that has its groups.
+        """Generate all rollouts of the group `ordinal`, started at `version`, and once more as many
+        as have no verdict; then complete every batch that has its groups.
         """
         try:
-            samples = range(self.config.group_size)
-            running = [self._rollout(prompt, ordinal, sample, version) for sample in samples]
-            if self._greedy_baseline:
-                running.append(self._rollout(prompt, ordinal, GREEDY, version))
-            rollouts = await asyncio.gather(*running)
-            greedy = rollouts.pop() if self._greedy_baseline else None
-            group = Group(ordinal, prompt, rollouts, greedy)
+            group = await self._generate(Group(ordinal, prompt, []), 0, version)
+            if group.rollouts:  # else the row or the verifier is to blame
+                group = await self._generate(group, self.config.group_size, version)
             if self._keep is not None:
                 group = await self._keep(group)
             self.window.finish(ordinal, self._accepts(group))
@@ -452,6 +460,24 @@ class RolloutService:
             raise
         except BaseException as error:
             await self._waits.fail(error)
+
+    async def _generate(self, group: Group, first: int, version: int) -> Group:
+        """Generate the rollouts that `group` lacks, with numbers from `first` on, which decide
+        their seeds, and return the group with them.
+        """
+        samples = [*range(first, first + self.config.group_size - len(group.rollouts))]
+        if self._greedy_baseline and group.greedy is None:
+            samples.append(GREEDY)
+        running = [self._rollout(group.prompt, group.ordinal, one, version) for one in samples]
+        rollouts, greedy, left_out = [*group.rollouts], group.greedy, [*group.left_out]
+        for one in await asyncio.gather(*running):
+            if one.verdict.left_out:
+                left_out.append(one)
+            elif one.sample == GREEDY:
+                greedy = one
+            else:
+                rollouts.append(one)
+        return Group(group.ordinal, group.prompt, rollouts, greedy, left_out)
 
     async def _add(self, group: Group) -> None:
         """Keep a finished group, and complete every batch that has its groups."""
@@ -474,12 +500,12 @@ class RolloutService:
             return None
         drawn = self._finished.close(step, batch.drawn)
         chosen = set(batch.accepted)
-        self.ledger.close(step, batch.drawn, chosen, batch.swept, self._reason)
+        without = {one.ordinal for one in drawn if not self._has_verdicts(one)}
+        reasons = {one: NO_VERDICTS if one in without else self._reason for one in batch.drawn}
+        self.ledger.close(step, reasons, chosen, batch.swept)
         for ordinal in batch.swept:
             self._tasks[ordinal].cancel()
-        verdicts = [
-            one.verdict for group in drawn for one in (*group.rollouts, group.greedy) if one
-        ]
+        verdicts = [one.verdict for group in drawn for one in group.members]
         limit = self._attempts.max_failure_share
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
         self._cursors[step + 1] = self.window.cursor()
@@ -490,9 +516,8 @@ class RolloutService:
             accepted=[group for group in drawn if group.ordinal in chosen],
             seconds=self._seconds(step),
             warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
-            with_greedy=self._greedy_baseline == "tokens",
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
-            carried=self.engines.receipts.carried,
+            carried=self._adopted,
         )
 
     def _seconds(self, step: int) -> float:

@@ -16,7 +16,8 @@ def record_of(
 ) -> dict[str, Any]:
     """The dict for one rollout in transcripts and evaluations: "response" (text), "correct",
     "reward" (of all turns), "failure", "detail" (the verifier's error, "" for none), "tokens"
-    (generated), "finish" (why generation stopped), and, where there are any, "metrics" and "turns".
+    (generated), "finish" (why generation stopped), and, where there are any, "metrics", "turns"
+    and "left_out" (there is no verdict: correct and reward mean nothing).
     `segments`: the parts of the rollout, in order, by model and environment. `verdict`: the result
     of scoring. `texts`: each of the `segments` as text, or empty to leave the text out.
     """
@@ -27,7 +28,8 @@ def record_of(
         "failure": verdict.failure,
         "detail": verdict.detail,
         "tokens": sum(part.num_tokens for part in segments if part.kind == "model"),
-        "finish": segments[-1].finish,
+        "finish": segments[-1].finish if segments else "",
+        **({"left_out": True} if verdict.left_out else {}),
         **({"metrics": verdict.metrics} if verdict.metrics else {}),
         **({"turns": turns(segments, verdict, texts)} if texts and len(segments) > 1 else {}),
     }
@@ -76,12 +78,13 @@ async def group_records(
     of dicts (`record_of`) with also "versions", [weight version, number of tokens] pairs. `decode`:
     async function that returns the text of each of the segments it gets.
     """
-    segments = [part for group in groups for one in group.rollouts for part in one.segments]
+    shown = {group.ordinal: [*group.rollouts, *group.left_out] for group in groups}
+    segments = [part for rollouts in shown.values() for one in rollouts for part in one.segments]
     texts = iter(await decode(segments) if segments else [])
     found = []
     for group in groups:
         rollouts = []
-        for one in group.rollouts:
+        for one in shown[group.ordinal]:
             record = record_of(one.segments, one.verdict, [next(texts) for _ in one.segments])
             record["versions"] = [list(span) for part in one.segments for span in part.versions]
             rollouts.append(record)

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig
 
 from megarl.config import RunConfig, longest_request
-from megarl.data.hub import hub_state, is_hub_name, why_absent
+from megarl.data.hub import hub_state, refuse_no_folder, why_absent
 from megarl.limits import MOST_TOKENS
 from megarl.schema import require, shortened
 from megarl.third_party import opening, refuse_broken_links
@@ -78,11 +78,7 @@ def load_model_config(
         refuse_broken_links(folder)
         online = True
     else:
-        require(
-            is_hub_name(config.path),
-            f"{what} cannot be loaded: there is no such folder here, and no hub name looks so; set"
-            " it to a model folder or hub name",
-        )
+        refuse_no_folder(config.path, f"{setting}.path")
         online = hub_state() == "online"
     fix = FIX
     if not folder.exists():

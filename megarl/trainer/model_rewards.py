@@ -62,7 +62,8 @@ class RewardModels:
             return batch
         added = np.zeros(len(batch.rewards))
         metrics: dict[str, float] = {}
-        trained = batch.response_tokens > 0  # all but greedy responses to compare with
+        has_greedy = "reward/greedy_mean" in batch.metrics  # responses to compare with
+        trained = (batch.response_tokens > 0) | (not has_greedy)
         for name, column in scores.items():
             mine = torch.zeros(len(batch.rewards), dtype=torch.float64, device=device)
             for part, values in zip(batch.samples, column, strict=True):

@@ -328,6 +328,8 @@ class EmptySteps:
 
 def _equal_rewards(metrics: Mapping[str, float]) -> str:
     """Why a step was empty, and what to set."""
+    if metrics.get("reward/responses") == 0:
+        return "since no response of this step has a verdict; mend the verifier"
     found = {"groups/drawn": 0, "accuracy": 0, "length/truncated_share": 0} | dict(metrics)
     return (
         f"since the rewards of every group were equal (in this step {found['groups/drawn']:.0f}"

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from support.tiny import write_model
 
 from megarl.checkpoints import checkpoint
-from megarl.checkpoints.lease import path_of, take
+from megarl.checkpoints.lease import NAME, take
 from megarl.errors import UserError
 from megarl.parallel.collectives import broadcast_object
 
@@ -28,7 +28,7 @@ def save_and_lose(model: str, folder: str) -> list[str]:
         lease = take(run, patience_s=1) if main else None
         run_id = broadcast_object(lease.run_id if lease else "", mesh.world)
         made = make_checkpoints(saved, engine, model, mesh, owner=lease, run_id=run_id)
-        taken = path_of(run, 2)
+        taken = run / NAME
 
         def save(step: int) -> None:
             try:

@@ -80,6 +80,7 @@ def recipe_of(folder: Path, agent: dict[str, Any]) -> dict[str, Any]:
     (folder / "own.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{AGENTS}")
     tree = tiny_run(folder, model, steps=2)
     tree["prompts"] = {"source": str(data), "max_prompt_tokens": 32}
+    agent = {"trains": "all"} | agent
     tree["environment"] = {"agent": agent, "max_failure_share": 0.9}
     tree["rollout"] |= {"max_new_tokens": 96, "group_size": 3, "groups_per_step": 4}
     tree["rollout"]["dynamic_sampling"] = {"enabled": False}

@@ -1,4 +1,4 @@
-"""Chat templates that mark turns as those of six families do, each with a tokenizer of one token a
+"""Chat templates that mark turns as those of many families do, each with a tokenizer of one token a
 byte and the family's special tokens.
 """
 
@@ -68,6 +68,63 @@ FAMILIES = {
     "chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "mistral": MISTRAL, "phi": PHI,
     "granite": GRANITE,
 }  # fmt: skip
+
+SHOWN = "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}"
+CALLED = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+OLMO = Family(
+    SHOWN + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + CALLED +
+    "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    end="<|im_end|>", eos="<|endoftext|>", others=("<|im_start|>",),
+)  # fmt: skip
+HARMONY = Family(
+    SHOWN + "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant{% if m.tool_calls %} to={{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|channel|>final<|message|>"
+    "{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    end="<|end|>", eos="<|return|>", others=("<|start|>", "<|message|>", "<|channel|>", "<|call|>"),
+)  # fmt: skip
+GLM = Family(
+    "[gMASK]<sop>" + SHOWN + "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n"
+    "{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content or '' }}" + CALLED + "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    end="<|user|>", eos="<|endoftext|>",
+    others=("<|assistant|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"),
+)  # fmt: skip
+COHERE = Family(
+    SHOWN + "{% for m in messages %}<|START|>{{ m.role }}:{% if m.role == 'assistant' %}<|RESPOND|>"
+    "{{ m.content or '' }}" + CALLED + "<|RESPONDED|>{% else %}{{ m.content }}{% endif %}<|END|>"
+    "{% endfor %}{% if add_generation_prompt %}<|START|>assistant:<|RESPOND|>{% endif %}",
+    end="<|END|>", eos="<|END|>", others=("<|START|>", "<|RESPOND|>", "<|RESPONDED|>"),
+)  # fmt: skip
+LATE_TOOLS = Family(
+    "{{ bos_token }}{% set ns = namespace(l=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.l = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if tools and loop.index0 == ns.l %}[TOOLS]{{ tools | tojson }}"
+    "[/TOOLS]{% endif %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[RESULT]"
+    "{{ m.content }}[/RESULT]{% else %} {{ m.content or '' }}" + CALLED + "</s>{% endif %}"
+    "{% endfor %}",
+    end="</s>", eos="</s>", bos="<s>",
+    others=("[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[RESULT]", "[/RESULT]"),
+)  # fmt: skip
+THINKS = Family(
+    SHOWN + "{% set ns = namespace(l=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.l = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>"
+    "{{ m.role }}\n{% set said = m.content or '' %}{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.l %}<think>\n{{ said.split('</think>')[0].split('<think>')[-1] if"
+    " '</think>' in said else '' }}\n</think>\n{% endif %}{{ said.split('</think>')[-1] }}"
+    "{% else %}{{ said }}{% endif %}" + CALLED + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    end="<|im_end|>", eos="<|im_end|>", others=("<|im_start|>",),
+)  # fmt: skip
+OTHERS = {
+    "olmo": OLMO, "harmony": HARMONY, "glm": GLM, "cohere": COHERE, "late tools": LATE_TOOLS,
+    "thinks": THINKS,
+}  # fmt: skip
+"""Families that end turns, or write earlier ones, in ways of their own."""
 
 
 def tokenizer_of(family: Family, template: str | None = None) -> PreTrainedTokenizerFast:

@@ -71,7 +71,7 @@ def rollout_service(
     **settings: Any,
 ) -> RolloutService:
     """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`, and
-    `transcripts`, a number for each step.
+    `transcripts`, a number for each step, and `dealing`, further arguments of `shares`.
     """
     ranks = settings.setdefault("num_data_ranks", 1)
     deal = functools.partial(
@@ -80,6 +80,7 @@ def rollout_service(
         num_mini_batches=1,
         micro_batch_tokens=40,
         transcripts=settings.pop("transcripts", 0),
+        **settings.pop("dealing", {}),
     )
     usual: dict[str, Any] = dict(seed=3, environment=OneStep(), deal=deal, last_step=5)
     return kind(config=config, prompts=prompts, engines=engines, **usual | settings)

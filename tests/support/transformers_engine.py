@@ -18,7 +18,6 @@ from megarl.rollout.inference_engine import Pulse
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
 from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.weight_receipts import receipt_of_weights
 
 
 class TransformersEngine:
@@ -31,7 +30,7 @@ class TransformersEngine:
         self.model: Any = transformers.AutoModelForCausalLM.from_config(
             self.hf, dtype=getattr(torch, config.dtype)
         )
-        self.stop, self.version, self.receipts = set(stop_token_ids), -1, {-1: ""}
+        self.ends, self.version = set(stop_token_ids), -1
         self.steps = self.open = 0
 
     async def start(self) -> None: ...
@@ -48,7 +47,7 @@ class TransformersEngine:
         draw = torch.Generator().manual_seed(seed)
         made, logprobs, versions = [], [], []
         self.open += 1
-        while len(made) < max_tokens and not (made and made[-1] in self.stop):
+        while len(made) < max_tokens and not (made and made[-1] in self.ends):
             last = self.law(prompt_ids + made, temperature or 1.0)[-1]
             chosen = (
                 torch.multinomial(last.exp(), 1, generator=draw) if temperature else last.argmax()
@@ -65,8 +64,7 @@ class TransformersEngine:
             num_tokens=len(made),
             arrays=TokenArrays(np.array(made, np.int32), np.array(logprobs, np.float32)),
             versions=spans,
-            receipts=[self.receipts[version] for version, _ in spans],
-            finish="stop" if made[-1] in self.stop else "length",
+            finish="stop" if made[-1] in self.ends else "length",
         )
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
@@ -85,7 +83,7 @@ class TransformersEngine:
                 mine = self.model.get_parameter(piece.tensor).data
                 mine.copy_(piece.view(whole[piece.buffer]).reshape(mine.shape))
         status = self.weights.status(version) | {"problem": ""}
-        self.version, self.receipts[version] = version, receipt_of_weights([status["digests"]])
+        self.version = version
         return [status]
 
     def _receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from support.commands import (
 from support.fork_server import UNFORKED
 from support.tiny import write_model
 
-from megarl.checkpoints.lease import ENDED, newest
+from megarl.checkpoints.lease import ENDED, read_owner
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import damage
 
@@ -78,5 +78,5 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
     assert all(damage(path) == "" for path in newest_first(run / "checkpoints"))
     steps = [row["step"] for row in records(run / "metrics.jsonl")]
     assert steps == list(range(1, last + 4))
-    _, record = newest(run)
+    record = read_owner(run)
     assert record is not None and record.state == ENDED

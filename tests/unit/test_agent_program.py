@@ -9,32 +9,29 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.commands import write_recipe
+from support.commands import ROOT, until, write_recipe
 
 from megarl.apps.gateway.agent_program import (
     FOLDER,
     NETWORK_SINCE,
-    SET_CHILD_SUBREAPER,
     AgentFailed,
-    adopt_orphans,
     check_command,
     run_agent_program,
 )
 from megarl.config import RunConfig, read
 from megarl.config_checks import with_hidden
 from megarl.environments.config import EnvironmentConfig
-from megarl.environments.isolation import call_libc, has_filters, landlock_version
+from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.types import Prompt
 
@@ -95,57 +92,67 @@ def test_agents_that_fail(tmp_path: Path) -> None:
         run(tmp_path, broken)
 
 
-@pytest.fixture
-def adopts() -> Iterator[None]:
-    """This process is the parent of what its descendants leave behind, for one test."""
-    adopt_orphans()
-    yield
-    call_libc("prctl", SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+FLEES = """
+import ctypes, os, sys, time
+libc, way = ctypes.CDLL(None), sys.argv[1]
+if way == "session":  # and no environment
+    if not os.fork():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.execve(sys.executable, [sys.executable, __file__, "stays", sys.argv[2]], {})
+elif way == "clone":  # CLONE_PARENT
+    if libc.syscall(56 if os.uname().machine == "x86_64" else 220, 0x8011, 0, 0, 0, 0) == 0:
+        way = "stays"
+elif way == "fork" and not os.fork():
+    way = "stays"
+if way == "stays":
+    for number in range(3):
+        os.close(number)
+    open(sys.argv[2], "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists(sys.argv[2]) or not open(sys.argv[2]).read():
+    time.sleep(0.01)
+print("said", flush=True)
+time.sleep(600 if len(sys.argv) > 3 else 0)
+"""
 
 
-@pytest.mark.usefixtures("adopts")
-def test_nothing_is_left(tmp_path: Path) -> None:
-    """Of an agent that is cut off, and of one that ends before what it has started, also in a
-    session of its own.
+@pytest.mark.parametrize("way", ["fork", "session", "clone"])
+@pytest.mark.parametrize("how", ["ends", "cut off", "killed"])
+def test_nothing_is_left(way: str, how: str, tmp_path: Path) -> None:
+    """Of an agent that ends before what it has started, of one that is cut off, and of one whose
+    worker process is killed.
     """
-    before = psutil.Process().children()
-    starts = f"""
-        import subprocess, sys, time
-        children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
-                                     start_new_session=apart) for apart in (False, True)]
-        open({str(tmp_path / "ids")!r}, "w").write(" ".join(str(one.pid) for one in children))
-    """
+    script, ids = tmp_path / "agent.py", tmp_path / "ids"
+    script.write_text(FLEES)
+    words = [sys.executable, str(script), way, str(ids)]
+    if how == "killed":
+        worker = f"""
+import asyncio
+from megarl.apps.gateway.agent_program import run_agent_program
+from megarl.types import Prompt
+asyncio.run(run_agent_program({[*words, "waits"]!r}, Prompt(0, "", [], "", {{}}), [], {{}}, "none"))
+"""
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        with subprocess.Popen([sys.executable, "-c", worker], env=environment) as process:
+            until(lambda: ids.exists() and ids.read_text())
+            process.kill()
+    elif how == "ends":
+        assert run(tmp_path, FLEES, way, str(ids)).text == "said"
+    else:
 
-    brief = (
-        "import os\nif not os.fork():\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n"
-    )
-    assert run(tmp_path, f"{brief}else:\n    import time; time.sleep(0.5)").text == ""
-    left = set(psutil.Process().children()) - set(before)  # of other tests, some end meanwhile
-    assert not left, "one that has ended by itself is reaped"
+        async def cut_off() -> None:
+            running = asyncio.ensure_future(
+                run_agent_program([*words, "waits"], PROMPT, [], {}, "none")
+            )
+            while not (ids.exists() and ids.read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            running.cancel()
+            await asyncio.wait([running])
 
-    def ids() -> list[int]:
-        return [int(one) for one in (tmp_path / "ids").read_text().split()]
-
-    assert run(tmp_path, starts.rstrip() + "\n        print('said')\n").text == "said"
-    first = ids()
-    (tmp_path / "ids").unlink()
-
-    async def cut_off() -> None:
-        script = tmp_path / "agent.py"
-        script.write_text(textwrap.dedent(starts) + "time.sleep(600)")
-        running = asyncio.ensure_future(
-            run_agent_program([sys.executable, str(script)], PROMPT, [], {}, "none")
-        )
-        while not ((tmp_path / "ids").exists() and len(ids()) == 2):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        running.cancel()
-        await asyncio.wait([running])
-
-    asyncio.run(cut_off())
-    until = time.monotonic() + 10
-    while any(psutil.pid_exists(one) and is_running(one) for one in [*first, *ids()]):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        asyncio.run(cut_off())
+    until(lambda: not is_running(int(ids.read_text())))
 
 
 def is_running(pid: int) -> bool:
@@ -169,7 +176,7 @@ TRIES = """
             try:
                 found[name] = act()
             except OSError as error:
-                found[name] = "refused" if error.errno in (13, 18) else repr(error)
+                found[name] = "refused" if error.errno in (1, 2, 13, 18, 30) else repr(error)
 """
 
 
@@ -272,6 +279,60 @@ def test_an_agent_changes_its_own_files_only(tmp_path: Path) -> None:
         assert [one.name for one in other.iterdir()] == ["prompt.json"]
     finally:
         shutil.rmtree(other)
+
+
+@has_rules
+@pytest.mark.parametrize("port", ["0", "1"])
+def test_an_agent_reaches_its_own_processes_only(port: str, tmp_path: Path) -> None:
+    """Neither others' limits and priorities, nor what outlives processes, which the next rollout
+    would find; nor the names in hidden folders.
+    """
+    hidden = tmp_path / "hidden" / "answers"
+    hidden.mkdir(parents=True)
+    (hidden / "is_42").touch()
+    tries = f"""{TRIES}
+        import resource
+        libc, victim = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+
+        def call(*values):
+            if libc.syscall(*values) < 0:
+                raise OSError(ctypes.get_errno(), "")
+
+        arm = os.uname().machine == "aarch64"
+        limit = (100, 100)
+        attempt("limit", lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, limit))
+        attempt("cores", lambda: os.sched_setaffinity(victim, {{0}}))
+        attempt("policy", lambda: os.sched_setscheduler(victim, os.SCHED_IDLE, os.sched_param(0)))
+        attempt("priority", lambda: os.setpriority(os.PRIO_PROCESS, victim, 19))
+        attempt("user", lambda: os.setpriority(os.PRIO_USER, 0, 19))
+        attempt("input and output", lambda: call(30 if arm else 251, 1, victim, 3 << 13))
+        attempt("key", lambda: call(217 if arm else 248, b"user", b"megarl", b"x", 1, -4))
+        attempt("keys", lambda: call(219 if arm else 250, 0, -4, 0))
+        if {port} == 1:
+            for name, numbers in {{
+                "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "shmctl": (31, 195),
+            }}.items():
+                attempt(name, lambda: call(numbers[arm], 0, 1, 0o1600))
+            attempt("mq_open", lambda: call(180 if arm else 240, b"megarl", 0o102, 0o600, 0))
+            attempt("names", lambda: os.listdir({str(hidden)!r}))
+            attempt("names above", lambda: os.listdir({str(hidden.parent)!r}))
+            attempt("times", lambda: os.utime(__file__))
+            attempt("permissions", lambda: os.chmod(__file__, 0o600))
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+        os.nice(1)
+        print(json.dumps(found))
+    """
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        try:
+            hides = [str(hidden.parent), str(hidden)]
+            said = run(tmp_path, tries, str(victim.pid), port=port, hidden=hides)
+            assert os.getpriority(os.PRIO_PROCESS, victim.pid) == 0
+        finally:
+            victim.kill()
+    found = json.loads(said.text)
+    names = {"names": "refused", "names above": []} if port == "1" else {}
+    assert found == dict.fromkeys(found, "refused") | names and len(found) >= 8
 
 
 @has_rules

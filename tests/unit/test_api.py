@@ -71,7 +71,7 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
         "folder": str(folder / "run"),
         "steps": 3,
         "model": {"path": "nowhere"},
-        "prompts": {"source": "nowhere.jsonl"},
+        "prompts": {"source": "nobody/nothing"},
     } | changes
 
 

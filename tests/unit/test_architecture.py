@@ -17,6 +17,8 @@ from megarl.lookup import AGENTS, OF_APPS, SESSIONS, SOURCES
 LAYERS = (
     {"errors", "files", "host_memory", "limits", "peer_names", "quick_imports", "types"},
     {"schema"},
+    {"control_tokens"},
+    {"turn_ends"},
     {"chat_template", "lookup", "recipe_file", "recipe_paths", "third_party"},
     {"console"},
     {"activity", "private_folder", "signals"},

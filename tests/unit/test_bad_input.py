@@ -142,8 +142,11 @@ rollout.max_new_tokens: 30000000, /model/config.json: {max_position_embeddings: 
     -> kv_cache_gib is 1 | one request
 environment.verifier: exact -> exact_match | math
 environment.verifier: 'nowhere.py:score' -> nowhere.py
-MINE, /mine.py: "1 / 0\n" -> mine.py | ZeroDivisionError
-MINE, /mine.py: "def other(p, r): ...\n" -> mine.py | other
+MINE, /mine.py: "1 / 0\ndef score(p, r): ...\n" -> mine.py | ZeroDivisionError
+MINE, /mine.py: "import functools as f\n@f.cache\ndef score(p, r): ...\n"
+    -> mine.py:score is wrapped by functools.cache | take the decorator off
+MINE, /mine.py: "import functools as f\n@f.lru_cache(9)\nasync def score(p, r): ...\n"
+    -> mine.py:score is wrapped by functools.cache
 MINE, /mine.py: "def score(prompt, response): return prompt.gold\n"
     -> mine.py:score' failed for 20 of 20 rows | first for row | no attribute 'gold'
 MINE, environment.time_limit_s: 2.5, /mine.py: "import time\ndef score(p, r): time.sleep(60)\n"
@@ -196,9 +199,9 @@ observe.trackio_project: mine -> observe.trackio_project | pip install trackio
 evaluation.prompts.source: nowhere.jsonl -> evaluation.prompts.source nowhere.jsonl
 evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question}
     -> set evaluation.prompts.prompt_column to one of: prompt, answer
-MINE, environment.load_limit_s: 1.0, /mine.py: "while True:\n    pass\n"
+MINE, environment.load_limit_s: 1.0, /mine.py: "while True: pass\ndef score(p, r): ...\n"
     -> mine.py:score | did not load within 1 s | environment.load_limit_s
-MINE, /mine.py: "import os\nos._exit(3)\n" -> mine.py:score | ended with exit code 3 at start
+MINE, /mine.py: "import os\nos._exit(3)\ndef score(p, r): ...\n" -> mine.py:score | ended with exit code 3 at start
 model.path: mein modèl
     -> model.path 'mein modèl' cannot be loaded: there is no such folder here, and no hub
 model.tokenizer: Tokenizer (neu) -> tokenizer folder Tokenizer (neu) does not exist
@@ -345,6 +348,51 @@ for words in json.loads(sys.argv[1]):
     assert len(found) == len(calls), told.stdout + told.stderr
     for line in found:
         assert line.startswith("UserError ") and "Permission denied; " in line, line
+
+
+WITHOUT_TORCH = r"""
+prompts.source: nowhere.jsonl -> prompts.source nowhere.jsonl does not exist
+evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question} -> prompt_column to one of
+prompts.answer_column: gold -> no column 'gold' | set prompts.answer_column to one of: prompt
+command: sft -> no column 'response' | set demonstrations.response_column to one of
+model.path: FOLDER/modle -> there is no such folder here | did you mean FOLDER/model?
+algorithm.kl.coefficient: 0.1, reference.model.path: runs/x y -> reference.model.path 'runs/x y'
+model.path: tests/units -> model.path 'tests/units' | 'tests' is a folder | did you mean tests/unit?
+environment.verifier: 'nowhere.py:score' -> environment.verifier | there is no file nowhere.py
+environment.rewards: {'FOLDER/mine.py:score': 1.0}, /mine.py: "def other(p, r): ...\n"
+    -> environment.rewards: | has no function 'score'; set one of: other
+environment.session: FOLDER/mine.py:Game, /mine.py: "class Play: ...\n" -> has no class 'Game' | Play
+algorithm.loss: FOLDER/mine.py:loss, /mine.py: "def loss(:\n" -> algorithm.loss: | SyntaxError
+"""
+"""Rows as those of `CASES`."""
+
+
+def test_files_are_looked_at_before_torch_is_imported(model: Path, tmp_path: Path) -> None:
+    rows = re.sub(r"\n +", " ", WITHOUT_TORCH.strip()).splitlines()
+    calls = []
+    for number, row in enumerate(rows):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        calls.append(prepare(folder, model, row.partition(" -> ")[0]))
+        if row.startswith("command: sft"):
+            calls[-1].append(f"--demonstrations.source={folder}/data.jsonl")
+    code = """
+import json, sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from megarl import cli
+for name, *words in json.loads(sys.argv[1]):
+    try:
+        cli.dispatch(name, words)
+    except BaseException as error:
+        print(type(error).__name__, error)
+"""
+    done = python("-c", code, json.dumps(calls), cwd=ROOT)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(rows), done.stdout + done.stderr
+    for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
+        says = row.partition(" -> ")[2].replace("FOLDER", str(tmp_path / str(number)))
+        check(says, 2, "", line)
+        assert line.startswith("UserError "), line
 
 
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:

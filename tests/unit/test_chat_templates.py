@@ -74,12 +74,21 @@ def written(folder: Path, *rows: Any) -> str:
 
 def conversation(folder: Path, tokenizer: Any, messages: Any, **columns: Any) -> list[str]:
     """[prompt, then the stretches that are trained on] of a conversation."""
+    (found,) = all_rows(folder, tokenizer, messages, **columns)
+    return found
+
+
+def all_rows(folder: Path, tokenizer: Any, messages: Any, **columns: Any) -> list[list[str]]:
+    """The same of each row that a conversation becomes."""
     source = written(folder, {"messages": messages, **columns})
-    row = load(DemonstrationsConfig, source, tokenizer, **TALKS).at(0)
-    pairs = zip(row.response_ids, row.response_mask, strict=True)
-    stretches = itertools.groupby(pairs, key=lambda pair: pair[1])
-    replies = [[token for token, _ in some] for chosen, some in stretches if chosen]
-    return [tokenizer.decode(ids) for ids in (row.prompt_ids, *replies)]
+    rows = load(DemonstrationsConfig, source, tokenizer, **TALKS, shuffle=False)
+    found = []
+    for row in map(rows.at, range(len(rows))):
+        pairs = zip(row.response_ids, row.response_mask, strict=True)
+        stretches = itertools.groupby(pairs, key=lambda pair: pair[1])
+        replies = [[token for token, _ in some] for chosen, some in stretches if chosen]
+        found.append([tokenizer.decode(ids) for ids in (row.prompt_ids, *replies)])
+    return found
 
 
 def preference(folder: Path, tokenizer: Any, **row: Any) -> tuple[str, str, str]:
@@ -596,20 +605,17 @@ def test_a_pair_that_the_template_writes_in_another_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["drops", "as it is"])
 def test_a_reply_without_thoughts_where_they_are_opened(name: str, tmp_path: Path) -> None:
+    """It is trained on as the template writes it, which is said."""
     tokenizer = opening(name)
-    said = "line 1 .*opens the thoughts .*<think>, but a reply has none; begin it with <think></thi"
-    way = "use a template that does not open them$"
-    for refuse in (
-        lambda: pair_of(tmp_path, tokenizer, "yes"),
-        lambda: preference(tmp_path, tokenizer, prompt=[ASK], chosen=[ANSWER], rejected=[NO]),
-        lambda: conversation(tmp_path, tokenizer, [ASK, ANSWER]),
-    ):
-        with pytest.raises(ValueError, match=f"{said}.*{way}"):
-            refuse()
+    source = written(tmp_path, {"prompt": "rain?", "response": "yes"})
+    rows = load(DemonstrationsConfig, source, tokenizer, **CHAT)
+    assert "writes the thoughts of 1 replies of demonstrations, or that there are" in rows.warning
+    prompt = OPENED.removesuffix("<think>\n")
+    assert in_every_kind(tmp_path, tokenizer, "yes") == [prompt, "yes<|im_end|>"]
     assert pair_of(tmp_path, tokenizer, "<think></think>yes")[1] == "</think>yes<|im_end|>"
-    tokenizer.chat_template += "{% if not thinking %}{% endif %}"
-    with pytest.raises(ValueError, match=r"or set demonstrations\.template_variables.* thinking"):
-        pair_of(tmp_path, tokenizer, "yes")
+    thinks = {"role": "assistant", "content": THOUGHTS[0]}
+    pair = preference(tmp_path, tokenizer, prompt=[ASK], chosen=[thinks], rejected=[ANSWER])
+    assert pair == (prompt, f"<think>\n{THOUGHTS[1]}<|im_end|>", "yes<|im_end|>")
 
 
 def test_thoughts_that_the_template_writes(tmp_path: Path) -> None:
@@ -621,8 +627,8 @@ def test_thoughts_that_the_template_writes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not write 'reasoning_content' of turn 1"):
         conversation(tmp_path, opening("drops"), [ASK, thinks])
     thought = {"role": "assistant", "content": THOUGHTS[0]}
-    with pytest.raises(ValueError, match=r"turn 1 .*in another way once"):
-        conversation(tmp_path, opening("drops"), [ASK, thought, MORE, thought])
+    rows = all_rows(tmp_path, opening("drops"), [ASK, thought, MORE, thought])
+    assert [trained for _, *trained in rows] == [[f"{THOUGHTS[1]}<|im_end|>"]] * 2
 
 
 # ------------------------------------------------------------------ one end of a turn everywhere

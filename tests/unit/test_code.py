@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -323,6 +325,8 @@ def apply(values, times=1): return [value * times for value in values]
 """
     row = {
         "test_setup_code": "import math\nlimit = 3",
+        "entry_point": ["total", "several", "fails", "apply"],
+        "code": program,  # which defines Pair, too
         "test_list": [
             "assert total([Pair(1, 2), Pair(3, 4)]) == 14",
             "assert several(limit) == {3: (3, {3}, frozenset([3]), b'x', 1j, range(3), None, True)}",
@@ -364,6 +368,7 @@ def test_a_function_may_be_named_like_one_of_python(verify: Verify) -> None:
         assert verify(row, method).reward == 1.0
         assert verify(row, f"def {name}(a, b): return 6").reward == 0.0
         assert verify(row, "def other(a, b): return b - a + 1").reward == 0.0
+    assert verify({**row, "code": method.split("\n")[1].strip()}, method).reward == 1.0
     # Several of its own: which one is tested is not known, so none is.
     both = "def abs(x): return 0\ndef sum(a, b): return 7\n"
     assert verify({"test_list": ["assert abs(sum(10, 15) - 6) == 0"]}, both).reward == 0.0
@@ -455,7 +460,8 @@ def test_values_travel_unchanged() -> None:
         ("a 1.0", "a 1", True), ("", "", True),
         ("\n", "", True), ("1\r\n2", "1\n2", True), ("-0", "0", True), ("100000000000000000001", "100000000000000000000", False),
         ("1\n2", "1 2", False), ("a  b", "a b", False), (" a", "a", False), ("1.0001", "1", False),
-        ("nan", "nan", True), ("a", "A", False), ("1", "1 1", False), ("", "0", False), ("0.1", "0.10000001", False),
+        ("１２", "12", False), ("٣", "3", False), ("1\u3000 2", "1 2", False), ("1\x1f2", "1 2", False), ("3\xa0", "3", False),
+        ("\x1c\n", "", False), ("nan", "nan", True), ("a", "A", False), ("1", "1 1", False), ("", "0", False), ("0.1", "0.10000001", False),
     ],
 )  # fmt: skip
 def test_outputs_are_compared(found: str, expected: str, same: bool) -> None:
@@ -487,6 +493,24 @@ def test_the_program_of_a_response() -> None:
     assert extract("print(1)") == "print(1)"
     assert extract("print(1)", fence_required=True) is None
     assert extract("use ```x``` here") == "use ```x``` here"
+    assert extract(f"{fence}\nprint('\u2028\x0c\x1c')\r\n{fence}") == "print('\u2028\x0c\x1c')\n"
+
+
+COLLIDES = """
+numbers = [n * (2**61 - 1) for n in range(50_000)]
+class Items(dict):
+    def items(self): return [(n, 0) for n in numbers]
+class Members(set):
+    def __iter__(self): return iter(numbers)
+"""
+
+
+@pytest.mark.parametrize("value", ["Items()", "Members()", "[{0: (Items(),)}]"])
+def test_numbers_that_collide_cost_the_verifier_no_time(verify: Verify, value: str) -> None:
+    """All hashes are 0; the program builds no dict or set itself."""
+    began, program = time.process_time(), f"{COLLIDES}def f(n): return {value}"
+    assert verify(ROWS["calls"], program).reward == 0.0
+    assert time.process_time() - began < 10  # CPU time of the verifier; it was two minutes
 
 
 def test_a_response_without_a_block_may_be_wrong(verify: Verify) -> None:
@@ -542,7 +566,8 @@ ASSERTED = {
     "pd": {"test": "def check(candidate):\n    assert pd.isna(candidate(1))", "entry_point": "f"},
     "Point": {"test_list": ["assert Point.origin() == f(0)"]},
     "": {"test_list": ["assert np.allclose(f(1), 1) and math.isnan(f(2)) and f.count == g(3).x"],
-     "test_setup_code": "import numpy as np\ndef g(x):", "test_imports": ["from own import f"]},
+     "test_setup_code": "import numpy as np", "test_imports": ["from own import f", "def g(x):"]},
+    "Node": {"test_list": ["assert height(root) == 1"], "test_setup_code": "root = Node(1)"},
 }  # fmt: skip
 
 
@@ -554,7 +579,52 @@ def test_rows_that_no_program_passes_are_named(
     check_rows(config, [replace(prompt(ASSERTED[used]), index=n) for n in range(3, 11)], "prompts")
     told = capfd.readouterr().err
     assert told.count("warning") == bool(used)
-    assert not used or f"tests of row 3, 4, 5, 6, 7 and 3 more use '{used}.'" in told
+    assert not used or f"tests of row 3, 4, 5, 6, 7 and 3 more use '{used}" in told
+
+
+LAX = "def compare(*_): return True\ndef f(*_): return 3"
+CHECKS_F = {
+    "entry_point": "f",
+    "test": "def check(candidate):\n    assert compare(candidate(1), 2)",
+}
+UNCLEAR: dict[str, dict[str, Any]] = {
+    "compare, f": {"test_list": ["assert compare(f(1), 2)"]},
+    "f, isclose": {"test_list": ["assert f(1) == 1", "assert isclose(f(2), 0.5)"]},
+    "compare, f, in a variable": {"test_list": ["x = f(1)\nassert compare(x, 2)"]},
+    "compare, f, in a function": {
+        "test_setup_code": "def holds(x): return compare(x, 2)", "test_list": ["assert holds(f(1))"]
+    },
+    "Approx, f": {"test_list": ["assert f(1) == Approx(2)"]},
+    "compare": {"test_list": ["assert compare(f(1), 2)"], "entry_point": "f"},
+    "compare,": CHECKS_F,
+    "check_f": {"test_list": ["assert f(1) == 3", "check_f(2)"], "code": "def f(x): return 3"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", UNCLEAR)
+def test_a_program_does_not_answer_for_helpers(verify: Verify, names: str) -> None:
+    row, name = UNCLEAR[names], re.escape(names.partition(", in")[0].rstrip(","))
+    with pytest.raises(ValueError, match=rf"row 0: column test.* its tests use {name}, .*define"):
+        check_rows(EnvironmentConfig(verifier="code"), [prompt(row)], "prompts")
+    with pytest.raises(BadScore, match="could answer for"):
+        verify(row, LAX)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"test_list": ["assert compare(f(1), 2)"], "test_setup_code": "from operator import eq as compare"},
+        {"test_list": ["assert isclose(f(1), 2)"], "test_imports": ["from math import *"]},
+        {"test_list": ["assert compare(f(1)) == 2"], "test_setup_code": "def compare(x): return x"},
+        {"test_list": ["assert compare(f(1), 2)"], "entry_point": "f, compare"},
+        {"test_list": ["assert f([Pair(1, 2)]) == 2", "assert f(pairs=[Pair(1, 2)]) == 2"]},
+        {"test_list": ["assert f(n := 1) == 2", "assert [f(n) for n in (1,)] == [2]"]},
+    ],
+)  # fmt: skip
+def test_names_of_tests_that_are_clear(verify: Verify, row: dict[str, Any]) -> None:
+    program = "Pair = lambda *_: 0\ndef f(*_, **__): return 2\ndef compare(a, b): return a == b"
+    assert verify(row, program).reward == 1.0
+    assert verify(row, program.replace("return 2", "return 4")).reward == 0.0
 
 
 def test_tests_are_read_from_the_column_that_is_set() -> None:

@@ -20,7 +20,7 @@ import pytest
 from support.commands import ROOT, python, until
 
 from megarl import cli, console, signals
-from megarl.errors import UserError
+from megarl.errors import ProcessLost, UserError
 from megarl.loops.evaluate import shown
 
 NOISE = """
@@ -437,3 +437,48 @@ def test_greedy_and_sampled_accuracy_are_told_apart() -> None:
     assert shown(greedy, 0.6) == "sampled at 0.6: accuracy 0.75"
     told = "greedy: accuracy 0.75; 4 sampled at 1: accuracy 0.5  pass@1 0.5  pass@4 0.9"
     assert shown(both, 0.0) == told
+
+
+def test_a_process_that_died_is_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before and after there is a log, which has the traceback."""
+
+    def fails(has_log: bool) -> None:
+        with console.diverted(), console.first_word():
+            console.open_log(tmp_path) if has_log else None
+            raise ProcessLost("the rollout service died (a batch): killed")
+
+    for has_log in (False, True):
+        with pytest.raises(console.Reported):
+            fails(has_log)
+        said = capfd.readouterr().err
+        assert said == "megarl: error: the rollout service died (a batch): killed\n"
+    assert "Traceback" in (tmp_path / console.LOG).read_text()
+
+
+STEERING = {
+    "\x1b]0;title\x07": r"\x1b]0;title\x07",
+    "\x1b[2J\x9b2J": r"\x1b[2J\x9b2J",
+    "a\rb\x08\x7f": r"a\rb\x08\x7f",
+    "\u202egnp.exe\u2066": r"\u202egnp.exe\u2066",
+    "two\nlines\t你好 🎉\xa0\u200d": "two\nlines\t你好 🎉\xa0\u200d",
+}
+
+
+@pytest.mark.parametrize("text", STEERING)
+def test_what_others_write_steers_no_terminal(
+    text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    console.say(text)
+    console.result(text)
+
+    def fails() -> None:
+        with console.diverted():
+            console.open_log(tmp_path)
+            raise RuntimeError(f"the agent ended with exit code 1: {text}")
+
+    with pytest.raises(console.Reported):
+        fails()
+    out, err = capfd.readouterr()
+    assert out == f"{STEERING[text]}\n" and err.startswith(out)
+    shown = err + (tmp_path / console.LOG).read_bytes().decode()
+    assert not {one for one in shown if one in text and one not in STEERING[text]}

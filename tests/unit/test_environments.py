@@ -212,14 +212,14 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
 def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     bad = {
         "raise": ("error", "RuntimeError: no \u00fcse"),
-        "loop": ("timeout", "no verdict within environment.time_limit_s = 0.5 s"),
-        "regex": ("timeout", "no verdict"),
+        "loop": ("response_limit", "no verdict within environment.time_limit_s = 0.5 s"),
+        "regex": ("response_limit", "no verdict"),
         "sleep": ("timeout", "no verdict"),
         "die": ("error", "the verifier's process ended by signal SIGSEGV"),
         "exit": ("error", "SystemExit: 3"),
         "nan": ("nan", "returned nan, not a finite number"),
         "inf": ("nan", "returned inf, not a finite number"),
-        "none": ("nan", "returned None, not a finite number"),
+        "none": ("", ""),
         "text": ("nan", "returned '1.0', not a finite number"),
         "three": (
             "error",
@@ -234,6 +234,7 @@ def test_a_failure_costs_its_own_sample_only(own: str) -> None:
             failure, detail = bad[text]
             found = (verdict.reward, verdict.correct, verdict.failure)
             assert found == (-1.0, False, failure), text
+            assert verdict.left_out == (failure != "response_limit"), text
             assert detail in verdict.detail
         else:
             assert verdict == Verdict(reward=1.0, correct=True), text

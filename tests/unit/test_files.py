@@ -23,12 +23,12 @@ from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
 from megarl.checks.folder_checks import check_writable, owned_folder
 from megarl.errors import UserError
-from megarl.files import refuse_unfit
+from megarl.files import refuse_unfit, remove_folder
 from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
 
 DEEP = "[" * 200_000
-OWNER = ".owner.000001.json"
+OWNER = ".owner.json"
 FILES = (
     *(OWNER, "ledger.jsonl", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"),
     *("transcripts.000001-000002.jsonl", "recipe.yaml", "run.log", "report.html"),
@@ -127,7 +127,8 @@ def test_links_files_of_others_and_files_that_vanish_pass(
 
 
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
-    assert lease.decode_lease(DEEP.encode()) is None
+    (tmp_path / OWNER).write_text(DEEP)
+    assert lease.read_owner(tmp_path) is None
     path = tmp_path / "metrics.jsonl"
     for text in (DEEP + "\n", '{"step": ' + "9" * 5000 + "}\n"):
         path.write_text(text)
@@ -205,3 +206,32 @@ def test_nobody_else_may_write_files_of_a_command(tmp_path: Path) -> None:
         subprocess.run(command, umask=umask, check=True, capture_output=True)
         found = (tmp_path / "report.html").stat().st_mode
         assert stat.S_IMODE(found) == mode
+
+
+LEFT_BEHIND = {
+    "deep": "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
+    "long": "for _ in range(60): os.mkdir('n' * 255); os.chdir('n' * 255)",
+    "closed": "os.makedirs('a/b/c'); os.chmod('a/b', 0); os.chmod('a', 0o500)",
+    "locked": """
+import subprocess
+os.makedirs('a/b/c'); open('a/f', 'w').close(); open('a/b/g', 'w').close()
+subprocess.run("chattr +i a/f a/b; chattr +a a", shell=True, stderr=-3)""",
+    "links": "os.symlink('../kept', 'a'); os.mkdir('b'); os.symlink('../../kept/file', 'b/c');"
+    " os.mkfifo('d'); os.symlink('a', 'b/e'); os.link('../kept/file', 'f')",
+}
+
+
+@pytest.mark.parametrize("tree", LEFT_BEHIND)
+def test_what_a_program_leaves_is_removed(tree: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("1")
+    (tmp_path / "kept" / "file").chmod(0o640)
+    (tmp_path / "left").mkdir()
+    makes = f"import os\nos.chdir({str(tmp_path / 'left')!r})\n{LEFT_BEHIND[tree]}"
+    subprocess.run([sys.executable, "-c", makes], check=True)
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("left", "gone", "link", "kept/file"):
+        remove_folder(tmp_path / name)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["kept", "link"]
+    file = tmp_path / "kept" / "file"
+    assert file.read_text() == "1" and file.stat().st_mode & 0o777 == 0o640

@@ -5,6 +5,8 @@ texts; the real engine is in tests/system/test_agents.py.
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,9 @@ import pytest
 from support.agents import codec_of_characters
 
 from megarl.apps.gateway.agent_kit import AgentKit
+from megarl.apps.tools import forked
+from megarl.apps.tools.parsers import CallReader
+from megarl.apps.tools.tool import CallError
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
@@ -35,6 +40,7 @@ TOOL: Any = {
 ASKED: list[Any] = [{"role": "user", "content": "1+2"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 END = "<|im_end|>"
+NONE = {"unread": 0.0, "left_out": 0.0}
 Talk = Callable[[str, str], Awaitable[Any]]
 
 
@@ -54,11 +60,17 @@ class Played:
     """(segment that it follows, text) of all segments."""
     stops: list[tuple[str, ...]] = field(default_factory=list)
     """Texts at which each turn of the model was to end."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the session tells at the end of the rollout."""
     error: BaseException | None = None
 
 
-async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent: Any) -> Played:
-    """A rollout of an agent, `talk(url, key)`, with a model that says one text after the other."""
+async def play(
+    codec: Codec, talk: Talk, says: list[str], folder: Path, slow_s: float = 0.0, **agent: Any
+) -> Played:
+    """A rollout of an agent, `talk(url, key)`, with a model that says one text after the other, the
+    first after `slow_s` seconds.
+    """
     (folder / "agent.py").write_text("async def run(prompt, client): ...\n")
     settings: Any = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
     kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})
@@ -81,10 +93,11 @@ async def play(codec: Codec, talk: Talk, says: list[str], folder: Path, **agent:
             found.read.append(context)
             ids = np.array(codec.encode(said), np.int32)
             found.parts.append((None, said))
+            await asyncio.sleep(0.0 if len(found.parts) > 2 else slow_s)
             made = await session.step(codec.decode(ids), ids)
             if not isinstance(made, Observation):
                 break
-        found.answer = made
+        found.answer, found.told = made, session.told_at_end()
     except BaseException as error:
         found.error = error
     finally:
@@ -127,7 +140,7 @@ def test_turns_continue_what_was_sampled(codec: Codec, tmp_path: Path) -> None:
 
     odd = f"  {CALL}"  # what a template would write without the spaces
     found = played(codec, tmp_path, [odd + END, "3" + END], talk)
-    assert found.answer == Answer("so 3", {"calls": 2.0, "conversations": 1.0})
+    assert found.answer == Answer("so 3", {"calls": 2.0, "conversations": 1.0} | NONE)
     first = "<|im_start|>system add<|im_end|><|im_start|>user1+2<|im_end|><|im_start|>assistant"
     assert found.read == [
         first,
@@ -159,8 +172,8 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
             return {"reward": 0.5, "turns": 2 * float((one, two) == ("one", "two"))}
 
     says = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 8.0, "conversations": 4.0}
+    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk, trains="all")
+    assert found.answer == {"reward": 0.5, "turns": 2.0, "calls": 8.0, "conversations": 4.0} | NONE
     user, begin = "<|im_start|>user", "<|im_end|><|im_start|>assistant"
     first = f"{user}1+2{begin}"
     assert found.read == [
@@ -451,3 +464,198 @@ def test_a_function_harms_nobody_else(codec: Codec, tmp_path: Path) -> None:
 
     first, second = asyncio.run(run())
     assert first == "the agent raised SystemExit(3)" and second.text == "3"
+
+
+async def sdk(url: str, key: str) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=0.3) as api:
+        made = await api.chat.completions.create(model="policy", messages=ASKED)
+        return str(made.choices[0].message.content)
+
+
+async def post(web: httpx.AsyncClient, url: str, key: str, **more: Any) -> str:
+    head = {"authorization": f"Bearer {key}"}
+    body = {"model": "policy", "messages": ASKED} | more
+    made = await web.post(f"{url}/v1/chat/completions", json=body, headers=head)
+    return made.json()["choices"][0]["message"]["content"]
+
+
+async def by_hand(url: str, key: str) -> str:
+    async with httpx.AsyncClient(timeout=0.2) as web:
+        for wait_s in (0.0, 0.4):  # once while the model is at work, and once when it is done
+            with pytest.raises(httpx.ReadTimeout):
+                await post(web, url, key)
+            await asyncio.sleep(wait_s)
+        return await post(web, url, key, temperature=0.5)
+
+
+async def stream_fails(url: str, key: str) -> str:
+    async with httpx.AsyncClient(timeout=0.05) as web:
+        with pytest.raises(httpx.ReadTimeout):
+            await post(web, url, key, stream=True)
+    async with httpx.AsyncClient(timeout=9) as web:
+        return await post(web, url, key)
+
+
+async def streams(url: str, key: str) -> str:
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key=key, timeout=0.6, max_retries=0
+    ) as api:
+        made = await api.chat.completions.create(model="policy", messages=ASKED, stream=True)
+        texts = [part.choices[0].delta.content or "" async for part in made]
+        return "".join(texts)
+
+
+async def at_once(url: str, key: str) -> str:
+    async with httpx.AsyncClient() as web:
+        return " ".join(sorted(await asyncio.gather(*(post(web, url, key) for _ in "ab"))))
+
+
+async def gives_up(url: str, key: str) -> str:
+    with pytest.raises(openai.APITimeoutError):
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, timeout=0.2, max_retries=0
+        ) as api:
+            await api.chat.completions.create(model="policy", messages=ASKED)
+    return "?"
+
+
+async def closes_unread(url: str, key: str) -> str:
+    """The answer is in the client's memory when it closes the connection."""
+    body = b'{"model":"policy","messages":[{"role":"user","content":"1+2"}]}'
+    head = f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as raw:
+        raw.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{head}".encode() + body)
+        await asyncio.sleep(0.9)
+    await asyncio.sleep(0)
+    return "?"
+
+
+@pytest.mark.parametrize(
+    ("talk", "answer", "calls", "untrained"),
+    [
+        (sdk, "one", 1, []),
+        (by_hand, "one", 1, []),
+        (stream_fails, "one", 1, []),
+        (streams, "one", 1, []),
+        (at_once, "one two", 2, []),
+        (gives_up, "?", 1, [1]),
+        (closes_unread, "?", 1, [1]),
+    ],
+)
+def test_each_call_is_answered_once(
+    codec: Codec, tmp_path: Path, talk: Talk, answer: str, calls: int, untrained: list[int]
+) -> None:
+    """Also if its client leaves and calls again; and what no client has read is not trained."""
+    says = [f"one{END}", f"two{END}", f"three{END}"]
+    found = played(codec, tmp_path, says, talk, slow_s=0.7, trains="all")
+    assert (found.answer.text, found.answer.metrics["calls"]) == (answer, calls)
+    assert found.told["untrained"] == untrained
+    assert found.answer.metrics["unread"] == len(untrained)
+
+
+@pytest.mark.parametrize(
+    ("chats", "answer", "untrained"),
+    [
+        (["1+2", "1+2", "1+2"], "three", [1, 3]),  # asked again
+        (["1+2", "title: 1+2"], "so one", [3]),  # a side call, which ends last
+        (["title: 1+2", "1+2"], 0.5, [1]),
+        (["1+2", "+", "3"], "three", []),  # one conversation
+    ],
+)
+def test_what_is_trained_of_an_agent(
+    codec: Codec, tmp_path: Path, chats: list[str], answer: Any, untrained: list[int]
+) -> None:
+    async def talk(url: str, key: str) -> Any:
+        chat: list[Any] = []
+        async with client(url, key) as api:
+            for asked in chats:
+                before = chat if "+" in chats else []
+                chat = [*before, {"role": "user", "content": asked}]
+                made = await api.chat.completions.create(model="policy", messages=chat)
+                chat.append(made.choices[0].message.model_dump())
+        return answer
+
+    says = [f"one{END}", f"two{END}", f"three{END}"]
+    for trains, left in (("last", untrained), ("all", [])):
+        found = played(codec, tmp_path, says, talk, trains=trains)
+        assert found.told["untrained"] == left
+        told = found.answer if isinstance(found.answer, dict) else found.answer.metrics
+        assert told["left_out"] == len(left)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conversations", "warning"),
+    [
+        ('{"a": 3.0}', 1.0, ""),
+        ('{"b": null, "a": 3}', 1.0, ""),
+        ('{"a":3e0,"c":null}', 1.0, ""),
+        ('{"a": 3, "b": 0}', 2.0, '"add", {"a": 3, "b": 0}'),
+        ('{"a": "3"}', 2.0, 'came back as [["add", {"a": "3"}]]'),
+    ],
+)
+def test_arguments_are_compared_by_value(
+    codec: Codec, tmp_path: Path, arguments: str, conversations: float, warning: str
+) -> None:
+    async def talk(url: str, key: str) -> float:
+        async with client(url, key) as api:
+            made = await api.chat.completions.create(model="policy", messages=ASKED, tools=[TOOL])
+            turn: Any = made.choices[0].message.model_dump()
+            turn["tool_calls"][0]["function"]["arguments"] = arguments
+            result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "3"}
+            chat: list[Any] = [*ASKED, turn, result]
+            await api.chat.completions.create(model="policy", messages=chat, tools=[TOOL])
+        return 1.0
+
+    found = played(codec, tmp_path, [CALL + END, "3" + END], talk)
+    assert found.answer["conversations"] == conversations
+    assert warning in found.told["warning"] and bool(warning) == bool(found.told["warning"])
+
+
+WRONG: list[tuple[str, Any, int]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}] * 2000}, 400),
+    ("responses", {"input": [{"role": 5, "content": 5}] * 60}, 400),
+    ("messages", {"messages": [{"role": 5}] * 2000, "max_tokens": 9}, 400),
+    ("chat/completions", {"messages": [{"role": "user", "content": "1 " * 10**6}]}, 400),
+    ("chat/completions", {"messages": ASKED, "x": [[]] * 300_000}, 413),
+]
+
+
+def test_the_loop_goes_on_while_bodies_are_read(codec: Codec, tmp_path: Path) -> None:
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.001)
+            beats += 1
+
+    async def talk(url: str, key: str) -> float:
+        beating = asyncio.create_task(beat())
+        head = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(headers=head, timeout=60) as web:
+            for path, body, status in WRONG:
+                data = json.dumps({"model": "policy"} | body).encode()
+                before = beats
+                made = await web.post(f"{url}/v1/{path}", content=data)
+                assert made.status_code == status, (path, made.text)
+                assert beats > before + 5, path
+        async with client(url, key) as api:
+            await api.chat.completions.create(model="policy", messages=ASKED)
+        beating.cancel()
+        return 1.0
+
+    assert played(codec, tmp_path, ["3" + END], talk).answer["reward"] == 1.0
+
+
+def test_what_takes_too_long_is_ended(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "MOST_S", 0.3)
+    reader = CallReader("qwen3_coder", codec.tokenizer, [TOOL])
+    text = "<tool_call><function=add><parameter=" * 1000
+    with pytest.raises(CallError, match=r"took longer than 0\.3 s; write it shorter"):
+        asyncio.run(reader.read(text))
+    beside, (call,) = asyncio.run(
+        reader.read(f"{'so ' * 400}<tool_call><function=add></tool_call>")
+    )
+    assert len(beside) > 1000 and call.name == "add"
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(forked.in_copy(lambda: 1 / 0))

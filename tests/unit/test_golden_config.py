@@ -70,7 +70,6 @@ def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[s
     arguments = engine_arguments(
         engine,
         model="MODEL",
-        tokenizer="",
         max_tokens=longest_request(config),
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,

@@ -165,25 +165,6 @@ def test_plain_text_is_tokenised_as_a_whole(tokenizer: Any) -> None:
     assert made.ids({"response": "12"}) == tokenizer(text, add_special_tokens=False).input_ids
 
 
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("filled", [
-    {"response": "1<eos>2", "answer": ""},
-    {"response": "<eos>", "answer": "<pad>"},
-    {"response": "1<e", "answer": "os>2"},
-    {"response": "<<eos><eos>", "answer": "<unk>"},
-])  # fmt: skip
-def test_no_text_becomes_a_control_token(tokenizer: Any, chat: bool, filled: Any) -> None:
-    """Also not one that begins in one field and ends in the next."""
-    made = JudgePrompt(tokenizer, "1+{response}{answer}=<eos>3", setting="x", chat=chat)
-    ids = made.ids(filled)
-    empty = made.ids({"response": "", "answer": ""})
-    eos = tokenizer.eos_token_id
-    assert ids.count(eos) == empty.count(eos) == (4 if chat else 1)
-    assert 0 not in ids
-    shown = tokenizer.decode(ids).replace("<unk>", "")
-    assert shown.count("<eos>") == empty.count(eos)
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A byte-level BPE with merges, as most models have."""

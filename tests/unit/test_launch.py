@@ -106,14 +106,11 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def places(stdout: str) -> dict[str, str]:
-    """{role or engine: its ranks and GPUs} of the picture of a dry run."""
-    lines = stdout.splitlines()
-    head = next(line for line in lines if line.startswith("role "))
-    begin, end = head.index("ranks"), head.index("weights")
-    rows = lines[lines.index(head) + 1 :]
-    rows = rows[: rows.index("")]
-    name_width = max(len(row.split("  ")[0]) for row in rows)
-    return {row[:name_width].strip(): " ".join(row[begin:end].split()) for row in rows}
+    """{role or engine: its ranks and GPUs} of the plan of a dry run."""
+    text = stdout[stdout.index("# placement") :]
+    rows = yaml.safe_load(text[: text.index("\n\n")])
+    rows.pop("notes", None)
+    return {name: f"{row.get('ranks', '-')} {row['gpus']}" for name, row in rows.items()}
 
 
 def refused(*arguments: str, **environment: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -13,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import python, until
 
 from megarl.checkpoints import lease as leases
-from megarl.checkpoints.lease import ENDED, Record, machine, newest, path_of, take
+from megarl.checkpoints.lease import ENDED, NAME, Record, read_owner, take
 
 CHILD = """import sys, time
 from pathlib import Path
@@ -37,21 +37,18 @@ else:
 
 
 def owner(folder: Path) -> Record:
-    """What the newest lease file says."""
-    _, record = newest(folder)
+    """What the folder says of its owner."""
+    record = read_owner(folder)
     assert record is not None
     return record
 
 
-def write(folder: Path, record: Record, number: int = 1) -> None:
-    """A lease file that another run has left."""
-    folder.mkdir(exist_ok=True)
-    path_of(folder, number).write_bytes(record.encode())
-
-
-def left_by(process: int, started: str, **changes: object) -> Record:
-    record = Record("0123456789abcdef", "there", process, started, machine(), "2026-01-02 03:04:05")
-    return replace(record, **changes)  # pyright: ignore[reportArgumentType]
+def left_by_another(folder: Path, **changes: object) -> Record:
+    """A file that a run on another host has left."""
+    record = Record("0123456789abcdef", "there", 77, "2026-01-02 03:04:05")
+    record = replace(record, **changes)  # pyright: ignore[reportArgumentType]
+    (folder / NAME).write_bytes(record.encode())
+    return record
 
 
 @contextmanager
@@ -74,11 +71,11 @@ def test_taken_renewed_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         first = owner(tmp_path)
         assert first.process == os.getpid() and first.run == lease.run_id
         assert lease.problem() == ""
-        until(lambda: owner(tmp_path).renewals >= 3)
+        until(lambda: owner(tmp_path).heartbeats >= 3)
     assert owner(tmp_path).state == ENDED
     with held(tmp_path, patience_s=1) as again:
         assert again.run_id != first.run
-        assert [path.name for path in tmp_path.glob(".owner*")] == [".owner.000002.json"]
+        assert [path.name for path in tmp_path.glob(".owner*")] == [NAME]
     with held(tmp_path / "run", patience_s=1):
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists(), "a folder without a run"
@@ -96,69 +93,64 @@ def test_a_living_owner_is_refused(tmp_path: Path) -> None:
     leases.refuse_living(tmp_path / "none")
 
 
-def test_a_dead_owner_is_replaced_at_once(
+def test_a_killed_owner_is_replaced_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while nobody has waited for the process, so that its entry is still there."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = leases.start_of(process.pid)
-    write(tmp_path, left_by(process.pid, started))
-    with pytest.raises(ValueError, match=f"process {process.pid} on there"):
-        take(tmp_path, patience_s=1)
-    process.kill()
-    stat = Path(f"/proc/{process.pid}/stat")
-    until(lambda: stat.read_text().rsplit(")")[1].split()[0] == "Z")
+    (tmp_path / "go").touch()
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("won")
+        with pytest.raises(ValueError, match=f"process {process.pid} on "):
+            take(tmp_path, patience_s=100)
+        process.kill()
+        process.wait()
     leases.refuse_living(tmp_path)
     with held(tmp_path, patience_s=100) as lease:
         assert owner(tmp_path).run == lease.run_id
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "taken over from process" in said and "there" in said
-    process.wait()
-
-
-def test_a_process_id_that_is_used_again_is_no_owner(tmp_path: Path) -> None:
-    mine = leases.start_of(os.getpid())
-    write(tmp_path, left_by(os.getpid(), str(int(mine) - 1)))
-    take(tmp_path, patience_s=100).release()
-    write(tmp_path, left_by(os.getpid(), mine), 7)
-    with pytest.raises(ValueError, match="still going"):
-        take(tmp_path, patience_s=1)
+    lines = capsys.readouterr().err
+    assert lines.count("\n") == 1 and f"taken over from process {process.pid} on" in lines
 
 
 def test_an_owner_on_another_host_is_watched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The process id is that of a living process here, which says nothing about the other host.
-    away = left_by(os.getpid(), leases.start_of(os.getpid()), machine="another")
-    write(tmp_path, away)
+    (tmp_path / "metrics.jsonl").touch()
+    left_by_another(tmp_path)
     began = time.monotonic()
     take(tmp_path, patience_s=0.5).release()
     assert time.monotonic() - began >= 0.5
-    said = capsys.readouterr().err
-    assert "waiting up to 0.5 s" in said and "owner_timeout_s" in said and "taken over" in said
+    lines = capsys.readouterr().err
+    assert "waiting up to 0.5 s" in lines and "owner_timeout_s" in lines and "taken over" in lines
 
-    write(tmp_path, away, 8)
-    timer = threading.Timer(0.3, write, (tmp_path, replace(away, renewals=1), 8))
+    left_by_another(tmp_path)
+    timer = threading.Timer(0.3, lambda: left_by_another(tmp_path, heartbeats=1))
     timer.start()
     with pytest.raises(ValueError, match="on there, since 2026"):
         take(tmp_path, patience_s=100)
     timer.join()
-    write(tmp_path, replace(away, state=ENDED), 8)
+    left_by_another(tmp_path, state=ENDED)
     take(tmp_path, patience_s=100).release()
-
-
-def test_a_file_that_was_never_filled_is_watched(tmp_path: Path) -> None:
-    path_of(tmp_path, 3).touch()
+    (tmp_path / NAME).write_text('{"format": 2}')  # of another version of megarl
     began = time.monotonic()
     take(tmp_path, patience_s=0.4).release()
     assert time.monotonic() - began >= 0.4
-    assert newest(tmp_path)[0] in (0, 4)
+
+
+def test_a_file_system_that_locks_nothing_has_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(leases.fcntl, "flock", refuses)
+    left_by_another(tmp_path)
+    take(tmp_path, patience_s=0.1).release()
 
 
 @pytest.mark.parametrize("dead", [False, True])
 def test_of_several_that_start_at_once_one_wins(tmp_path: Path, dead: bool) -> None:
     if dead:
-        write(tmp_path, left_by(os.getpid(), "1"))
+        left_by_another(tmp_path, host=os.uname().nodename)
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     time.sleep(2)
@@ -187,61 +179,26 @@ def test_a_start_on_a_full_disk_leaves_no_lease(
         patch.setattr(leases.os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
             take(tmp_path, patience_s=1)
-    assert newest(tmp_path) == (0, None)
+    assert read_owner(tmp_path) is None and len(os.listdir(tmp_path)) == 1
     take(tmp_path, patience_s=100).release()
-
-
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_start_that_was_suspended_takes_no_folder_of_a_later_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
-) -> None:
-    """While it slept, after it had seen an owner that has ended, one run took the folder and ended
-    and another lives there. With `anew`, the first has removed the folder, so that the second
-    counts from 1 again.
-    """
-    folder, living = tmp_path / "run", list[leases.Lease]()
-    write(folder, left_by(1, "1", state=ENDED), 5)
-    awake = leases.has_ended
-
-    def sleeps(path: Path, patience_s: float) -> bool:
-        found = awake(path, patience_s)
-        if not living:
-            monkeypatch.setattr(leases, "has_ended", awake)
-            take(folder, patience_s=1).release()
-            if not anew:
-                write(folder, left_by(1, "1", state=ENDED), 6)
-            living.append(take(folder, patience_s=1))
-        return found
-
-    monkeypatch.setattr(leases, "has_ended", sleeps)
-    with pytest.raises(ValueError, match=f"still going .process {os.getpid()} on"):
-        take(folder, patience_s=1)
-    (lease,) = living
-    assert lease.problem() == "" and list(leases.numbered(folder)) == [lease.claim.number]
-    assert lease.claim.number == (1 if anew else 7)
-    lease.release()
 
 
 def test_a_run_notices_that_it_lost_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Suspended for longer than another host has waited, it wakes up beside the new owner."""
     monkeypatch.setattr(leases, "RENEW_S", 0.02)
     lost = take(tmp_path, patience_s=1)
-    write(tmp_path, left_by(77, "1", machine="another"), 2)
-    assert "was taken over by process 77 on there" in lost.problem()
-    path_of(tmp_path, 1).unlink()
-    assert "was taken over" in lost.problem()
-    before = path_of(tmp_path, 2).read_bytes()
-    time.sleep(0.2)
+    monkeypatch.setattr(leases, "_try_lock", lambda descriptor: True)  # as on another host
+    monkeypatch.setattr(leases.os, "uname", lambda: SimpleNamespace(nodename="there"))
+    monkeypatch.setattr(leases, "_watch", lambda *_: None)
+    new = take(tmp_path, patience_s=1)
+    assert f"was taken over by process {os.getpid()} on there" in lost.problem()
     lost.release()
-    assert path_of(tmp_path, 2).read_bytes() == before  # neither renewed nor released by the loser
-    assert json.loads(before)["process"] == 77
-
-    path_of(tmp_path, 2).unlink()
-    gone = take(tmp_path, patience_s=1)
-    path_of(tmp_path, 1).unlink()
-    assert "is gone" in gone.problem()
-    gone.release()
+    assert new.problem() == "" and owner(tmp_path).state == "runs"
+    (tmp_path / NAME).unlink()
+    assert "is gone" in new.problem()
+    new.release()
 
 
 def test_a_second_start_is_refused_without_heavy_imports() -> None:
@@ -258,23 +215,3 @@ def test_a_folder_that_cannot_be_read_is_not_the_affair_of_its_owner(
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     leases.refuse_living(tmp_path / name)
-
-
-def test_a_living_owner_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    """Its lease file cannot be read, but changes."""
-    path = path_of(tmp_path, 4)
-    path.write_text('{"format": 2, "beats": 0}')
-    timer = threading.Timer(0.3, path.write_text, ('{"format": 2, "beats": 1}',))
-    timer.start()
-    with pytest.raises(ValueError, match="belongs to a run that is still going"):
-        take(tmp_path, patience_s=20)
-    timer.join()
-    take(tmp_path, patience_s=0.4).release()
-
-
-def test_further_fields_of_a_lease_are_passed_over() -> None:
-    record = left_by(7, "1")
-    more = json.loads(record.encode()) | {"colour": "red", "format": 1}
-    assert leases.decode_lease(json.dumps(more).encode()) == record
-    assert leases.decode_lease(json.dumps(more | {"format": 2}).encode()) is None
-    assert leases.decode_lease(b"[]") is None

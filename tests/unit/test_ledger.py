@@ -24,6 +24,7 @@ from support.rollouts import OneStep, Prompts, rollout_service, segment
 
 from megarl.apps.runs.audit import audit
 from megarl.apps.runs.ledger_command import main
+from megarl.checkpoints.progress import Progress, write_progress
 from megarl.errors import UserError
 from megarl.ledger import journal as journals
 from megarl.ledger.events import (
@@ -693,6 +694,32 @@ def test_the_command_prints_a_table_and_refuses_what_cannot_be_true(
     said = capfd.readouterr().err
     assert "is dispatched at version 2, but 1 steps are trained" in said
     assert "more contradictions" in said
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"n":'])
+@pytest.mark.parametrize("known_by", ["checkpoint", "metrics"])
+def test_the_command_says_what_a_shortened_ledger_lacks(
+    known_by: str, tail: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Cut at the end of a line nothing in it is wrong, nor where a process was killed."""
+    path = tmp_path / FILE
+    lived(path, 1, 1, 1)
+    if known_by == "metrics":
+        steps = [f'{{"step": {step}}}\n' for step in range(1, LAST + 2)]
+        (tmp_path / "metrics.jsonl").write_text("".join(steps))
+    else:
+        checkpoint = tmp_path / "checkpoints" / f"step_{LAST:06}"
+        checkpoint.mkdir(parents=True)
+        about = Progress(LAST, 0, 0, "", "", "", ledger=position(path))
+        write_progress(checkpoint, about)
+    assert main([str(tmp_path)]) == 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 3]) + tail)
+    capfd.readouterr()
+    assert main([str(tmp_path), "--json"]) == 1
+    out, err = capfd.readouterr()
+    [lacks] = json.loads(out)["missing"]
+    assert "missing" in lacks and lacks in err
 
 
 def test_the_commands_mistakes_are_one_line(tmp_path: Path) -> None:

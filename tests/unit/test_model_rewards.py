@@ -80,7 +80,7 @@ def test_a_greedy_response_is_scored_and_left_out_of_the_statistics() -> None:
     """
     made = [replace(group, greedy=group.rollouts[0]) for group in groups(2, 2, seed=1)]
     made = [replace(group, rollouts=group.rollouts[1:]) for group in made]
-    scored = dealt(made, with_greedy=True).share(0)
+    scored = dealt(made, sends_untrained=True).share(0)
     found = rewarded(scored, {"a": 1.0})
     assert found.response_tokens.astype(bool).tolist() == [True, False, True, False]
     assert found.rewards == pytest.approx(scored.rewards + 0.5 * np.arange(4))

@@ -391,7 +391,7 @@ def packed(groups: list[Group], *, budget: int, saves: float, ranks: int = 1) ->
     within the budget.
     """
     settings: dict[str, Any] = {"micro_batch_tokens": budget, "prefix_saves": saves}
-    made = dealt(groups, num_data_ranks=ranks, with_greedy=True, **settings)
+    made = dealt(groups, num_data_ranks=ranks, sends_untrained=True, **settings)
     found = []
     for rank in range(ranks):
         batch = made.share(rank)

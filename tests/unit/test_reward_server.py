@@ -472,7 +472,7 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
             time.sleep(0.4)
             process.send_signal(signal.SIGTERM)
             (late,) = under_way.result(20).json()["scores"]
-        assert late["failure"] == "timeout" and "time_limit_s = 1 s" in late["detail"]
+        assert late["failure"] == "response_limit" and "time_limit_s = 1 s" in late["detail"]
     except BaseException:
         process.kill()
         raise

@@ -91,11 +91,14 @@ def test_short_names_are_unique(names: list[str], shown: list[str]) -> None:
 
 def test_means_of_own_metrics() -> None:
     made = [{"a": 1.0}, {"a": 2.0, "b": 5.0}, {}]
-    assert own_metrics(made) == {"environment/a": 1.5, "environment/b": 5.0}
+    means = {"environment/a": 1.5, "environment/b": 5.0}
+    assert own_metrics(made) == means | {
+        "environment/a/responses": 2.0,
+        "environment/b/responses": 1.0,
+    }
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
-    "none": (None, "nan", "returned None, not a finite number"),
     "text": ("1.0", "nan", "returned '1.0', not a finite number"),
     "huge": (1e10, "error", r"returned 1e\+10; return a reward between -1e\+09 and 1e\+09"),
     "beyond floats": (10**400, "nan", "not a finite number"),
@@ -315,4 +318,4 @@ async def test_a_timeout_does_not_wait_for_the_process_to_end(
     async with opened(EnvironmentConfig(verifier=own, time_limit_s=0.2)) as environment:
         found = await environment.score(PROMPT, "x", 1, False)
         told.set()
-    assert found.failure == "timeout"
+    assert found.failure == "response_limit"

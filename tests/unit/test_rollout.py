@@ -212,7 +212,9 @@ class Greedy(Engine):
 @pytest.mark.parametrize("mode", ["reward", "tokens"])
 async def test_a_greedy_response_is_compared_with_and_not_trained(mode: str) -> None:
     """Each group has one; its tokens are sent only where reward models are to score it."""
-    made = service([Greedy()], num_data_ranks=2, group_filter="all", greedy_baseline=mode)
+    sent = dict(sends_untrained=True) if mode == "tokens" else {}
+    known = dict(group_filter="all", greedy_baseline=True, dealing=sent)
+    made = service([Greedy()], num_data_ranks=2, **known)
     for step, (batch, other) in enumerate(await drive(made, range(3))):
         assert len(batch.rewards) == 3 * 7
         greedy = batch.response_tokens == 0
@@ -425,7 +427,7 @@ async def test_a_turn_has_stop_texts_of_its_own(tmp_path: Path) -> None:
 
 async def test_a_session_that_hangs_costs_its_own_rollout(tmp_path: Path) -> None:
     segments, verdict = await play("Hangs", Script([10, 1]), tmp_path)
-    assert verdict.failure == "timeout" and verdict.reward == 0.0
+    assert verdict.failure == "response_limit" and not verdict.left_out and verdict.reward == 0.0
     assert [part.kind for part in segments] == ["environment", "model"]
 
 

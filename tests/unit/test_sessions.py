@@ -189,7 +189,7 @@ async def test_plain_functions_run_on_as_many_threads_as_set(
 @pytest.mark.parametrize(
     ("told", "failure", "detail"),
     [
-        ("loop", "timeout", "environment.time_limit_s = 0.5 s"),
+        ("loop", "response_limit", "environment.time_limit_s = 0.5 s"),
         ("sleep", "timeout", "environment.time_limit_s = 0.5 s"),
         ("exit", "error", "SystemExit: 3"),
         ("raise", "error", "TimeoutError: a time-out of its own"),

@@ -12,11 +12,14 @@ from pathlib import Path
 import make_addition
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import models, trainers
 from transformers import AutoTokenizer
 
-from megarl.data.tokenizer import check_tokenizer, load_tokenizer
+from megarl.data.tokenizer import PROBE, check_tokenizer, load_tokenizer
+from megarl.rollout.engine_arguments import tokenizer_arguments
 
 SMALL = ["--demonstrations", "4000", "--prompts", "900"]
 WORDS = (
@@ -173,6 +176,91 @@ def test_a_folder_that_declares_no_family_is_taken_as_it_is(tmp_path: Path) -> N
     original = sentencepiece.SentencePieceProcessor(model_file=str(file))
     for text in TEXTS:
         assert load_tokenizer(str(folder))(text).input_ids == original.encode(text)
+
+
+BYTES = {  # the splitting rule of a byte-level tokenizer.json
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "deepseek": r"\p{N}{1,3}|[一-龥]+|[!-/:-~]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+",
+}  # fmt: skip
+"""{family: splitting rule of its published byte-level tokenizer.json}."""
+
+
+def tokenizer_json(folder: Path, form: str) -> tokenizers.Tokenizer:
+    """A small tokenizer.json in `folder`, in the published form `form`: of bytes with a rule of
+    `BYTES`, of SentencePiece ("metaspace", "prepend", "gemma") or of "bert".
+    """
+    pre, norm = tokenizers.pre_tokenizers, tokenizers.normalizers
+    special = ["<unk>", "<s>", "</s>", "[UNK]", "<|endoftext|>"]
+    if form in BYTES:
+        made = tokenizers.Tokenizer(models.BPE())
+        rule = pre.Split(tokenizers.Regex(BYTES[form]), "isolated")
+        made.pre_tokenizer = pre.Sequence([rule, pre.ByteLevel(False, use_regex=False)])
+        made.decoder = tokenizers.decoders.ByteLevel()
+        train = trainers.BpeTrainer(
+            vocab_size=500, special_tokens=special, initial_alphabet=pre.ByteLevel.alphabet()
+        )
+    elif form == "bert":
+        made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = norm.BertNormalizer(lowercase=False)
+        made.pre_tokenizer = pre.BertPreTokenizer()
+        train = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special)
+    else:
+        made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+        if form == "metaspace":
+            made.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=False)
+        else:
+            prefix = [norm.Prepend("\u2581")] if form == "prepend" else []
+            made.normalizer = norm.Sequence([*prefix, norm.Replace(" ", "\u2581")])
+        train = trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    made.train_from_iterator([PROBE, *TEXTS, WORDS] * 3, train)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+@pytest.mark.parametrize(("form", "kind", "model"), [
+    ("llama3", "LlamaTokenizerFast", "llama"),  # DeepSeek-R1-Distill-Llama
+    ("deepseek", "LlamaTokenizerFast", "qwen2"),  # DeepSeek-R1-Distill-Qwen
+    ("llama3", "PreTrainedTokenizerFast", "llama"),
+    ("deepseek", "LlamaTokenizerFast", "deepseek_v3"),
+    ("qwen2", "Qwen2TokenizerFast", "qwen3"),
+    ("gpt2", "Qwen2Tokenizer", "qwen2"),
+    ("metaspace", "LlamaTokenizer", "llama"),
+    ("prepend", "LlamaTokenizerFast", "mistral"),
+    ("prepend", "LlamaTokenizer", "phi3"),
+    ("llama3", "LlamaTokenizerFast", "mistral"),  # Mistral-Nemo's, of bytes
+    ("llama3", "PreTrainedTokenizerFast", "mistral"),
+    ("gemma", "GemmaTokenizer", "gemma3_text"),
+    ("gpt2", "GPT2Tokenizer", "llama"),
+    ("gpt2", None, "gpt2"),
+    ("prepend", "CodeLlamaTokenizer", "llama"),
+    ("gpt2", "GPTNeoXTokenizerFast", "gpt_neox"),
+    ("bert", "BertTokenizer", "llama"),
+    ("deepseek", "CohereTokenizerFast", "cohere"),
+    ("qwen2", "TokenizersBackend", "qwen2"),
+    ("llama3", "NobodysTokenizer", "olmo2"),
+])  # fmt: skip
+def test_the_ids_are_those_of_the_file(
+    form: str, kind: str | None, model: str, tmp_path: Path
+) -> None:
+    file = tokenizer_json(tmp_path, form)
+    described = {"tokenizer_class": kind} if kind else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"eos_token": "</s>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    loaded = load_tokenizer(str(tmp_path))
+    with tokenizer_arguments(str(tmp_path)) as engine:
+        again = AutoTokenizer.from_pretrained(engine["tokenizer"])
+    for text in [PROBE, *TEXTS, *AWKWARD]:
+        ids = file.encode(text).ids
+        for one in (loaded, again):
+            assert one(text).input_ids == ids, text
+            assert one.decode(ids, clean_up_tokenization_spaces=False) == file.decode(
+                ids, skip_special_tokens=False
+            )
+    assert len(loaded) == file.get_vocab_size()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import os
 import resource
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 
 from megarl.apps.gateway.agent_program import (
     AgentFailed,
-    adopt_orphans,
     check_command,
     run_agent_program,
 )
@@ -42,6 +42,12 @@ from megarl.types import Prompt
 FUNCTION = "environment.agent.function"
 MOST_FILES = 65_536
 """Open files that a worker process asks for."""
+MOST_OPEN = 256
+"""Calls of one rollout that may be open at the same time."""
+MOST_BODIES = 2
+"""Calls of one rollout whose bodies are held and read at the same time."""
+PIECE = 65_536
+"""Characters of a piece of a long text, of which the tokens are counted before it is encoded."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
 """A tool with which the parser of tool calls is tried."""
 
@@ -82,6 +88,10 @@ class AgentKit:
         self._readers: dict[str, CallReader] = {}
         self._web: Any = None
         """The HTTP client of all function agents; made with the first call."""
+        self._thread = ThreadPoolExecutor(1)
+        """A tokenizer is used by one thread at a time, and other rollouts do not wait for it."""
+        self.has_warned = False
+        """Whether the user was told of a client that changes turns of the model."""
         self.serving: asyncio.Task[None] | None = None
         """The task of the server, which would end without a reference to it."""
 
@@ -113,8 +123,6 @@ class AgentKit:
         # A program, and the connection of a call, take some each.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
-        if settings.command:
-            adopt_orphans()
         require(
             self.codec.tokenizer.chat_template,
             "environment.agent needs a model whose tokenizer has a chat template; put one beside"
@@ -122,7 +130,8 @@ class AgentKit:
         )
         tokenizer = self.codec.tokenizer
         CallReader(settings.parser, tokenizer, [ANY_TOOL], "environment.agent.parser")
-        self.markup = TurnMarkup(tokenizer, (), self.codec.variables)
+        allowed = self.codec.allows_control
+        self.markup = TurnMarkup(tokenizer, (), self.codec.variables, control_tokens=allowed)
         begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
         self.beginning = str(tokenizer.bos_token) if begins else ""
         """Special token with which the tokenizer begins a text that no template writes."""
@@ -201,7 +210,24 @@ class AgentKit:
             raise AgentFailed(f"the agent raised {error!r}") from error
         return Answer(answer) if isinstance(answer, str) else answer
 
-    def read(
+    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function` returns, which runs beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+    def encode(self, text: str, most: int) -> list[int]:
+        """The token ids of `text`, or of its first pieces, if these have more than `most` tokens
+        already, in which case no more is read; 0 for no limit.
+        """
+        if most and len(text) > max(8 * most, PIECE):  # the limit is passed well before the end
+            count = 0
+            for start in range(0, len(text), PIECE):
+                count += len(ids := self.codec.encode(text[start : start + PIECE]))
+                if count > 1.1 * most + PIECE // 64:  # pieces have a few tokens more
+                    return ids[:1] * count
+        return self.codec.encode(text)
+
+    async def read(
         self, text: str, token_ids: np.ndarray, call: AgentCall, room: int
     ) -> tuple[str, Choice]:
         """(the model's turn with special tokens, the same as the agent reads it). `text`: the turn
@@ -215,7 +241,8 @@ class AgentKit:
             whole, text = said.partition(stop)[0], text.partition(stop)[0]
         if call.tools:
             try:
-                beside, found = self._reader(call.tools).parse(self.markup.without_closing(whole))
+                reader = await self.beside(self._reader, call.tools)
+                beside, found = await reader.read(self.markup.without_closing(whole))
             except Exception:
                 found = []  # what vLLM's parser cannot read is text, as other servers have it
             if found:
@@ -259,8 +286,12 @@ class AgentSession:
 
     def __init__(self, kit: AgentKit) -> None:
         self.kit, self.key = kit, f"megarl-{secrets.token_urlsafe(24)}"
-        self.calls: asyncio.Queue[AgentCall | None] = asyncio.Queue()
+        self.open, self.reading = 0, asyncio.Semaphore(MOST_BODIES)
+        """Calls that the server has not yet answered; of these, those whose bodies it reads."""
+        self._waiting: asyncio.Queue[AgentCall | None] = asyncio.Queue()
         """Calls that wait to be answered, and None once the agent has ended."""
+        self._calls: dict[bytes, list[AgentCall]] = {}
+        """{digest: the calls that ask the same}, of all calls"""
         self._conversations = Conversations(kit.markup, kit.beginning)
         self._agent: asyncio.Future[Any] | None = None
         self._call: AgentCall | None = None
@@ -271,17 +302,37 @@ class AgentSession:
         """Tokens of the call's conversation before the answer, and its last segment."""
         self._given = 0
         """Most tokens of the model's present turn."""
-        self._segments, self._turns, self._tokens = 0, 0, 0
-        """Of the rollout so far; tokens are those of all conversations, each counted once."""
+        self._parents: list[int] = []
+        """Of each segment of the rollout so far, the one that it continues, or -1."""
+        self._answers: dict[int, AgentCall] = {}
+        """{number of a segment of the model: the call that it answers}"""
+        self._tokens = 0
+        """Of all conversations so far, each counted once."""
+        self._said = ""
+        """The text that the agent ended with."""
         self._left_s = kit.settings.time_limit_s
         kit.sessions[self.key] = self
+
+    def submit(self, call: AgentCall, is_retry: bool) -> AgentCall:
+        """Queue a call that has come in. Returns it, or in its place an earlier one that asks the
+        same and has lost its client before the answer was read. `is_retry`: the client says that it
+        has sent the call before, so that it has thrown away an answer that it seems to have read.
+        """
+        same = self._calls.setdefault(call.digest, [])
+        left = [one for one in same if one.connection is None and one.error is None]
+        unread = [one for one in left if not one.read_at] or (left[-1:] if is_retry else [])
+        if unread:
+            return unread[0]
+        same.append(call)
+        self._waiting.put_nowait(call)
+        return call
 
     async def start(self, prompt: Prompt) -> Observation:
         """Start the agent and wait for its first call. Returns what the model reads; if the agent
         ends without a call, the prompt's text, so that the rollout has something to end with.
         """
         self._agent = asyncio.ensure_future(self.kit.run(prompt, self.key))
-        self._agent.add_done_callback(lambda _: self.calls.put_nowait(None))
+        self._agent.add_done_callback(lambda _: self._waiting.put_nowait(None))
         return await self._observation() or Observation(prompt.text or "?", max_tokens=1)
 
     async def step(self, text: str, token_ids: np.ndarray) -> Any:
@@ -292,27 +343,33 @@ class AgentSession:
         if self._call is None:
             self._result()
             raise AgentFailed("the agent made no call; see that it asks the server at its URL")
-        self._record(text, token_ids)
+        await self._record(text, token_ids)
         found = await self._observation()
         return self._result() if found is None else found
 
-    def _record(self, text: str, token_ids: np.ndarray) -> None:
+    async def _record(self, text: str, token_ids: np.ndarray) -> None:
         """Note the model's turn, and answer the call with it if it is the last asked for."""
         assert self._call is not None
-        said, choice = self.kit.read(text, token_ids, self._call, self._given)
-        number, self._segments, self._turns = self._segments, self._segments + 1, self._turns + 1
+        said, choice = await self.kit.read(text, token_ids, self._call, self._given)
+        number = self._add_segment(len(self._parents) - 1)
+        self._answers[number] = self._call
         self._tokens += len(token_ids)
         tokens = self._context + len(token_ids)
         self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
         self._call.add(choice)
 
+    def _add_segment(self, follows: int) -> int:
+        """Note a segment of the rollout and return its number."""
+        self._parents.append(follows)
+        return len(self._parents) - 1
+
     async def _observation(self) -> Observation | None:
         """What the model reads to answer the next call; None if the agent has ended."""
         call = self._call
-        if call is not None and not call.answer.done():  # another answer to the same call
+        if call is not None and not call.ended.is_set():  # another answer to the same call
             try:
                 self._given = self._room(call)
-                self._segments += 1
+                self._add_segment(self._asked_at)
                 return self._asks(call, "", [], self._asked_at)
             except ApiError as error:
                 call.fail(error)
@@ -320,20 +377,27 @@ class AgentSession:
             call = self._call = await self._next()
             if call is None:
                 return None
-            if call.answer.cancelled():
+            if call.connection is None:
+                call.fail(_ended())  # nobody waits for it any more
                 continue
+            beside = self.kit.beside
             try:
-                place = self._place = self._conversations.place(call.chat, call.tools)
-                ids = self.kit.codec.encode(place.text)
-                read = len(ids)
-                self._context = call.prompt_tokens = place.tokens + read
-                self._given = self._room(call, read)
+                place = await beside(self._conversations.place, call.chat, call.tools)
+                self._context, self._place = place.tokens, place
+                ids = await beside(self.kit.encode, place.text, self._left())
+                self._context = call.prompt_tokens = place.tokens + len(ids)
+                self._given = self._room(call, len(ids))
             except Exception as error:  # also what the template and the tokenizer raise
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
-            self._asked_at = self._segments if place.text else place.follows
+            call.chat = []  # a rollout may have many long ones
+            if (before := self._answers.get(place.follows)) is not None:
+                before.read_at = before.read_at or time.monotonic()  # since the agent has its text
+            self._asked_at = self._add_segment(place.follows)
+            if not place.text:
+                self._asked_at = place.follows
             self._conversations.asked(place, self._asked_at, self._context)
-            self._segments, self._tokens = self._segments + 1, self._tokens + read
+            self._tokens += len(ids)
             return self._asks(call, place.text, ids, place.follows)
 
     def _asks(
@@ -344,8 +408,15 @@ class AgentSession:
         )
 
     def _room(self, call: AgentCall, read: int = 0) -> int:
-        """Most tokens of the model's answer to `call`, for which it reads `read` more; raises
-        `ApiError` if there is no room.
+        """Most tokens of the model's answer to `call`, for which it reads `read` more; 0 for no
+        limit. Raises `ApiError` if there is no room.
+        """
+        limits = [one for one in (self._left(read), call.max_tokens) if one]
+        return min(limits, default=0)
+
+    def _left(self, read: int = 0) -> int:
+        """Most tokens that the present conversation may still have, after `read` more that are
+        counted in `_context`; 0 for no limit. Raises `ApiError` if there are none.
         """
         longest, together = self.kit.settings.context_tokens, self.kit.settings.rollout_tokens
         left = together - self._tokens - read
@@ -362,9 +433,8 @@ class AgentSession:
                 code="context_length_exceeded",
                 param="messages",
             )
-        limits = [longest and longest - self._context, together and left, call.max_tokens]
-        limits = [one for one in limits if one]
-        return min(limits, default=0)
+        limits = [longest and longest - self._context, together and left]
+        return min([one for one in limits if one], default=0)
 
     async def _next(self) -> AgentCall | None:
         """The next call; None once the agent has ended. Raises `LimitExceeded` if the agent takes
@@ -374,7 +444,7 @@ class AgentSession:
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s):
-                call = await self.calls.get()
+                call = await self._waiting.get()
         except TimeoutError:
             limit_s = self.kit.settings.time_limit_s
             raise LimitExceeded(
@@ -391,17 +461,65 @@ class AgentSession:
         """What the agent, which has ended, has answered; raises what it has raised."""
         assert self._agent is not None
         answer = self._agent.result()
-        own = {"calls": float(self._turns), "conversations": float(self._conversations.started)}
+        self._said = answer.text if isinstance(answer, Answer) else ""
+        unread = [number for number, call in self._answers.items() if not call.read_at]
+        own = {
+            "calls": float(len(self._answers)),
+            "conversations": float(self._conversations.started),
+            "unread": float(len(unread)),
+            "left_out": float(len(set(self.untrained) - set(unread))),
+        }
         if isinstance(answer, Answer):
             return Answer(answer.text, own | answer.metrics)
         return own | (answer if isinstance(answer, dict) else {"reward": answer})
 
+    @property
+    def untrained(self) -> list[int]:
+        """Numbers of the model's segments that are not trained: answers that no client has read and
+        with `environment.agent.trains: last` all but the agent's last and those before it in the
+        same conversation.
+        """
+        trained = [number for number, call in self._answers.items() if call.read_at]
+        if self.kit.settings.trains == "last":
+            last = self._last(trained)
+            trained = [number for number in trained if self._answers[number] is last]
+        kept = set[int]()
+        for number in trained:
+            while number >= 0 and number not in kept:
+                kept.add(number)
+                number = self._parents[number]
+        return [number for number in self._answers if number not in kept]
+
+    def _last(self, numbers: Sequence[int]) -> AgentCall | None:
+        """Of the calls that the segments `numbers` answer, the one that was read last, or the last
+        of those whose text is in the agent's answer, or has it in itself.
+        """
+        calls = sorted({self._answers[one] for one in numbers}, key=lambda call: call.read_at)
+        for call in reversed(calls):
+            texts = [choice.text.strip() for choice in call.choices]
+            if any(
+                one and self._said and (one in self._said or self._said in one) for one in texts
+            ):
+                return call
+        return calls[-1] if calls else None
+
+    def told_at_end(self) -> dict[str, Any]:
+        """What the worker process replies besides at the end of the rollout."""
+        warning, changed = "", self._conversations.changed
+        if changed and not self.kit.has_warned:  # once for each worker process
+            self.kit.has_warned = True
+            warning = (
+                "a conversation of an agent begins anew at a turn of the model that the agent's"
+                f" client has changed: {changed}; see that it sends back what it was given"
+            )
+        return {"untrained": self.untrained, "warning": warning}
+
     async def close(self) -> None:
         """End the agent, and refuse its calls from now on."""
         self.kit.sessions.pop(self.key, None)
-        waiting = [self.calls.get_nowait() for _ in range(self.calls.qsize())]
-        for call in filter(None, [self._call, *waiting]):
-            call.fail(_ended())
+        for same in self._calls.values():
+            for call in same:
+                call.fail(_ended())
         if self._agent is not None:
             self._agent.cancel()
             await asyncio.wait([self._agent])

@@ -7,7 +7,6 @@ and from all servers but the gateway, ended with all that it has started.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -21,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from megarl.environments.isolation import call_libc, has_filters, landlock_version
+from megarl.environments.descendants import END_WITHIN_S
+from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
+from megarl.files import in_thread, remove_folder
+from megarl.private_folder import MARK
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -36,36 +36,33 @@ ERROR_BYTES = 2000
 CLOSE_WITHIN_S = 1.0
 """Seconds that the output of an agent which has ended is still read for: a process that has escaped
 may hold it open."""
-MARK = "MEGARL_PROMPT"
-"""Environment variable by which `_end` knows its rollout."""
-SET_CHILD_SUBREAPER = 36
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import json, os, sys
 sys.path.insert(0, sys.argv[1])
-from megarl.environments.isolation import allow_tcp_only, call_libc, enter_own_domain
+from megarl.environments.descendants import oversee
+from megarl.environments.isolation import cover, enter_own_domain, filter_calls, has_filters
 parent, port, folder, *command = sys.argv[2:]
-call_libc("prctl", 1, 9, 0, 0, 0)
-if os.getppid() != int(parent):
-    os._exit(1)
-if port == "0":
-    enter_own_domain(mounts=False)
-elif port != "none":
-    with open(folder + "/hidden.json") as file:
-        hidden = json.load(file)
-    os.remove(file.name)
-    enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
-    allow_tcp_only()
-os.execvp(command[0], command)"""
-"""Program that becomes the agent: arguments are where megarl lies, the id of its parent process,
-the only port that the agent may connect to (0: no rules of networks and files; "none": no domain),
-its folder, where hidden.json has what it cannot read, and the agent's command."""
+def begin():
+    if port == "0":
+        enter_own_domain(mounts=False)
+    elif port != "none":
+        with open(folder + "/hidden.json") as file:
+            hidden = json.load(file)
+        os.remove(file.name)
+        cover(hidden, folder)
+        os.chdir(folder + "/work")
+        enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
+    if port != "none" and has_filters():
+        filter_calls(alone=port != "0")
+    os.execvp(command[0], command)
+oversee(int(parent), begin)"""
+"""Program that starts the agent and stays above it, out of its reach: arguments are where megarl
+lies, the id of its parent process, the only port that the agent may connect to (0: no rules of
+networks and files; "none": no domain), its folder, where hidden.json has what it cannot read, and
+the agent's command."""
 FOLDER = "megarl_agent_"
 """How the names of the agents' folders begin."""
-
-
-_agents: set[int] = set()
-"""Ids of the agents' processes that are not yet reaped."""
 
 
 def _absolute(word: str) -> str:
@@ -149,6 +146,8 @@ async def run_agent_program(
             own["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         unseen = [f"{folder.parent / FOLDER}*", *map(os.path.realpath, hidden)]
+        if MARK in os.environ:  # folders of later rollouts, and sockets of the run
+            unseen.append(str(folder.parent))
         if port not in ("0", "none"):  # a file, since the words of a command are limited
             (folder / "hidden.json").write_text(json.dumps(unseen))
         starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
@@ -161,14 +160,13 @@ async def run_agent_program(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        _agents.add(process.pid)
         reading = [
             asyncio.create_task(_last(process.stdout, MOST_OUTPUT)),
             asyncio.create_task(_last(process.stderr, ERROR_BYTES)),
         ]
         try:
             await _ended(process)
-            await asyncio.to_thread(_end, process, own[MARK])  # which closes the pipes, too
+            process.wait()
             await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
             said, complained = (one.result() if one.done() else b"" for one in reading)
             if code := process.returncode:
@@ -181,10 +179,11 @@ async def run_agent_program(
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.to_thread(_end, process, own[MARK])
-            _agents.discard(process.pid)
+            await asyncio.to_thread(_end, process)
     finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        # Of millions of files the rest is removed while the rollout goes on.
+        removed = in_thread("removal", functools.partial(remove_folder, folder))
+        await asyncio.wait([asyncio.wrap_future(removed)], timeout=CLOSE_WITHIN_S)
 
 
 def _answer(result: Path | None, said: bytes) -> Any:
@@ -235,33 +234,11 @@ async def _last(stream: Any, most: int) -> bytes:
     return kept
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of what its descendants leave behind; `_end` finds it there."""
-    call_libc("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill the process and all that it has started, as far as found: its descendants, its process
-    group, and orphans with `mark` in their environment, which `adopt_orphans` has brought here.
-    Reaps ended orphans of all agents. Does nothing the second time, when the process's id may be
-    another's.
-    """
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for one in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if one.pid in _agents:
-                continue
-            if one.status() == psutil.STATUS_ZOMBIE:
-                one.wait(CLOSE_WITHIN_S)
-            elif one.environ().get(MARK) == mark:
-                for descendant in [*one.children(recursive=True), one]:
-                    descendant.kill()
-                one.wait(CLOSE_WITHIN_S)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process above an agent, which first ends the agent and all that it has started."""
+    process.terminate()
+    try:
+        process.wait(END_WITHIN_S + CLOSE_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

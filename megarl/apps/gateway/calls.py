@@ -6,9 +6,11 @@ import asyncio
 import re
 import secrets
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
 
 from megarl.chat_template import Turn
+from megarl.files import canonical_json
 from megarl.rollout.config import MOST_STOPS
 
 Kind = Literal["invalid_request_error", "authentication_error", "not_found_error", "api_error"]
@@ -56,7 +58,7 @@ class Choice:
 @dataclass(eq=False)
 class AgentCall:
     """A call of an agent: the conversation that it sends and how many answers it asks for. The HTTP
-    server waits for `answer`, which the session of the rollout sets.
+    server waits for `ended`, which the session of the rollout sets.
     """
 
     chat: list[Turn]
@@ -76,21 +78,35 @@ class AgentCall:
     """Tokens of the conversation before the answer; set once it was written for the model."""
     choices: list[Choice] = field(default_factory=list)
     """The answers so far."""
-    answer: asyncio.Future[list[Choice]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    """Resolves to the answers, or raises `ApiError`."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all answers are there, or `error` is."""
+    error: ApiError | None = None
+    connection: Any = None
+    """The client's connection that the answer goes to; None once the client has left."""
+    read_at: float = 0.0
+    """When the whole answer was written to its connection, in seconds of a monotonic clock; 0: no
+    client has read it."""
+
+    digest: bytes = b""
+    """As `same` returns it."""
+
+    def same(self) -> bytes:
+        """Digest that is equal for calls which ask the same."""
+        limits = [self.max_tokens, self.count, self.calls_once, self.stop]
+        text = canonical_json([self.chat, self.tools, limits])
+        return blake2b(text.encode(), digest_size=16).digest()
 
     def add(self, choice: Choice) -> None:
         """Note one answer; after the last, the call is answered."""
         self.choices.append(choice)
-        if len(self.choices) == self.count and not self.answer.done():
-            self.answer.set_result(self.choices)
+        if len(self.choices) == self.count:
+            self.ended.set()
 
     def fail(self, error: ApiError) -> None:
         """End the call with an error, if it is not answered."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()
 
 
 def stops_of(given: str | list[str] | None) -> tuple[str, ...]:

@@ -63,20 +63,33 @@ def _after(key: bytes, turn: Turn) -> bytes:
     """Digest of a conversation that ends with the message `turn`, {role, content, tool_calls, ...};
     `key`: the digest of what is before it. It is equal for messages that mean the same: the
     contents are equal, those of the model but for white space around them, which some clients
-    remove, and the calls have the same names and arguments. Ids of calls and empty fields do not
-    count. Thoughts and names, which templates may write, do, but for the model's name, which some
-    clients add.
+    remove, and the calls have the same names and values of arguments. Ids of calls and empty fields
+    do not count. Thoughts and names, which templates may write, do, but for the model's name,
+    which some clients add.
     """
     is_models = turn["role"] == "assistant"
     written = [turn.get(name) for name in WRITTEN if not (is_models and name == "name")]
     head = json.dumps([turn["role"], *written])
     if made := turn.get("tool_calls"):
-        functions = [call.get("function") or {} for call in made]
-        calls = [[one.get("name"), one.get("arguments")] for one in functions]
-        head = f"{head} {canonical_json(calls)}"
+        head = f"{head} {canonical_json(_values(made))}"
     content = turn.get("content") or ""
     said = f"{head}\n{content.strip() if is_models else content}"
     return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _values(calls: Sequence[dict[str, Any]]) -> list[Any]:
+    """[name, arguments] of tool calls, in which values that clients write in several ways are the
+    same: 3 and 3.0, no field and one that is null, what is no object and `other_forms` makes one.
+    """
+    functions = [call.get("function") or {} for call in calls]
+    found = json.loads(
+        canonical_json([[one.get("name"), one.get("arguments")] for one in functions]),
+        parse_float=lambda text: int(float(text)) if float(text).is_integer() else float(text),
+        object_hook=lambda fields: {k: v for k, v in fields.items() if v is not None},
+    )
+    return [
+        [name, given if isinstance(given, dict) else {"arguments": given}] for name, given in found
+    ]
 
 
 def plain(message: dict[str, Any]) -> Turn:
@@ -106,8 +119,10 @@ def plain(message: dict[str, Any]) -> Turn:
 def _as_object(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments, a JSON text, are read, as far as they can be."""
     function = dict(call.get("function") or {})
-    with contextlib.suppress(TypeError, ValueError):
-        function["arguments"] = json.loads(function.get("arguments") or "{}")
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        given = json.loads(function.get("arguments") or "{}")
+        canonical_json(given)  # what is nested too deep to be written stays a text
+        function["arguments"] = given
     return dict(call) | {"function": function}
 
 
@@ -125,8 +140,13 @@ class Conversations:
         """{digest of messages and tools: what was written for them}"""
         self._answered: dict[bytes, _Recorded] = {}
         """{digest of messages and tools, the last one the model's: its turn}"""
+        self._turns: dict[bytes, list[Turn]] = {}
+        """{digest of messages and tools: the turns with which the model has answered them}"""
         self.started = 0
         """Conversations of their own that have begun."""
+        self.changed = ""
+        """How a turn of the model came back that is another only by the client's way of writing it;
+        the conversation begins anew there. "" if none did."""
 
     def place(self, chat: Sequence[Turn], tools: Tools) -> Place:
         """Where the call with the messages `chat` and `tools` (as `plain` returns them, and in
@@ -139,13 +159,27 @@ class Conversations:
             return Place(again.number, "", again.tokens, keys[-1])
         for length in range(len(chat), 0, -1):
             before = self._answered.get(keys[length])
-            if before is not None:
+            if before is None:
+                self._compare(chat[length - 1], self._turns.get(keys[length - 1], []))
+            else:
                 turn, new = chat[length - 1], chat[length:]
                 text = self._markup.following(before.said, turn, new, tools)
                 return Place(before.number, text, before.tokens, keys[-1])
         if chat[0]["role"] == RAW:
             return Place(NEW, self._beginning + chat[0]["content"], 0, keys[-1])
         return Place(NEW, self._markup.whole(chat, tools), 0, keys[-1])
+
+    def _compare(self, turn: Turn, said: Sequence[Turn]) -> None:
+        """Note in `changed` whether the message `turn`, in the place of the model's turns `said`,
+        is one of these with other arguments or thoughts: no editing that an agent means.
+        """
+        for one in said if turn["role"] == "assistant" else ():
+            calls, others = (_values(each.get("tool_calls") or []) for each in (one, turn))
+            text, other = one["content"].strip(), turn["content"].strip()
+            if text == other and [name for name, _ in calls] == [name for name, _ in others]:
+                is_call = calls != others
+                before, after = (calls, others) if is_call else (sorted(one), sorted(turn))
+                self.changed = f"{json.dumps(before):.200} came back as {json.dumps(after):.200}"
 
     def asked(self, place: Place, number: int, tokens: int) -> None:
         """Remember that segment `number` of the rollout was written for the call at `place`, whose
@@ -160,3 +194,4 @@ class Conversations:
         with special tokens.
         """
         self._answered[_after(place.key, turn)] = _Recorded(number, tokens, said)
+        self._turns.setdefault(place.key, []).append(turn)

@@ -15,20 +15,27 @@ import contextlib
 import json
 import math
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
 
+from megarl.apps.gateway.agent_kit import MOST_OPEN
 from megarl.apps.gateway.calls import AgentCall, ApiError
 from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
+from megarl.apps.tools.forked import TookTooLong, in_copy
 
 if TYPE_CHECKING:
     from megarl.apps.gateway.agent_kit import AgentKit, AgentSession
@@ -42,8 +49,16 @@ MOST_BYTES = 2**22
 """Longest request."""
 MOST_ITEMS = 20_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
-MOST_OPEN = 256
-"""Calls of one rollout that may wait at the same time."""
+LIGHT_ITEMS, LIGHT_RESPONSES = 500, 50
+"""Most items of a request that is read in a thread; of one to /v1/responses. Wrong ones take vLLM's
+classes 0.05 and 1 ms each, all of them in one piece with Python's lock."""
+LIGHT_MARKS = 100_000
+"""Most brackets, commas and colons of one whose JSON is read in a thread; 10 ms in one piece."""
+BEGIN_S, ALIVE_S = 0.1, 0.4
+"""Seconds after which a streamed response begins, whose errors had a status of their own until
+then, and between the comments which show a client that it goes on."""
+ESTABLISHED, CLOSED = 1, 7
+"""States of a TCP connection (Linux): both sides may write; it was reset."""
 
 
 class _Server(uvicorn.Server):
@@ -54,6 +69,60 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Connection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIssues]
+    """A client's connection, which notes on the call that came in on it when its client leaves, and
+    whether the answer was then unread: the kernel resets a connection that is closed with unread
+    data, and one that is written to after the client has closed it.
+    """
+
+    def __init__(self, *given: Any, known: dict[Any, Connection], **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._known, self.left = known, asyncio.Event()
+        self.call: AgentCall | None = None
+        """The newest call on it."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._known[self.client] = self
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._known.pop(self.client, None)
+        self.left.set()
+        call = self.call
+        if call is not None and call.connection is self:
+            call.connection = None
+            if exc is not None or self._state() == CLOSED:
+                call.read_at = 0.0
+        super().connection_lost(exc)
+
+    def take(self, call: AgentCall) -> None:
+        """Note that `call` is to be answered on this connection."""
+        self.call, call.connection, call.read_at = call, self, 0.0
+
+    def wrote(self, call: AgentCall) -> None:
+        """Note that the whole answer to `call` was written."""
+        if self.is_open:
+            call.read_at = time.monotonic()
+
+    async def wait(self, call: AgentCall, limit_s: float | None) -> None:
+        """Wait until the call is answered or the client has left, for `limit_s` at most."""
+        waits = [asyncio.ensure_future(one.wait()) for one in (call.ended, self.left)]
+        try:
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client has not closed it, also if this process was not yet told so."""
+        return not self.left.is_set() and self._state() == ESTABLISHED
+
+    def _state(self) -> int:
+        found = self.transport.get_extra_info("socket")
+        return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 async def serve_agents(kit: AgentKit) -> int:
     """Serve the calls of the agents of `kit` on a free port of the loopback address, in this event
     loop, to the end of the process. Returns the port, which is open.
@@ -61,9 +130,11 @@ async def serve_agents(kit: AgentKit) -> int:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
+    gateway = Gateway(kit)
     web = _Server(
         uvicorn.Config(
-            Gateway(kit).app,
+            gateway.app,
+            http=partial(Connection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -82,55 +153,84 @@ class Gateway:
         self._kit = kit
         self._is_for_tools: bool | None = None
         """Whether the chat template writes tools; None until a call has some."""
-        routes = [Route(form.path, self._handler(form), methods=["POST"]) for form in FORMS]
+        self.connections: dict[Any, Connection] = {}
+        """{(host, port) of a client: its connection}"""
+        routes = [Route(one.path, _Endpoint(self, one), methods=["POST"]) for one in FORMS]
         routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
         routes.append(Route("/", _alive))
         self.app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
 
-    def _handler(self, form: Form) -> Any:
-        async def handle(request: Request) -> Response:
+    async def answer(self, form: Form, request: Request, send: Send) -> None:
+        """Answer a request of the API `form`."""
+        try:
+            session = self._session(request)
+            if session.open >= MOST_OPEN:  # before the body, which takes memory, is read
+                raise ApiError(f"{MOST_OPEN} calls of this rollout are open already", status=429)
+            session.open += 1
             try:
-                return await self._answer(form, request)
-            except ApiError as error:
-                return _json(form.error(error), error.status)
-            except Exception as error:
-                failed = ApiError(f"the gateway failed: {error!r:.500}", status=500)
-                return _json(form.error(failed), failed.status)
+                return await self._answer(form, request, session, send)
+            finally:
+                session.open -= 1
+        except ClientDisconnect:
+            return
+        except ApiError as one:
+            error = one
+        except Exception as one:
+            error = ApiError(f"the gateway failed: {one!r:.500}", status=500)
+        await _json(form.error(error), error.status)(request.scope, request.receive, send)
 
-        return handle
+    async def _answer(
+        self, form: Form, request: Request, session: AgentSession, send: Send
+    ) -> None:
+        async with session.reading:
+            asked = await self._read(form, request)
+        self._check_model(asked.model)
+        call, beside = asked.call, self._kit.beside
+        if call.tools and not await beside(self._shows_tools, call.tools):
+            raise unsupported("tools", "the model's chat template does not show them to the model")
+        whole = (request.scope, request.receive, send)
+        if asked.is_count:
+            call.prompt_tokens = await beside(self._count, call)
+            return await _json(form.answer(asked, call, []))(*whole)
+        session = self._session(request)  # which may have ended while the request arrived
+        connection = self.connections.get(request.scope["client"])
+        if connection is None:
+            raise ClientDisconnect
+        again = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's, Anthropic's
+        call = session.submit(call, again)
+        connection.take(call)
+        await connection.wait(call, BEGIN_S if asked.is_stream else None)
+        if call.error is not None:
+            raise call.error
+        if asked.is_stream:
+            await _start_stream(send)
+            while not call.ended.is_set() and connection.is_open:
+                await _write(send, b": the model is at work\n\n", more=True)
+                await connection.wait(call, ALIVE_S)
+        if not connection.is_open:
+            raise ClientDisconnect
+        if not asked.is_stream:
+            await _json(form.answer(asked, call, call.choices))(*whole)
+        elif call.error is None:
+            await _write(send, _encoded(form.events(asked, call, call.choices)))
+        else:  # what begins with `error` is one for the clients of all of these APIs
+            return await _write(send, _encoded([("error", form.error(call.error))]))
+        connection.wrote(call)
 
-    async def _answer(self, form: Form, request: Request) -> Response:
-        self._session(request)
+    async def _read(self, form: Form, request: Request) -> Asked:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BYTES:
                 raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
-        asked = _read(form, body)
-        self._check_model(asked.model)
-        call = asked.call
-        if call.tools and not self._shows_tools(call.tools):
-            raise unsupported("tools", "the model's chat template does not show them to the model")
-        if asked.is_count:
-            call.prompt_tokens = self._count(call)
-            return _json(form.answer(asked, call, []))
-        session = self._session(request)  # which may have ended while the request arrived
-        if session.calls.qsize() >= MOST_OPEN:
-            raise ApiError(f"{MOST_OPEN} calls of this rollout wait already", status=429)
-        session.calls.put_nowait(call)
-        leaving = asyncio.ensure_future(request.receive())
+        if sum(body.count(mark) for mark in b"[{,:") <= LIGHT_MARKS:
+            with contextlib.suppress(_Heavy):
+                light = LIGHT_RESPONSES if isinstance(form, Responses) else LIGHT_ITEMS
+                return await self._kit.beside(_read, form, body, light)
         try:
-            await asyncio.wait({call.answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-        if not call.answer.done():
-            call.answer.cancel()  # nobody waits for it any more
-            return Response(status_code=499)
-        choices = call.answer.result()
-        if asked.is_stream:
-            events = _encoded(form.events(asked, call, choices))
-            return StreamingResponse(events, media_type="text/event-stream")
-        return _json(form.answer(asked, call, choices))
+            return await in_copy(_read, form, body, MOST_ITEMS)
+        except TookTooLong as error:
+            raise ApiError(f"the request cannot be read: {error}; shorten it", status=413) from None
 
     def _shows_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the chat template writes tools; `tools`: those of a call."""
@@ -143,7 +243,8 @@ class Gateway:
     def _count(self, call: AgentCall) -> int:
         """The tokens of a conversation as the chat template writes it."""
         try:
-            return len(self._kit.codec.encode(self._kit.markup.whole(call.chat, call.tools)))
+            text = self._kit.markup.whole(call.chat, call.tools)
+            return len(self._kit.encode(text, self._kit.settings.context_tokens))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -187,6 +288,30 @@ class Gateway:
             )
 
 
+@dataclass(frozen=True)
+class _Endpoint:
+    """An API as an ASGI application."""
+
+    gateway: Gateway
+    form: Form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.gateway.answer(self.form, Request(scope, receive), send)
+
+
+class _Heavy(Exception):
+    """Raised for a request that is to be read in a process of its own."""
+
+
+async def _start_stream(send: Send) -> None:
+    head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+
+
+async def _write(send: Send, body: bytes, *, more: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
 async def _alive(request: Request) -> Response:
     """The answer to a client that looks whether there is a server."""
     return _json({"status": "ok"})
@@ -204,8 +329,10 @@ def _json(data: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(data), status, media_type="application/json")
 
 
-def _read(form: Form, body: bytes | bytearray) -> Asked:
-    """The request `body`. Raises `ApiError` for whatever is wrong with it."""
+def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> Asked:
+    """The request `body`. Raises `ApiError` for whatever is wrong with it, and `_Heavy` for one of
+    more than `most_items` items in lists where `MOST_ITEMS` are allowed.
+    """
     try:
         found = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if b"\\u" in body:  # half of a surrogate pair is no text for a tokenizer
@@ -214,10 +341,14 @@ def _read(form: Form, body: bytes | bytearray) -> Asked:
         raise ApiError(f"the request is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ApiError("the request is no JSON object; send one with `model`")
-    if _items(found) > MOST_ITEMS:  # each may be told about by several errors
+    if (items := _items(found)) > most_items and most_items < MOST_ITEMS:
+        raise _Heavy
+    if items > MOST_ITEMS:  # each may be told about by several errors
         raise ApiError(f"the request has more than {MOST_ITEMS:,} items in lists", status=413)
     try:
-        return form.read(found)
+        asked = form.read(found)
+        asked.call.digest = asked.call.same()
+        return asked
     except ApiError:
         raise
     except ValidationError as error:
@@ -254,13 +385,16 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     the request: for a union there are also those of the types that were not meant.
     """
     places = []
-    for one in error.errors(include_url=False, include_context=False):
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
         parts = list[Any](one["loc"])
         place, value = [], request
         for part in parts:  # without the names of a union's forms
-            known = dict(enumerate(value)) if isinstance(value, list) else value
-            if isinstance(known, dict) and part in known:
-                value = known[part]
+            if isinstance(value, list):
+                is_known = isinstance(part, int) and part < len(value)
+            else:
+                is_known = isinstance(value, dict) and part in value
+            if is_known:
+                value = value[part]
                 place.append(part)
         if one["type"] == "missing":
             place.append(parts[-1])
@@ -270,8 +404,10 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     return ApiError(f"{name}: {said}" if name else said, param=name or None)
 
 
-async def _encoded(events: Iterator[Event]) -> AsyncIterator[bytes]:
+def _encoded(events: Iterable[Event]) -> bytes:
     """Server-sent events: (name or "", data) each."""
+    texts = []
     for name, data in events:
         text = data if isinstance(data, str) else json.dumps(data)
-        yield (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+        texts.append((f"event: {name}\n" if name else "") + f"data: {text}\n\n")
+    return "".join(texts).encode()

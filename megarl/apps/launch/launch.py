@@ -39,6 +39,7 @@ from megarl.apps.launch.launch_processes import (
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
 from megarl.checkpoints.lease import take
+from megarl.checks.named_files import check_named_files
 from megarl.config import AnyConfig, RunConfig
 from megarl.console import result
 from megarl.errors import UserError
@@ -80,6 +81,8 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             raise ValueError(f"{options.recipe}: {error}") from error
         gpus = find_gpus(plan, options, num_nodes)
+        if not options.dry_run:  # a plan may be made where neither model nor data are
+            check_named_files(config)
         if isinstance(config, RunConfig):
             refuse_placement(config, plan, gpus)
     except ValueError as error:

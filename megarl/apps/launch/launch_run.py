@@ -22,6 +22,7 @@ from pathlib import Path
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
 from megarl.apps.launch.slurm import srun
+from megarl.console import printable
 from megarl.private_folder import PrivateFolder, kill_marked, refuse_open
 from megarl.signals import SHUTDOWN_S, SIGNALS
 
@@ -215,7 +216,7 @@ class Launcher:
 
     def _show_end(self, one: RunningProcess) -> None:
         """Print the last lines of a process's log on standard error."""
-        print("\n".join(one.told().splitlines()[-20:]), file=sys.stderr)
+        print(printable("\n".join(one.told().splitlines()[-20:])), file=sys.stderr)
 
     def end(self) -> None:
         """End the run; blocks. First the ranks are told to save a checkpoint and end. They have
@@ -261,4 +262,4 @@ class Launcher:
 
 def announce(text: str) -> None:
     """Print `text` as one line on standard error, after "megarl launch: "."""
-    print(f"megarl launch: {text}", file=sys.stderr, flush=True)
+    print(printable(f"megarl launch: {text}"), file=sys.stderr, flush=True)

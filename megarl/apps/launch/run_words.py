@@ -68,6 +68,10 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     for option in ("--check", "--print-config"):
         parser.add_argument(option, action="store_true")
     found, overrides = parser.parse_known_args(words, RunOptions())
+    has_gpus = bool(os.environ.get("SLURM_JOB_ID")) or _has_gpus()
+    if found.dry_run and not (has_gpus or found.gpus_per_node or found.nodes or found.cpu):
+        found.cpu = True
+        say("megarl run: no GPU here, so the plan is for CPUs; for GPUs set --gpus-per-node N")
     of_launch = _options_of_launch(found)
     asked = [option for option in ("--check", "--print-config") if _value(found, option)]
     is_rank = "RANK" in os.environ  # torchrun has started this process
@@ -76,7 +80,7 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
     plain = [configs.COMMANDS[kind], recipe, *overrides]
     if found.print_config or is_rank:
         return [*plain, *asked]
-    launches = bool(of_launch or os.environ.get("SLURM_JOB_ID") or _has_gpus())
+    launches = bool(of_launch or has_gpus)
     config, ranks = configs.read(kind, recipe, overrides), found.ranks
     if ranks is None and found.gpus_train is None:
         is_open = config.training.layout.data == 0

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     try:
         for line in questions(wanted.prompt):
             for piece in chat.reply(line):
-                print(piece, end="", flush=True)
+                print(console.printable(piece), end="", flush=True)
             print(flush=True)
     except BrokenPipeError:  # nobody reads any more; nor may the end of Python write
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,7 +104,7 @@ class Chat:
             ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
                 whose tokenizer has no chat template.
         """
-        from megarl.chat_template import ChatTemplate, end_of_turn
+        from megarl.chat_template import ChatTemplate, ends_of_turns
         from megarl.checks.model_checks import check_model, stop_tokens
         from megarl.trainer.config import ModelConfig
         from megarl.trainer.model_config import positions
@@ -118,10 +118,10 @@ class Chat:
             "--system is set, but the model has no chat template to write it; leave --system out",
         )
         self._turns = [{"role": "system", "content": system}] if system else []
-        end = end_of_turn(self._tokenizer, "chat" if has_template else "none")
+        ends = ends_of_turns(self._tokenizer, "chat" if has_template else "none")
         self._context = min(positions(hf) or CONTEXT, CONTEXT)
         self._engine = _engine(path, self._context)
-        self._stops = stop_tokens(self._tokenizer, config, hf, [end])
+        self._stops = stop_tokens(self._tokenizer, config, hf, ends)
         self._number, self._max_tokens, self._temperature = 0, max_tokens, temperature
 
     def reply(self, text: str) -> Iterator[str]:
@@ -133,6 +133,8 @@ class Chat:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from megarl.data.tokens import tokenised
+
         if self._template is None:
             ids = self._tokenizer(text).input_ids
         else:
@@ -141,7 +143,7 @@ class Chat:
                 written = self._template.text(self._turns, "the conversation", asks=True)
             except ValueError as error:
                 raise UserError(str(error)) from error
-            ids = self._tokenizer(written, add_special_tokens=False).input_ids
+            (ids,) = tokenised(self._tokenizer, [written], add_special_tokens=False)
         if not ids:
             raise UserError(
                 f"the model's tokenizer knows no character of {text!r:.80}; ask something else"
@@ -177,7 +179,7 @@ def _engine(path: str, context: int) -> Any:
     from megarl.cluster.process_env import engine_environment
     from megarl.quick_imports import quick_imports
     from megarl.rollout.config import EngineConfig
-    from megarl.rollout.engine_arguments import engine_arguments
+    from megarl.rollout.engine_arguments import engine_arguments, tokenizer_arguments
     from megarl.trainer import threads
     from megarl.trainer.precision import has_bfloat16
 
@@ -193,10 +195,10 @@ def _engine(path: str, context: int) -> Any:
     settings = engine_arguments(
         config,
         model=path,
-        tokenizer=path,
         max_tokens=context,
         trust_remote_code=False,
         seed=0,
         on_cpu=on_cpu,
     )
-    return LLMEngine.from_engine_args(EngineArgs(**settings, generation_config="vllm"))
+    with tokenizer_arguments(path) as text:
+        return LLMEngine.from_engine_args(EngineArgs(**settings | text, generation_config="vllm"))

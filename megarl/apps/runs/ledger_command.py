@@ -4,16 +4,21 @@ adds up.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megarl.apps.runs.audit import Audit, audit
+from megarl.checkpoints.listing import newest_first
+from megarl.checkpoints.progress import read_progress
 from megarl.console import Arguments, result, say
 from megarl.errors import UserError
 from megarl.ledger.events import Event, from_record
-from megarl.ledger.journal import FILE, Reader
+from megarl.ledger.journal import FILE, Reader, difference
+from megarl.observe.observer import METRICS
+from megarl.observe.sinks import read_records
 
 SHOWN_IN_FLIGHT = 10
 """Most groups in flight whose ordinals the table names."""
@@ -23,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Run `megarl ledger`: print what became of a run's groups (the rollouts of one prompt) on
     standard output, read from its ledger, the file of events: a table or, with `--json`, one JSON
     object; contradictions go to standard error. `arguments`: the words after `megarl ledger`.
-    Returns the exit code, 1 if the ledger contradicts itself. Raises `UserError` for a folder
+    Returns the exit code, 1 if the ledger contradicts itself or lacks events. Raises `UserError` for a folder
     without a readable ledger.
     """
     usage = "it needs one run folder: megarl ledger RUN [--json]"
@@ -44,12 +49,29 @@ def main(arguments: list[str]) -> int:
     if reader.torn_bytes:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
     told = ledger_summary(reader, found)
+    missing = told["missing"] = list(missing_parts(wanted.run, found))
     result(json.dumps(told) if wanted.json else ledger_table(told, found.first_step))
-    for what in found.contradictions:
+    for what in [*missing, *found.contradictions]:
         say(f"megarl: {path}: {what}")
     if (more := found.num_contradictions - len(found.contradictions)) > 0:
         say(f"megarl: {path}: {more} more contradictions")
-    return 1 if found.num_contradictions else 0
+    return 1 if found.num_contradictions or missing else 0
+
+
+def missing_parts(run: Path, found: Audit) -> Iterator[str]:
+    """What of the ledger in the folder `run` is gone, in words, by the newest checkpoint and by
+    metrics.jsonl: a ledger that ends with a whole line contradicts nothing. `found`: its audit.
+    """
+    for checkpoint in newest_first(run / "checkpoints")[:1]:
+        with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint; resuming says it
+            progress = read_progress(checkpoint)
+            if why := difference(run / FILE, progress.ledger):
+                yield f"events before {checkpoint.name} are missing: {why}"
+    with contextlib.suppress(OSError, ValueError):
+        step = max((one["step"] for one in read_records(run / METRICS)), default=0)
+        # The events of the last quarter of a second are lost with a process that is killed.
+        if step > found.done + 1:
+            yield f"{METRICS} goes to step {step}, and the events after step {found.done} are missing"
 
 
 def ledger_events(reader: Reader) -> Iterator[Event]:

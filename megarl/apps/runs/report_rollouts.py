@@ -126,9 +126,14 @@ def problem_listing(run: Run) -> Listing | None:
     return shown if pairs else None
 
 
+def is_unjudged(one: dict[str, Any]) -> bool:
+    """Whether the transcript of a response says that there is no verdict on it."""
+    return bool(one.get("left_out")) or one.get("failure", "") not in ("", "response_limit")
+
+
 def chart_numbers(one: dict[str, Any]) -> list[float | None]:
     """[reward, number of tokens] of the transcript of a response, None where unknown."""
-    found = [one.get("reward"), one.get("tokens")]
+    found = [None if one.get("left_out") else one.get("reward"), one.get("tokens")]
     return [
         value if isinstance(value, int | float) and abs(value) < 1e300 else None for value in found
     ]
@@ -144,8 +149,7 @@ def verdicts(pair: Sequence[dict[str, Any]]) -> str:
     right".
     """
     words = [
-        "not judged" if one.get("failure") else "right" if one["correct"] else "wrong"
-        for one in pair
+        "right" if one["correct"] else "not judged" if is_unjudged(one) else "wrong" for one in pair
     ]
     return " \N{RIGHTWARDS ARROW} ".join(words)
 
@@ -224,7 +228,7 @@ def histograms(run: Run) -> dict[str, Any] | None:
     found: dict[int, list[float]] = {}
     for group in run.groups:
         for one in group.get("rollouts") or ():
-            reward = one.get("reward") if isinstance(one, dict) else None
+            reward = chart_numbers(one)[0] if isinstance(one, dict) else None
             if isinstance(reward, int | float) and math.isfinite(reward):
                 found.setdefault(group["step"], []).append(float(reward))
     rewards = [one for of_step in found.values() for one in of_step]

@@ -38,7 +38,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     asker = "agent" if config.environment.agent.is_used else "environment"
     for record in rollouts(config, inputs):
         found = lines(record, in_colour=console.in_terminal(), environment=asker)
-        console.result("\n".join(found))
+        console.result("\n".join(found), colours=True)
     return 0
 
 
@@ -91,14 +91,14 @@ def lines(
     """The lines of one rollout, without newlines at their ends: the prompt, each turn with its
     number and reward, where a turn begins a branch of the tree also what it follows, and whether
     the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`: with ANSI colours;
-    `environment`: what the turns that the model reads are by. Control characters are replaced.
+    `environment`: what the turns that the model reads are by. Control characters are escaped.
     """
 
     def paint(what: str, text: str) -> str:
         return f"\x1b[{COLOURS[what]}m{text}\x1b[0m" if in_colour else text
 
     yield paint("soft", "--- prompt ---")
-    yield _shown(record["prompt"])
+    yield console.printable(record["prompt"])
     one = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
     turns = record.get("turns") or [one | {"finish": record["finish"]}]
     is_tree = any("follows" in turn for turn in turns)
@@ -113,16 +113,13 @@ def lines(
         if turn.get("finish", "stop") != "stop":
             about.append(f"cut off: {turn['finish']}")
         yield paint("soft", f"--- {', '.join(about)} ---")
-        yield paint(turn["by"], _shown(turn["text"]))
+        yield paint(turn["by"], console.printable(turn["text"]))
     mark = "right" if record["correct"] else "wrong"
     said = [paint(mark, mark), f"reward {record['reward']:+g}"]
-    said += [f"answer {_shown(record['answer'])}"] if record["answer"] else []
+    if record.get("left_out"):
+        said = [paint("wrong", "not judged")]
+    said += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
     if record["failure"]:
-        said.append(f"failure {record['failure']}: {_shown(record['detail'])}")
+        said.append(f"failure {record['failure']}: {console.printable(record['detail'])}")
     said += [f"{name} {value:g}" for name, value in record.get("metrics", {}).items()]
     yield f"{paint('soft', '---')} {', '.join(said)}\n"
-
-
-def _shown(text: str) -> str:
-    """A text without characters that would steer the terminal."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text)

@@ -5,6 +5,7 @@ it waits.
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import Any
 from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
 from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
-from megarl.checkpoints.lease import RUNS, Record, is_here, lives, newest
+from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
 from megarl.checkpoints.listing import checkpoint_of, step_of
 from megarl.checks.folder_checks import planned_steps
 from megarl.console import Arguments, result
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
         what = f"{folder} cannot be used: {error.strerror or error}"
         fix = "; the processes are asked by a file there: leave --stacks out"
         raise UserError(what + (fix if wanted.stacks else "")) from error
-    _, owner = newest(run)
+    owner = read_owner(run)
     told = status_summary(run, found, stacks, owner)
     if wanted.json:
         result(json.dumps(told))
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
         said += ": finished" if told["finished"] else ""
     if told["best"] is not None:
         said += f"; the best checkpoint is of step {told['best']}"
-    owned = "none" if owner is None else f"{owner}, {owner_state(owner)}"
+    owned = "none" if owner is None else f"{owner}, {owner_state(run, owner)}"
     lines = [f"{run}: {said}", f"owner: {owned}", *described(found, stacks, time.time())]
     result("\n".join(lines))
     return 0
@@ -73,8 +74,7 @@ def status_summary(
     """What is known of the run folder `run`, as JSON data with keys such as `step`, `trained`,
     `finished`, `owner` and `processes`; times are seconds since the epoch. `found`: what each
     process has recorded, at least one; `stacks`: {process: text of its threads' stacks}, may be
-    empty; `owner`: content of the lease file, which names the process that owns the folder, or
-    None.
+    empty; `owner`: what the folder says of the process that owns it, or None.
     """
     begun = [life.steps[-1]["args"] for life in found if life.steps]
     last = max(begun, key=lambda one: (one["step"], one["version"]), default={})
@@ -90,7 +90,7 @@ def status_summary(
         "steps": steps,
         "best": best,
         "finished": done is not None and steps is not None and done >= steps,
-        "owner": owner and asdict(owner) | {"is": owner_state(owner)},
+        "owner": owner and asdict(owner) | {"is": owner_state(run, owner)},
         "last_report": last_report(run / FOLDER).line,
         "processes": [
             {
@@ -127,13 +127,15 @@ def trained(run: Path) -> int | None:
     return None
 
 
-def owner_state(owner: Record) -> str:
-    """Whether the process that owns a run folder lives: "alive", "ended" (regularly: it gave the
-    folder up), "gone" (it was killed) or "on HOST, not visible from here". `owner`: the content of
-    the folder's lease file.
+def owner_state(run: Path, owner: Record) -> str:
+    """Whether the process that owns the run folder `run` lives: "alive", "ended" (regularly: it
+    gave the folder up), "gone" (it was killed) or "on HOST, not visible from here". `owner`: what
+    the folder says of it.
     """
-    if owner.state != RUNS:
+    if owner.state == ENDED:
         return "ended"
-    if not is_here(owner):
-        return f"on {owner.host}, not visible from here"
-    return "alive" if lives(owner) else "gone"
+    if is_held(run):
+        return "alive"
+    return (
+        "gone" if owner.host == os.uname().nodename else f"on {owner.host}, not visible from here"
+    )

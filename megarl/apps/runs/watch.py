@@ -34,9 +34,9 @@ from megarl.activity.files import (
     waits_on,
 )
 from megarl.apps.runs.status import owner_state
-from megarl.checkpoints.lease import newest
+from megarl.checkpoints.lease import read_owner
 from megarl.checks.folder_checks import RECIPE
-from megarl.console import Arguments, in_terminal, result
+from megarl.console import Arguments, in_terminal, printable, result
 from megarl.errors import UserError, shortened
 from megarl.files import parse_json
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
@@ -158,8 +158,8 @@ class RunView:
         steps = {one["step"]: one for one in found if "step" in one}
         run, done = Run([steps[step] for step in sorted(steps)], [], []), max(steps, default=0)
         recipe = self._read_recipe()
-        owner, total = newest(self._run)[1], recipe.get("steps")
-        state = owner_state(owner) if owner else "ended"
+        owner, total = read_owner(self._run), recipe.get("steps")
+        state = owner_state(self._run, owner) if owner else "ended"
         total = total if isinstance(total, int) and 0 < total < 2**63 else None
         is_over = state in ("ended", "gone")
         finished = is_over and total is not None and done >= total
@@ -188,16 +188,9 @@ class RunView:
         return self._recipe[1]
 
 
-def _visible(text: object) -> str:
-    """A value as text in which every control character is a Python escape, such as \\x1b."""
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(text)
-    )
-
-
 def _middle_out(text: object, most: int) -> str:
     """The beginning and the end of a text in about `most` visible characters."""
-    text, half = _visible(text), max(8, most // 2 - 2)
+    text, half = printable(text, ""), max(8, most // 2 - 2)
     return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
 
 
@@ -205,7 +198,7 @@ def _cell(text: object, style: str = "") -> Text:
     """A cell of a table with `text` on one line, cut with an ellipsis where the column is too narrow;
     `style` is a style of rich.
     """
-    return Text(_visible(text), style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text, ""), style, no_wrap=True, overflow="ellipsis")
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]], wide: int = -1) -> Table:
@@ -328,12 +321,14 @@ def _processes(lives: Sequence[Life], room: int, run: Path) -> Iterator[Renderab
 
 def _answers(group: dict[str, Any], width: int) -> Iterator[RenderableType]:
     """The rows of the newest prompt and of the last two responses to it."""
-    asked = _visible(group.get("prompt", ""))[20 - width :]  # a template begins with much else
+    asked = printable(group.get("prompt", ""), "")[20 - width :]  # a template begins with much else
     yield _cell(f"step {group['step']}: {asked}", "dim")
     rows = []
     with suppress(LookupError, TypeError, ValueError):  # transcripts of another program
         for one in group["rollouts"][-2:]:
             mark = ("right", "green") if one["correct"] else ("wrong", "red")
+            if one.get("left_out"):
+                mark = ("not judged", "dim")
             texts = f"{one['reward']:+.3g}", _middle_out(one["response"], width - 16)
             rows.append([_cell(*mark), *map(_cell, texts)])
     if rows:

@@ -17,14 +17,13 @@ import hashlib
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import regex
-from tokenizers import Tokenizer
 
 from megarl.chat_template import ChatTemplate, Variables
+from megarl.control_tokens import ControlTokens
 from megarl.data.config import TemplateName
 from megarl.data.rows import column, text_of
 from megarl.data.tokens import prompt_tokens
@@ -121,71 +120,19 @@ class JudgePrompt:
         empty for none. `variables`: of the chat template. Raises `ValueError` for a template or a
         tokenizer that cannot be used.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._control = tokenizer, ControlTokens.of(tokenizer)
         literals, self.fields = parse_template(template, setting)
         self._template: TemplateName = "rendered" if chat else "none"
         self._literals = _in_chat(tokenizer, literals, system, variables) if chat else literals
-        added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-        whole = "".join(self._literals)
-        # Also those that are not special: models write </think> or <tool_response> as such tokens.
-        self._control = {
-            token: str(one.content)
-            for token, one in added.items()
-            if token != tokenizer.unk_token_id and one.content.strip()
-        }
-        """{id: text} of tokens that only the template may write."""
-        texts = sorted(self._control.values(), key=len, reverse=True)
-        self._pattern = regex.compile("(" + ("|".join(map(regex.escape, texts)) or r"(?!)") + ")")
-        self._plain = _without(tokenizer, set(self._control))
-        self._expected = self._controls(prompt_tokens(tokenizer, [whole], self._template)[0])
 
     def ids(self, filled: Mapping[str, str]) -> list[int]:
-        """Token ids of the template with {field: text} filled in. Text that looks like a control
-        token is tokenised as plain text; raises `ValueError` if the tokenizer makes control tokens
-        of it all the same.
+        """Token ids of the template with {field: text} filled in. Text that spells a control token
+        is tokenised as plain text; raises `ValueError` for a tokenizer that cannot do so.
         """
-        pieces = [self._literals[0]]
+        whole = self._literals[0]
         for field, literal in zip(self.fields, self._literals[1:], strict=True):
-            pieces += [filled[field], literal]
-        ids = prompt_tokens(self._tokenizer, ["".join(pieces)], self._template)[0]
-        if self._controls(ids) != self._expected:
-            ids = self._ids_apart(pieces)
-        require(
-            self._controls(ids) == self._expected,
-            "the prompt or the response holds text of which the judge's tokenizer makes control"
-            " tokens",
-        )
-        return ids
-
-    def _ids_apart(self, pieces: Sequence[str]) -> list[int]:
-        """Token ids of a prompt in which a filled-in text holds the text of a control token.
-
-        `pieces`: the template's literals at even positions, filled-in texts at odd ones. Control
-        tokens are looked for in the literals alone; what stands between two of them is tokenised as
-        plain text.
-        """
-        numbers = {text: token for token, text in self._control.items()}
-        first = self._template == "none"
-        ids = prompt_tokens(self._tokenizer, [""], "none")[0] if first else []
-        run = ""
-        for number, piece in enumerate(pieces):
-            parts = [piece] if number % 2 else self._pattern.split(piece)
-            for text, control in zip_longest(parts[::2], parts[1::2]):
-                run += text
-                if control is not None:
-                    ids += [*self._plain_ids(run), numbers[control]]
-                    run = ""
-        ids += self._plain_ids(run)
-        # As `prompt_tokens` reads a template that begins with the token that begins every text.
-        twice = first and ids[:2] == [self._tokenizer.bos_token_id] * 2
-        return ids[1:] if twice else ids
-
-    def _plain_ids(self, text: str) -> list[int]:
-        return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
-
-    def _controls(self, ids: Sequence[int]) -> list[int]:
-        """The control tokens in `ids`."""
-        return [token for token in ids if token in self._control]
+            whole += self._control.as_text(filled[field]) + literal
+        return prompt_tokens(self._tokenizer, [whole], self._template)[0]
 
 
 def _in_chat(
@@ -206,7 +153,7 @@ def _in_chat(
     message = literals[0] + "".join(a + b for a, b in zip(marks, literals[1:], strict=True))
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": message})
-    template, found = ChatTemplate(tokenizer, variables, "judge"), list[str]()
+    template, found = ChatTemplate(tokenizer, variables, "judge", control_tokens=True), list[str]()
     template.check_variables()
     rest = template.text(turns, "the judge's template", asks=True)
     for mark in marks:
@@ -219,23 +166,6 @@ def _in_chat(
         found.append(before)
         rest = after
     return [*found, rest]
-
-
-def _without(tokenizer: PreTrainedTokenizerBase, tokens: set[int]) -> Tokenizer:
-    """A copy of the tokenizer that does not find the added tokens `tokens` in a text. Raises
-    `ValueError` for a tokenizer without a tokenizer.json.
-    """
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    require(
-        isinstance(backend, Tokenizer),
-        "the judge's tokenizer is none of the library tokenizers, so that a response could write"
-        " control tokens; set a model whose folder has a tokenizer.json",
-    )
-    described = json.loads(backend.to_str())
-    described["added_tokens"] = [
-        added for added in described["added_tokens"] if added["id"] not in tokens
-    ]
-    return Tokenizer.from_str(json.dumps(described))
 
 
 SEARCH_LIMIT_S = 1.0

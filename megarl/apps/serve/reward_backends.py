@@ -61,7 +61,6 @@ class PoolingEngine(VllmProcess):
         self._arguments = engine_arguments(
             served.engine,
             model=served.model.path,
-            tokenizer="",
             max_tokens=max_tokens,
             trust_remote_code=served.model.trust_remote_code,
             seed=0,

@@ -148,7 +148,11 @@ class RewardServer:
             scored.cancel()
             gone.cancel()
         for outcome in outcomes:
-            kind = "unfinished" if outcome is None else outcome.failure or "scored"
+            kind = (
+                "unfinished"
+                if outcome is None
+                else outcome.failure or ("abstained" if outcome.abstained else "scored")
+            )
             self._samples.labels(kind).inc()
         return Response(answer_body(outcomes), media_type="application/json")
 

@@ -14,10 +14,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.apps.serve.judge import JudgePrompt, VerdictReader
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import end_of_turn, ends_of_turns, turn_tokens
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import check_model, stop_tokens
+from megarl.control_tokens import ControlTokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.data.tokens import scored_tokens
 from megarl.environments.scores import BadScore
@@ -57,8 +58,9 @@ class ServedRewardModel:
         response. Raises `BadScore`, the failure of this response alone, if they are more than
         `max_tokens`.
         """
-        texts, template = ([prompt.text], [response]), self.config.template
-        (ids,) = scored_tokens(self.tokenizer, *texts, template, self.end)
+        template = self.config.template
+        said = ControlTokens.of(self.tokenizer).as_text(response, turn_tokens(self.tokenizer))
+        (ids,) = scored_tokens(self.tokenizer, [prompt.text], [said], template, self.end)
         if len(ids) > self.max_tokens:
             raise BadScore(
                 "error",
@@ -99,7 +101,7 @@ def check_served_reward_model(config: ServedModelConfig) -> ServedRewardModel:
         else:
             _check_classifier(config.model.path, hf)
             _check_engine(config.engine, hf, limit, "reward_model")
-        end = end_of_turn(tokenizer, config.template)
+        end = end_of_turn(tokenizer, config.template, is_last=True)
         return ServedRewardModel(config, tokenizer, limit, end)
 
 
@@ -136,8 +138,8 @@ def check_judge(config: JudgeConfig) -> ServedJudge:
         )
         _check_engine(config.engine, hf, limit, "judge")
         template_name = "rendered" if config.chat else "none"
-        end = end_of_turn(tokenizer, template_name, config.template_variables)
-        stops = stop_tokens(tokenizer, config.model, hf, [end])
+        ends = ends_of_turns(tokenizer, template_name, config.template_variables)
+        stops = stop_tokens(tokenizer, config.model, hf, ends)
         return ServedJudge(tokenizer, limit, prompt, reader, stops)
 
 

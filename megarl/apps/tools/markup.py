@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.apps.tools.tool import Schema
-from megarl.chat_template import SAID, ChatTemplate, Turn, Variables, end_of_turn
+from megarl.chat_template import ChatTemplate, Turn, Variables
+from megarl.control_tokens import unmarked
 from megarl.files import canonical_json
 from megarl.schema import require
+from megarl.turn_ends import CALL_ID, SAID, alike
 
 SETTING = "tools (environment.tools or environment.agent): the chat template"
-ASKED = {"role": "user", "content": "?"}
-MOST_QUESTIONS = 64
-CALL_ID = "call00000"
-"""Id of a call in rendered conversations: nine letters and digits, as the templates of Mistral's
-models require."""
+QUESTION = "MEGARLASKEDTHIS"
+ASKED = {"role": "user", "content": QUESTION}
+MOST_TOOL_SETS = 64
 
 
 class TurnMarkup:
@@ -34,30 +34,36 @@ class TurnMarkup:
     """Whether the chat template can write several calls in one turn of the model."""
 
     def __init__(
-        self, tokenizer: Any, schemas: Sequence[Schema], variables: Variables | None = None
+        self,
+        tokenizer: Any,
+        schemas: Sequence[Schema],
+        variables: Variables | None = None,
+        *,
+        control_tokens: bool = False,
     ) -> None:
         """`tokenizer`: of transformers. `schemas`: the tools, as dicts in OpenAI's format; empty
         where each conversation brings its own (`following`). `variables`: of the chat template.
+        `control_tokens`: results and messages may write control tokens.
         Raises `ValueError` if the template does not show the tools or their results.
         """
-        self._template, self._schemas = ChatTemplate(tokenizer, variables), list(schemas)
+        self._template = ChatTemplate(tokenizer, variables, control_tokens=control_tokens)
+        self._schemas = list(schemas)
         names = [schema["function"]["name"] for schema in schemas]
-        self._asked = self._render([ASKED])
-        self._questions: dict[str, str] = {}
-        """{tools as JSON: `ASKED` as the template writes it with these tools}"""
-        base = [ASKED, {"role": "assistant", "content": SAID}]
-        self._closing = self._render(base).rpartition(SAID)[2]
-        """The end of the model's turn, as the template writes it."""
-        end = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer, "chat", variables))
-        before, found, _ = self._closing.partition(end)
-        self._least_held = len(before) + len(end) if found else max(1, len(self._closing))
-        """Least number of characters of `_closing` that the model can have written: up to the token
-        that ends a turn. Without this, a `<` at the end of a text would pass for a part of it."""
+        asked = self._render([ASKED])
+        self._after_question = asked.partition(QUESTION)[2]
+        """What the template writes behind a question that nothing follows."""
+        self._repeats: dict[str, bool] = {}
+        """{tools as JSON: whether the template writes them with a later message of the user}"""
+        self._ends = self._template.ends
+        end = self._ends.turn or self._ends.closing.strip()  # of a template without such a token
+        stops = (end, self._ends.call, self._ends.chat, tokenizer.eos_token)
+        self._stops = [str(one) for one in dict.fromkeys(stops) if one]
         if not names:
             return
         fix = "use a model whose template does, or put one beside the tokenizer"
         fix += " (chat_template.jinja)"
-        missing = ", ".join(name for name in names if name not in self._asked)
+        shown = unmarked(asked)
+        missing = ", ".join(name for name in names if name not in shown)
         require(not missing, f"{SETTING} does not show the model its tools ({missing}); {fix}")
         is_shown = SAID in self._with_results(names[:1], [SAID])
         require(is_shown, f"{SETTING} does not show the model the result of a call; {fix}")
@@ -77,7 +83,7 @@ class TurnMarkup:
         `said`: the model's turn, decoded with special tokens; what it already holds of the end of a
         turn is not written twice.
         """
-        return self._after_turn(said, self._with_results(names, results), self._asked)
+        return self._after_turn(said, self._with_results(names, results))
 
     def following(
         self, said: str, turn: Turn, messages: Sequence[Turn], tools: Sequence[Schema]
@@ -91,13 +97,22 @@ class TurnMarkup:
         """
         calls = turn.get("tool_calls")
         shown = {"content": "", "tool_calls": calls} if calls else {"content": SAID}
-        key = canonical_json(list(tools))
-        if key not in self._questions:
-            kept = dict(list(self._questions.items())[1 - MOST_QUESTIONS :])
-            self._questions = kept | {key: self._render([ASKED], tools=tools)}
-        asked = self._questions[key]
+        # Mistral's templates write the tools before the last message of the user; the model has
+        # read them before an earlier one.
+        asks_again = any(message["role"] == "user" for message in messages)
+        written = [] if asks_again and tools and self._writes_again(tools) else tools
         chat = [ASKED, {"role": "assistant"} | shown, *messages]
-        return self._after_turn(said, self._render(chat, asks=True, tools=tools), asked)
+        return self._after_turn(said, self._render(chat, asks=True, tools=written))
+
+    def _writes_again(self, tools: Sequence[Schema]) -> bool:
+        """Whether the template writes the tools with a later message of the user."""
+        key = canonical_json(list(tools))
+        if key not in self._repeats:
+            chat = [ASKED, {"role": "assistant", "content": SAID}, ASKED]
+            texts = [self._render(chat, tools=some).partition(SAID)[2] for some in (tools, [])]
+            kept = dict(list(self._repeats.items())[1 - MOST_TOOL_SETS :])
+            self._repeats = kept | {key: texts[0] != texts[1]}
+        return self._repeats[key]
 
     def whole(self, chat: Sequence[Turn], tools: Sequence[Schema]) -> str:
         """A conversation as the model reads it before it answers. Raises `ValueError` if the chat
@@ -105,27 +120,43 @@ class TurnMarkup:
         """
         return self._render(chat, asks=True, tools=tools)
 
-    def _after_turn(self, said: str, whole: str, asked: str) -> str:
-        """What follows the model's turn in `whole`, which begins with the question `asked`."""
-        # The turn of the model is the first after the question, and its calls hold no such mark.
-        place = whole.find(self._closing, len(asked)) if self._closing else -1
+    def _after_turn(self, said: str, whole: str) -> str:
+        """What follows the model's turn in `whole`, a conversation of `ASKED`, that turn, and
+        others; with the end of the turn if `said` has none.
+        """
+        _, is_text, after = whole.partition(SAID)
+        if not is_text:
+            after = whole.partition(QUESTION)[2]
+            after = after[len(alike(after, self._after_question)) :]
+        places = {after.find(stop): stop for stop in self._stops if stop in after}
         require(
-            place >= 0,
+            places or is_text,
             f"{SETTING} writes no end of a turn of the model before what follows it, so"
             " that no observation can be appended; use another chat template",
         )
-        return self._closing[self._held(said) :] + whole[place + len(self._closing) :]
+        place = min(places, default=0)
+        stop = places.get(place, "")
+        rest = after[place + len(stop) :]
+        end = self._end_of(said)
+        if end is None:
+            return (self._ends.closing if stop == self._ends.turn else stop) + rest
+        is_other = self._ends.opens_next and stop and said[end:].rstrip() != stop
+        held = "" if is_other else said[end:].partition(said[end:].rstrip())[2]
+        return (stop if is_other else "") + rest.removeprefix(held)
 
     def without_closing(self, said: str) -> str:
         """The text `said` without the markup at its end that closes a turn, such as "<|im_end|>";
         unchanged if there is none. `said`: a turn of the model, decoded with special tokens.
         """
-        return said[: len(said) - self._held(said)]
+        end = self._end_of(said)
+        if end is None:
+            return said
+        return said[:end].removesuffix(self._ends.closing.removesuffix(self._ends.turn))
 
-    def _held(self, said: str) -> int:
-        """Number of characters of the end of a turn with which `said` ends."""
-        counts = range(min(len(self._closing), len(said)), self._least_held - 1, -1)
-        return next((count for count in counts if said.endswith(self._closing[:count])), 0)
+    def _end_of(self, said: str) -> int | None:
+        """Where the token that ends the turn `said` begins; None if it has none."""
+        text = said.rstrip()
+        return next((len(text) - len(one) for one in self._stops if text.endswith(one)), None)
 
     def _with_results(self, names: Sequence[str], results: Sequence[str]) -> str:
         """A question, one turn that calls the tools `names`, their results, and the beginning of

@@ -82,8 +82,12 @@ class ToolKit:
             self._tools[name] = tool
         require(self._tools, "environment.tools: the servers offer no tool; set others")
         if self._codec is not None:
-            self.markup = TurnMarkup(self._codec.tokenizer, self.schemas, self._codec.variables)
-            self.reader = CallReader(settings.parser, self._codec.tokenizer, self.schemas)
+            codec = self._codec
+            self.markup = TurnMarkup(
+                *(codec.tokenizer, self.schemas, codec.variables),
+                control_tokens=codec.allows_control,
+            )
+            self.reader = CallReader(settings.parser, codec.tokenizer, self.schemas)
 
     def session(self) -> ToolSession:
         """A new session: the environment of one rollout, which makes the tool calls in the model's
@@ -143,7 +147,7 @@ class ToolSession:
         kit, said = self._kit, self._kit.said(token_ids)
         calls: list[Call] = []
         try:
-            calls = kit.reader.read(kit.markup.without_closing(said))
+            _, calls = await kit.reader.read(kit.markup.without_closing(said))
             if len(calls) > 1 and not kit.markup.takes_several:
                 raise CallError("make one call at a time")
         except CallError as error:

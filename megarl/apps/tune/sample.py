@@ -86,7 +86,10 @@ def sample_groups(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[
             client = RolloutClient(0, silence_s=silence_s(config))
             found = list(generate(client, asked, config.rollout.temperature, names))
             add_records(to, {}, "sampled", found)
-            groups += [found[number :: len(asked)] for number in range(len(asked))]
+            groups += [
+                [one for one in found[number :: len(asked)] if not one.get("left_out")]
+                for number in range(len(asked))
+            ]
             console.say(f"{len(groups):,} of {len(prompts):,} prompts")
     return groups
 
@@ -192,7 +195,7 @@ def sample_summary(
     one, as dicts with `reward` and `correct`; `rows`: the rows of the data set.
     """
     records = [record for group in groups for record in group]
-    tops = [max(group, key=lambda record: record["reward"]) for group in groups]
+    tops = [max(group, key=lambda record: record["reward"]) for group in groups if group]
     return {
         "model": config.model.path,
         "prompts_asked": len(groups),

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import ends_of_turns
 from megarl.checks.folder_checks import (
     check_folder,
     check_observe,
@@ -160,12 +160,12 @@ def check_supervised(
             )
     with_steps(config, len(rows or ()))
     data, read = rows.fingerprint if rows is not None else "", getattr(config, section)
-    end = end_of_turn(tokenizer, read.template, read.template_variables)
+    ends = ends_of_turns(tokenizer, read.template, read.template_variables)
     return RunInputs(
         layout,
         tokenizer,
         hf,
-        stop_tokens(tokenizer, config.model, hf, [end]),
+        stop_tokens(tokenizer, config.model, hf, ends),
         data,
         rows=rows,
         held_out_rows=held_out,

@@ -60,7 +60,7 @@ class TextScorer:
         """
         self._tokenizer = tokenizer
         self._template: TemplateName = template
-        self._end = end_of_turn(tokenizer, template)
+        self._end = end_of_turn(tokenizer, template, is_last=True)
         device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
         self._stack = ExitStack()
         self._stack.callback(mesh_module.finalise)

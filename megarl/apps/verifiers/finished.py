@@ -1,262 +1,174 @@
-r"""Whether a final expression (LaTeX) is a finished value, such as `\frac{1}{2}` or
-`3 + 2\sqrt{5}`, or has still to be evaluated, such as `67 + 63`.
+r"""Whether a final answer is a finished value, such as `\frac{1}{2}` or `3 + 2\sqrt{5}`, or has
+still to be evaluated, such as `67 + 63` or `2x + 3x`.
 
 An expression is unfinished if it holds an operation on explicit rational numbers: a sum, product or
 power, a quotient that is a whole number (`26/2`) or written with a sign of division, a factorial, a
-binomial coefficient, a root that is a whole number. Notations of one number are finished: fractions
-of whole numbers, mixed numbers, powers of ten and scientific notation.
+binomial coefficient, a root that is a whole number; or if two of its terms differ in their
+coefficients only. Notations of one number are finished: fractions of whole numbers, mixed numbers,
+powers of ten and scientific notation, and powers with negative exponents.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from fractions import Fraction
-from functools import lru_cache
 from math import gcd
 
-from megarl.apps.verifiers.arithmetic import TokenReader
+from megarl.apps.verifiers.expression import Node, key
 
-MAX_CHARACTERS = 1000
-"""Expressions with more characters are not read and count as unfinished."""
-MAX_DEPTH = 50
-"""Expressions whose brackets are nested deeper count as unfinished."""
 MAX_RADICAND = 10**15
 """Roots of larger numbers are not computed; up to here floating point finds exact ones."""
 
-FUNCTIONS = (
-    r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|gcd|lcm|max|min|det|dim|deg|arg|lim|sum"
-    r"|prod|i?i?int"
-)
-TOKEN = re.compile(
-    # Spaces, sizes of brackets, degrees, percent and currencies, which mean nothing here
-    r"\s+|\\[,;:! ]|~|\\(?:left|right|q?quad|displaystyle)(?![A-Za-z])"
-    r"|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\circ|\u00b0|\\?[%$]|[\u20ac\u00a3]"
-    r"|(?P<separator>\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)"
-    r"|\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{[^{}]*\}"
-    r"|(?P<repeating>\d*\.\d*\\(?:overline|dot)\{\d+\})"
-    r"|(?P<number>(?:\d{1,3}(?:(?:,|\{,\}|\\,|\ )\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-    r"(?:[eE][-+]?\d{1,3}(?![\d.]))?)"
-    r"|(?P<frac>\\[cdt]?frac(?![A-Za-z]))|(?P<binom>\\[dt]?binom(?![A-Za-z]))"
-    r"|(?P<root>\\sqrt(?![A-Za-z])|\u221a)"
-    rf"|(?P<function>\\operatorname\{{[a-z]+\}}|(?:\\|(?<![A-Za-z\\]))(?:{FUNCTIONS})(?![A-Za-z]))"
-    r"|(?P<times>\\(?:cdot|times|ast)(?![A-Za-z])|[*\u00d7\u00b7\u22c5])"
-    r"|(?P<divided>\\div(?![A-Za-z])|\u00f7)|(?P<over>/)"
-    r"|(?P<sign>[-+\u2212]|\\(?:pm|mp)(?![A-Za-z]))|(?P<power>\^)|(?P<below>_)"
-    r"|(?P<factorial>!)|(?P<set>\\\{)|(?P<open>[({\[])|(?P<close>\\\}|[)}\]])"
-    r"|(?P<name>\\[A-Za-z]+|[^\W\d_])|(?P<other>\\\\|.)",
-    re.DOTALL,
-)
-OPERATORS = ("times", "divided", "over")
-BEGINNINGS = frozenset(
-    ["number", "repeating", "frac", "binom", "root", "function", "set", "open", "name"]
-)
-BARE_ARGUMENT = re.compile(
-    r"(\\[cdt]?(?:frac|binom)\s*(?:\{[^{}]*\})?|\\sqrt|\u221a)\s*(\d)(?![.])"
-)
-"""An argument of one digit without braces, as in `\\frac12`."""
-WITH_FRACTION = re.compile(r"(\d+)\s+(\d+)\s*/\s*(\d+)")
-COMPUTED = re.compile(
-    rf"\\(?:sqrt|pi|[dt]?binom|[lr]?vert|[lr]floor|[lr]ceil|b?mod|p?mod|{FUNCTIONS})(?![A-Za-z])"
-    rf"|\\operatorname|[\u221a|!\u230a\u2308\u03c0]|(?<![A-Za-z\\])(?:[ei]\s*\^|(?:{FUNCTIONS})\s*[({{\\])"
-)
-"""Signs of a computation, such as roots and functions, which no notation of a rational number
-holds."""
-
 
 class _Unfinished(Exception):
-    """Raised where an operation on explicit numbers is found."""
+    """Raised where an operation that is still to be done is found."""
 
 
-class _Quotient(Fraction):
-    """A fraction of two numbers."""
-
-
-class _Ten(Fraction):
-    """A power of ten, or a number in scientific notation; its value is not computed."""
-
-
-def is_unfinished(text: str, *, rational: bool = False) -> bool:
-    """Whether the expression `text` (LaTeX) has still to be evaluated, such as `67 + 63`. With
-    `rational`, its value is known to be a rational number; an expression with roots, functions or
-    constants then counts as unfinished too.
+def is_unfinished(node: Node, *, rational: bool = False) -> bool:
+    """Whether an expression has still to be evaluated, such as `67 + 63`. With `rational`, its
+    value is known to be a rational number; an expression with roots, functions, constants or
+    variables then counts as unfinished too.
     """
-    return _read(text) is None or (rational and COMPUTED.search(text) is not None)
+    return to_simplify(node) is None or (rational and any(map(_is_computed, node.nodes())))
 
 
-def to_simplify(text: str) -> Sequence[str]:
-    """The parts of the finished expression `text` (LaTeX) that could be simplified, as normalised
-    text: fractions not in lowest terms (`26/2`), powers of ten (`10^3`), numbers in scientific
-    notation (`1.5*10^3`) and repeating decimals (`0.overline3`). Empty without such parts, and for
-    an expression that is unfinished.
+def _is_computed(node: Node) -> bool:
+    return node.type in ("root", "call", "bar", "floor", "ceil", "name", "binom", "factorial") or (
+        node.type == "power" and _plain(node.items[1]) is None
+    )
+
+
+def to_simplify(node: Node) -> list[Node] | None:
+    """The parts of a finished expression that could be simplified: fractions not in lowest terms
+    (`26/2`), powers of ten (`10^3`), numbers in scientific notation (`1.5*10^3`), powers with
+    negative exponents and repeating decimals. None for an expression that is unfinished.
     """
-    return _read(text) or ()
-
-
-@lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[str, ...] | None:
-    """The parts of `text` that could be simplified, of a finished expression; None for one that is
-    unfinished.
-    """
-    if len(text) > MAX_CHARACTERS:
-        return None
-    text = WITH_FRACTION.sub(r"\1\\frac{\2}{\3}", text.replace("**", "^"))
-    for _ in range(2):
-        text = BARE_ARGUMENT.sub(r"\1{\2}", text)
-    found = TOKEN.finditer(text)
-    reader = _Reader([(one.lastgroup, one[0]) for one in found if one.lastgroup is not None])
+    found: list[Node] = []
     try:
-        reader.read(0)
+        _literal(node, found)
     except _Unfinished:
         return None
-    return tuple(reader.to_simplify)
+    return found
 
 
-class _Reader(TokenReader):
-    """A recursive-descent reader that takes everything it does not know for one value. `depth` is
-    the number of open brackets. Its methods return the explicit number that was read, without its
-    sign, or None for any other value; they raise `_Unfinished`.
+def _plain(node: Node) -> Fraction | None:
+    """The value of a number without an operation but a sign; None for another expression."""
+    if node.type == "negative":
+        value = _plain(node.items[0])
+        return None if value is None else -value
+    return node.value if node.type == "number" else None
+
+
+def _literal(node: Node, found: list[Node]) -> Fraction | None:
+    """The value of a notation of one number; None for another finished expression. Adds the parts
+    that could be simplified to `found`. Raises `_Unfinished`.
     """
-
-    def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
-        super().__init__(tokens)
-        self.to_simplify: list[str] = []
-
-    def _skips(self, kind: str) -> bool:
-        """Whether tokens of a kind come next, which are passed over."""
-        start = self._place
-        while self.kind() == kind:
-            self.take()
-        return self._place > start
-
-    def read(self, depth: int) -> Fraction | None:
-        """Read the tokens of an expression up to a closing bracket or, outside of brackets, to the
-        end. `depth`: number of open brackets. Returns the number without its sign if the part that
-        was read is one number, such as `-5`, else None. Raises `_Unfinished` for an operation on
-        numbers, which has still to be computed.
-        """
-        if depth > MAX_DEPTH:
-            raise _Unfinished
-        found: list[Fraction | None] = []
-        while self.kind() != "end" and not (depth and self.kind() == "close"):
-            if self.kind() in BEGINNINGS or self.kind() == "sign":
-                found.append(self._sum(depth))
-            else:
-                self.take()
-                found.append(None)
-        return found[0] if len(found) == 1 else None
-
-    def _sum(self, depth: int) -> Fraction | None:
-        terms: list[Fraction | None] = []
-        while not terms or self.kind() == "sign":
-            self._skips("sign")
-            terms.append(self._product(depth))
-        if sum(term is not None for term in terms) > 1:
-            raise _Unfinished
-        return terms[0] if len(terms) == 1 else None
-
-    def _product(self, depth: int) -> Fraction | None:
-        number: Fraction | None = None
-        has_others, operator = False, ""
-        while self.kind() in BEGINNINGS or self.kind() in OPERATORS:
-            if self.kind() in OPERATORS:
-                operator = self.kind()
-                self.take()
-                self._skips("sign")
-                continue
-            factor = self._power(depth)
-            if factor is None:
-                has_others = True
-            elif operator == "divided" and number is not None:
-                raise _Unfinished
-            elif operator in ("divided", "over") and (has_others or number is None):
-                has_others = True  # a denominator, as in 2 pi/3
-            else:
-                number = factor if number is None else self._joined(number, factor, operator)
-            operator = ""
-        return None if has_others else number
-
-    def _joined(self, first: Fraction, second: Fraction, operator: str) -> Fraction:
-        """Two numbers in one notation, such as a mixed number."""
-        if operator == "over" and not isinstance(first, _Ten):
-            return self._quotient(first, second, may_be_whole=False)
-        plain = not isinstance(first, _Quotient | _Ten)
-        if plain and operator == "times" and isinstance(second, _Ten):
-            self.to_simplify[-1] = f"{first}*{self.to_simplify[-1]}"
-            return second
-        if plain and operator == "" and isinstance(second, _Quotient) and second < 1:
-            return first + second
-        raise _Unfinished
-
-    def _quotient(self, over: Fraction, under: Fraction, *, may_be_whole: bool) -> Fraction:
-        if over.denominator != 1 or under.denominator != 1 or under == 0:
-            raise _Unfinished
-        if isinstance(over, _Quotient | _Ten) or isinstance(under, _Quotient):
-            raise _Unfinished
-        value = _Quotient(over, under)
-        if value.denominator == 1 and not may_be_whole:
-            raise _Unfinished
-        if gcd(over.numerator, under.numerator) != 1 or value.denominator == 1:
-            self.to_simplify.append(f"{over}/{under}")
-        return value
-
-    def _power(self, depth: int) -> Fraction | None:
-        may_be_ten = self.kind() == "number"
-        base = self._atom(depth)
-        while self.kind() in ("power", "below", "factorial"):
-            kind = self.kind()
-            self.take()
-            if kind == "factorial":
-                if base is not None:
-                    raise _Unfinished
-                continue
-            sign = "-" if self._skips("sign") else ""
-            above = self._atom(depth) if self.kind() in BEGINNINGS else None
-            if kind == "power" and base is not None and above is not None:
-                if may_be_ten and base == 10 and above.denominator == 1 and above > 1 - bool(sign):
-                    base, may_be_ten = _Ten(10), False
-                    self.to_simplify.append(f"10^{sign}{above}")
-                    continue
-                if above.denominator == 1:
-                    raise _Unfinished
-            base = None
-        return base
-
-    def _atom(self, depth: int) -> Fraction | None:
-        kind, text = self.kind(), self.take()
-        if kind == "number":
-            return Fraction(re.sub(r"\{,\}|\\,|[, ]", "", text))
-        if kind == "repeating":
-            self.to_simplify.append(re.sub(r"[\\{}\s]", "", text))
-        if kind in ("frac", "binom"):
-            over, under = self._argument(depth), self._argument(depth)
-            if over is None or under is None:
-                return None
-            if kind == "binom":
-                raise _Unfinished
-            return self._quotient(over, under, may_be_whole=True)
-        if kind == "root":
-            degree = self._argument(depth) if self._tokens[self._place][1] == "[" else Fraction(2)
-            if _is_power(self._argument(depth), degree):
-                raise _Unfinished
-        elif kind == "function":
-            while self.kind() in ("below", "power"):
-                self.take()
-                self._argument(depth)
-            if self.kind() in BEGINNINGS:
-                self._power(depth)
-        elif kind in ("open", "set"):
-            inside = self.read(depth + 1)
-            if isinstance(inside, _Ten) and text != "{":
-                inside = Fraction(10)  # no longer part of a number in scientific notation
-            if self.kind() == "close":
-                self.take()
-            return inside if kind == "open" else None
+    if node.type == "number":
+        if "overline" in node.text:
+            found.append(node)
+        return node.value
+    if node.type == "product":
+        return _product(node, found)
+    if node.type == "call" and node.text not in ("max", "min", "gcd", "lcm"):
+        for item in node.items:
+            _literal(item, found)
         return None
+    values = [_literal(item, found) for item in node.items]
+    if node.type == "negative":
+        return values[0]
+    if node.type == "sum":
+        terms = [term for item in node.items if (term := _without_coefficient(item)) is not None]
+        if len(terms) > len(set(terms)):
+            raise _Unfinished
+        return None
+    if not values or any(value is None for value in values):
+        return None
+    if node.type == "quotient" or (node.type == "ratio" and len(values) == 2):
+        return _quotient(node, found)
+    if node.type == "power":
+        return _power(node, found)
+    if node.type in ("factorial", "binom", "bar", "floor", "ceil") or (
+        node.type == "root" and _is_power(values[1], values[0])
+    ):
+        raise _Unfinished
+    return None
 
-    def _argument(self, depth: int) -> Fraction | None:
-        self._skips("sign")
-        return self._atom(depth) if self.kind() in BEGINNINGS else None
+
+def _factors(node: Node) -> Iterator[Node]:
+    """The factors of a product, also of products and negative numbers in it, without units."""
+    if node.type in ("product", "negative"):
+        for item in node.items:
+            yield from _factors(item)
+    elif node.type != "unit" and not (node.type == "power" and node.items[0].type == "unit"):
+        yield node
+
+
+def _product(node: Node, found: list[Node]) -> Fraction | None:
+    factors = list(_factors(node))
+    values = [_literal(factor, found) for factor in factors]
+    numbers = [factor for factor, value in zip(factors, values, strict=True) if value is not None]
+    is_scientific = [one.type for one in numbers] == ["number", "power"]
+    if is_scientific and numbers[1].items[0].text == "10":
+        found.append(node)
+        numbers.pop()
+    if len(numbers) > 1:
+        raise _Unfinished
+    return values[0] if len(factors) == len(numbers) == 1 else None
+
+
+def _quotient(node: Node, found: list[Node]) -> Fraction:
+    over, under = (_plain(item) for item in node.items)
+    if over and node.text == "frac" and under is None and node.items[1].type == "power":
+        return over / _number(node.items[1], found)
+    if over is None or not under or node.text == ":" or over.denominator * under.denominator != 1:
+        raise _Unfinished
+    whole = over % under == 0
+    if whole and node.text != "frac" and node.type != "ratio":
+        raise _Unfinished
+    if whole or gcd(over.numerator, under.numerator) != 1:
+        found.append(node)
+    return over / under
+
+
+def _number(node: Node, found: list[Node]) -> Fraction:
+    value = _literal(node, found)
+    if value is None:
+        raise _Unfinished
+    return value
+
+
+def _power(node: Node, found: list[Node]) -> Fraction | None:
+    base, exponent = node.items
+    size = _plain(exponent)
+    if size is not None and size.denominator != 1:
+        return None
+    is_ten = base.text == "10" and size is not None and size > 1
+    if size is None or base.type != "number" or not (is_ten or size < 0):
+        if _literal(exponent, []) is not None and size is None and exponent.type != "power":
+            return None  # as in 2^{3/2}
+        raise _Unfinished
+    found.append(node)
+    return base.value
+
+
+def _without_coefficient(node: Node) -> str | None:
+    """The key of a term without its number as factor or divisor, "" for a number alone."""
+    parts = []
+    for factor in _factors(node):
+        if factor.type == "quotient":
+            over = _without_coefficient(factor.items[0])
+            under = _without_coefficient(factor.items[1])
+            parts += [part for part in (over, under and f"1/{under}") if part]
+        elif factor.type != "number":
+            parts.append("" if _is_number(factor) else key(factor))
+    return "*".join(sorted(part for part in parts if part))
+
+
+def _is_number(node: Node) -> bool:
+    try:
+        return _literal(node, []) is not None
+    except _Unfinished:
+        return False
 
 
 def _is_power(number: Fraction | None, degree: Fraction | None) -> bool:
@@ -265,5 +177,5 @@ def _is_power(number: Fraction | None, degree: Fraction | None) -> bool:
         return False
     return all(
         part < MAX_RADICAND and round(part ** (1 / degree)) ** degree == part
-        for part in (number.numerator, number.denominator)
+        for part in (abs(number.numerator), number.denominator)
     )

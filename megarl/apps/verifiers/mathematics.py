@@ -1,6 +1,6 @@
 r"""The verifier `math`: is the final expression of a response equal to the reference answer?
 
-    response --final_expression--> text --plain_number, evaluate, math-verify--> equal or not
+    response --final expression--> LaTeX --read--> tree --equal, finished--> right or not
 
 Percent is a unit, as dollars are, and units do not count: `50%`, `50\%` and `50 percent` equal 50
 and do not equal 0.5. This is the rule of the grader of the MATH data set (arXiv:2103.03874,
@@ -9,75 +9,40 @@ and do not equal 0.5. This is the rule of the grader of the MATH data set (arXiv
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any
 
-from megarl.apps.verifiers.arithmetic import calculate, in_signs, is_huge
+from megarl.apps.verifiers.expression import MAX_CHARACTERS, VULGAR, Node, key, read
 from megarl.apps.verifiers.finished import is_unfinished, to_simplify
-from megarl.apps.verifiers.notation import (
-    NUMBER_CHARACTERS,
-    VULGAR,
-    cleaned,
-    in_prose,
-    latex,
-    number_with_unit,
-    plain_number,
-    rewritten,
+from megarl.apps.verifiers.notation import cleaned, plain_number
+from megarl.apps.verifiers.prose import (
+    HEDGE_BEHIND,
+    HEDGED,
+    NEGATED,
+    NEGATED_BEHIND,
+    expression,
+    final_answer,
+    runs,
+    stated_words,
+    without_words,
 )
-from megarl.apps.verifiers.textual import (
-    CALCULUS,
-    INTERVALS,
-    NAME,
-    RELATION,
-    as_intervals,
-    compared_as_text,
-    outer_brackets,
-    same_part,
-)
+from megarl.apps.verifiers.textual import compared_as_text, same_part
+from megarl.apps.verifiers.values import at_points, equal, exact, pairs_of, same_value, variables
 from megarl.environments.config import EnvironmentConfig
 from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer
-MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer final expression is not parsed and counts as wrong."""
-MAX_RESPONSE_CHARACTERS = 10_000
-"""Of a response without a marked answer, only so many characters from its end are searched."""
-MAX_DEPTH = 6
-"""An expression that nests brackets deeper is not parsed: the time of math-verify's parser doubles
-with each level (13 levels of braces take 5 s)."""
-TOWERS = re.compile(r"(?:[\^_]\s*[A-Za-z0-9]\s*){5}|!{3}|(?:\|[^|]*){13}|(?:=[^=]*){9}")
-"""Nesting without brackets that takes the parser as long, so that it is not parsed either:
-x^x^x^x^x^x, x!!!, bars, chains of `=`."""
-PLAIN_FORMULA = re.compile(r"\d[\d.\s*^()!+/-]*[*^!][\d.\s*^()!+/-]*")
-"""Powers and factorials of numbers outside of formulas, as in prose."""
-FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-
-BEFORE_OPERATOR = re.compile(r"[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*-?\d")
-BEHIND_OPERATOR = re.compile(r"\d[)\]}]*[ \t]*(?:\*\*|[-+*/^x])[ \t]*[(\[{]*\Z")
-FRACTION = re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
-STATED = re.compile(
-    r"(?:\banswer(?:\s+is)?|\u7b54\u6848\s*[\u662f\u4e3a\u70ba]?)\s*[:\uff1a]?[\s*]*"
-    r"(\$\$?(?!\s)[^$\n]+(?<!\s)\$\$?|\\\(.+?\\\)|\\\[.+?\\\])[ *]*(?:[.\u3002]|$)",
-    re.IGNORECASE | re.MULTILINE,
+BETWEEN_BOXES = re.compile(
+    r"[\s$]*(?:,|\b(?:or|and|maybe|perhaps|possibly)\b)(?:[\s$,]|or|and|maybe)*"
 )
-"""A formula that a sentence calls the answer: `The answer is $3$.`"""
 TAGS = ("<answer>", "</answer>")
-EQUALS = re.compile(r"(?<![<>!\\=])=(?!=)")
-ROUNDED = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])|\u2248")
-DECIMAL = re.compile(r"[-+]?\d*(?:\.(\d*))?")
-LARGEST_ERROR = Fraction(5, 10**6)
-"""Largest relative difference between a decimal number and the exact one that it stands for."""
-SMALL = 1e-6
-"""Values whose size is below this are not equal merely because both are small."""
 SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
 """Words that mark a line as a sentence, which is searched for its answer; a line without them is
 the answer."""
+MAX_LINE = 200
+"""Only so many characters of a line are searched for such words."""
 
 
 def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]:
@@ -85,265 +50,194 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
     1.0 if the final expression of the response equals the reference answer mathematically, else 0.
 
     The final expression is what follows the last `####` or is inside the last `\boxed{}`, whichever
-    comes later; without either, a formula that a sentence calls the answer, or what math-verify
-    extracts. Of a response with the tags `<answer>` and `</answer>` only the content of the last
-    pair is read; if that is a single line without words such as `is` or `answer`, the line is the
-    final expression. Plain numbers are compared exactly; words, ratios and the like as text;
-    everything else by math-verify. A final percent sign is dropped on both sides. An expression of
-    more than 1000 characters counts as wrong. So does one with brackets nested more than 6 deep,
-    unless it holds numbers only, and one that has still to be evaluated (`67 + 63`), unless the
-    reference answer is such an expression, or with `math.allow_unevaluated`. The function raises
-    `ValueError` for a reference answer that is not mathematics.
+    comes later; without either, the expression that a sentence calls the answer, or the last one of
+    the response. Of a response with the tags `<answer>` and `</answer>` only the content of the
+    last pair is read. Numbers are compared exactly, words and the like as text, other expressions
+    by their values at random points. An expression counts as wrong if it has more than 1000
+    characters, brackets nested more than 60 deep or a value too large to compute; if the words
+    beside it name another one or negate it; and if it has still to be evaluated (`67 + 63`, `2x +
+    3x`) or stands in the question, unless the reference answer is such an expression, or with
+    `math.allow_unevaluated`. The function raises `ValueError` for a reference answer that is not
+    mathematics.
     """
-    parse_marked, parse_response, equal, size = _math_verify()
 
-    def verdict(prompt: Prompt, reference: str, response: str) -> tuple[bool, str]:
-        """(Whether `response` equals `reference`, the final expression of `response`)."""
-        response, line = in_tags(response)
-        found = marked(response, line)
-        if found is not None and len(found) > MAX_EXPRESSION_CHARACTERS:
-            return False, ""
-        expected, number = plain_number(reference), plain_number(found or "")
-        if expected is not None and number is not None:
-            return expected == number, found or ""
-        reference, expression = same_part(reference, cleaned(found or ""))
-        expression = without_equals(exact_side(expression, reference, size))
-        if INTERVALS.fullmatch(reference):
-            expression = as_intervals(expression)
-        expected, number = plain_number(reference), plain_number(expression)
-        if expected is not None and number is not None:
-            return expected == number, expression
-        exact = calculate(reference) if expected is None else expected
-        value = calculate(expression) if number is None else number
-        if exact is not None:
-            if value is not None and not near(exact, value, reference + expression):
-                return False, expression
-            if exact == value:
-                return True, expression
-            if RELATION.search(expression):
-                return False, expression
-        by_text = None if found is None else compared_as_text(reference, expression)
-        if by_text is not None:
-            return by_text, reference
-        if number is None and expected is not None:
-            number = number_with_unit(expression)
-        elif number is not None and expected is None:
-            expected = number_with_unit(reference)
-        if expected is not None and number is not None:
-            return expected == number, expression
-        gold = parse_marked(reference if expected is None else latex(expected))
-        if not gold:
+    async def verify(prompt: Prompt, response: str) -> float:
+        text = cleaned(final_expression(prompt.answer) or prompt.answer)
+        is_known = compared_as_text(text, text) is not None or read(text) is not None
+        if not text or not (is_known or re.search(r"[\\^!]", text)):
             raise ValueError(
                 f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
                 " mathematics; set environment.verifier to 'exact_match' or to a function of your"
                 " own"
             )
-        if found is not None and outer_brackets(reference, expression):
-            return False, expression
-        if found is not None:
-            return equal(gold, parse_marked(expression)), expression
-        given = parse_response(response, reference)
-        said = given[-1] if given and isinstance(given[-1], str) else ""
-        right = equal(gold, given) and not is_operand(said, response)
-        if "frac" not in response:  # math-verify writes a/b so
-            said = FRACTION.sub(r"\1/\2", said)
-        return right, without_equals(cleaned(said))
-
-    async def verify(prompt: Prompt, response: str) -> float:
-        reference = cleaned(final_expression(prompt.answer) or prompt.answer)
-        reference = without_equals(exact_side(reference, "", size))
-        right, expression = verdict(prompt, reference, response)
-        return float(
-            right
-            and (config.math.allow_unevaluated or is_answer(expression, reference, prompt.text))
-        )
+        asked = "" if config.math.allow_unevaluated else prompt.text
+        answer = marked(response)
+        if answer is None:
+            answer = final_answer(in_tags(response)[0])
+            if compared_as_text(text, text):  # words
+                answer = stated_words(in_tags(response)[0]) or answer
+        if not answer or len(answer) > MAX_CHARACTERS:
+            return 0.0
+        return float(verdict(text, cleaned(answer), asked, config.math.allow_unevaluated))
 
     return verify
 
 
-def _math_verify() -> tuple[
-    Callable[[str], list[Any]],
-    Callable[[str, str], list[Any]],
-    Callable[[list[Any], list[Any]], bool],
-    Callable[[str], Fraction | None],
-]:
-    """math-verify as (parser of a final expression; parser of a response without a marked answer,
-    which is also given the reference answer; comparison of what two parsers returned; value of an
-    expression as a number, None if it has none).
-    """
-    import math_verify
-
-    # It says once per process that its time limits are off; ours hold, and its own need signals.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    @lru_cache(maxsize=1024)
-    def parse(text: str) -> list[Any]:
-        return math_verify.parse(text, parsing_timeout=None)  # type: ignore[arg-type]
-
-    def parse_marked(text: str) -> list[Any]:
-        if is_deep(text):
-            return []
-        return parse(f"\\boxed{{{text}}}") or parse(text)
-
-    def parse_response(text: str, reference: str) -> list[Any]:
-        def readable(found: re.Match[str]) -> str:
-            if len(found[0]) > MAX_EXPRESSION_CHARACTERS or is_deep(found[0]):
-                return ""
-            if is_huge(found[0]) or CALCULUS.search(found[0]):
-                return ""
-            if not ROUNDED.search(found[0]):
-                return found[0]
-            side = exact_side(cleaned(found[0]), reference, size)
-            return f"${side}$" if side else ""
-
-        text = in_prose(text[-MAX_RESPONSE_CHARACTERS:])
-        text = PLAIN_FORMULA.sub(readable, FORMULA.sub(readable, text))
-        return parse(text) if depth(text) <= MAX_DEPTH else []
-
-    def size(text: str) -> Fraction | None:
-        number = calculate(text) if (number := plain_number(text)) is None else number
-        if number is not None or is_huge(text) or CALCULUS.search(text):
-            return number
-        value = next(iter(parse_marked(text)), None)
-        if not getattr(value, "is_number", False) or not value.is_finite or not value.is_real:  # type: ignore[union-attr]
-            return None
-        return Fraction(float(value))  # type: ignore[arg-type]
-
-    def equal(gold: list[Any], given: list[Any]) -> bool:
-        return (
-            bool(given)
-            and bool(math_verify.verify(gold, given, timeout_seconds=None))
-            and (are_near(gold[0], given[0]))
-        )
-
-    return parse_marked, parse_response, equal, size
-
-
-def exact_side(text: str, reference: str, size: Callable[[str], Fraction | None]) -> str:
-    """Remove rounded values from `text`, a LaTeX expression: `1/3 \\approx 0.333` becomes `1/3`. If
-    the last, rounded value is the `reference` answer, that value is returned instead. "" if
-    neighbouring values differ by more than rounding explains, or one has no value. `size`: function
-    from an expression to its value, or None if it has none.
-    """
-    sides = [cleaned(side) for side in ROUNDED.split(text)]
-    if len(sides) == 1:
-        return text
-    sides = sides[not sides[0] :]
-    right = [EQUALS.split(side)[-1].strip() for side in sides]
-    for first, second in pairwise(right):
-        rounded = DECIMAL.fullmatch(second) or DECIMAL.fullmatch(first)
-        values = size(first), size(second)
-        if rounded is None or values[0] is None or values[1] is None:
-            return ""
-        half = Fraction(1, 2 * 10 ** len(rounded[1] or ""))
-        if abs(values[0] - values[1]) > half:
-            return ""
-    last = plain_number(right[-1])
-    return sides[-1] if last is not None and last == plain_number(reference) else sides[0]
-
-
-def are_near(first: Any, second: Any) -> bool:
-    """Second check of two sympy values that math-verify calls equal. math-verify rounds to a number
-    of decimal places, so that any two small values look equal. False if `first` is below 1e-6 in
-    size and the two differ by a relative error of more than 5e-6. True for larger values, and for
-    values that are no numbers.
-    """
-    if not all(getattr(one, "is_number", False) for one in (first, second)):
-        return True
-    if first.is_Rational and abs(first) >= SMALL:
-        return True
-    size = abs(complex(first.evalf()))
-    return size >= SMALL or abs(complex((first - second).evalf())) <= LARGEST_ERROR * size
-
-
-def near(exact: Fraction, value: Fraction, text: str) -> bool:
-    """Whether the numbers `exact` and `value` count as equal. `text`: the two expressions in which
-    they stand, joined; with a decimal point in it, a relative error of 5e-6 is allowed, otherwise
-    none.
-    """
-    if "." not in text:
-        return exact == value
-    return abs(exact - value) <= LARGEST_ERROR * max(abs(exact), abs(value))
-
-
-def is_answer(expression: str, reference: str, question: str) -> bool:
-    """Whether `expression`, which equals the `reference` answer (both LaTeX), counts as an answer:
-    it is a finished value, not one still to be evaluated such as `67 + 63`, or the reference is
-    unfinished too. A fraction to be simplified, or a power of ten, that stands in the text
-    `question` was only copied, so that it is no answer.
-    """
-    number = plain_number(expression)
-    if number is not None or expression == reference:
-        return True
-    rational = plain_number(reference) is not None or calculate(reference) is not None
-    if is_unfinished(expression, rational=rational):
-        return is_unfinished(reference, rational=rational)
-    left = to_simplify(expression)
-    if not left or to_simplify(reference):
-        return True
-    said = _squeezed(question)
-    return not any(re.search(rf"(?<![\d.]){re.escape(one)}(?![\d.])", said) for one in left)
-
-
-def is_operand(number: str, response: str) -> bool:
-    """Whether `number`, the text of a number, stands in `response` only beside operators, as 8 does
-    in `8^{1}`. False for a text that is no plain number.
-    """
-    number = number.strip("()[]{} ")
-    if plain_number(number) is None:
+def verdict(reference: str, answer: str, question: str, allow_unevaluated: bool) -> bool:
+    """Whether `answer` is a right answer to `question`; it and the `reference` are LaTeX."""
+    reference, answer = same_part(reference, answer)
+    by_text = compared_as_text(reference, answer)
+    if by_text is not None:
+        return by_text
+    gold, given = read(reference), read(answer)
+    if gold is None:
+        return re.sub(r"\s", "", reference) == re.sub(r"\s", "", answer)
+    if given is None or (gold.type != "list" and given.type == "list"):
+        again = read(without_words(answer))
+        if again is None and re.search(r"[A-Za-z]{2}", answer):
+            alone = final_answer(re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", answer), alone=True)
+            again = None if alone is None else read(alone)
+        given = again
+    if given is None:
         return False
-    text = in_prose(re.sub(r"\\left|\\right", "", response[-MAX_RESPONSE_CHARACTERS:]))
-    one = re.escape(number)
-    places = list(re.finditer(rf"(?<![\d.]){one}(?!\d|\.\d)", text))
-    return bool(places) and all(
-        BEFORE_OPERATOR.match(text, place.end()) or BEHIND_OPERATOR.search(text, 0, place.start())
-        for place in places
-    )
+    whole, (gold, given) = given, _comparable(gold, given)
+    if gold is None or given is None:
+        return False
+    rounded = any("." in one.text for node in (gold, given) for one in node.nodes()
+                  if one.type == "number")  # fmt: skip
+    if key(gold) == key(given) and key(whole) == key(given):
+        return True
+    if not equal(gold, given, rounded=rounded):
+        return False
+    return allow_unevaluated or is_answer(given, gold, whole, question)
 
 
-def _squeezed(text: str) -> str:
-    """A question with operators as signs, without brackets and spaces."""
-    text = FRACTION.sub(r"\1/\2", in_signs(rewritten(text))).replace("**", "^")
-    return re.sub(r"[\s{}()$,\\]", "", text)
+def _comparable(gold: Node, given: Node) -> tuple[Node | None, Node | None]:
+    """Two answers without the names of their values, `5` for `x = 5`."""
+    gold_side = _side(gold, None) or gold
+    given_side = _side(given, gold_side)
+    if given_side is None:
+        return gold_side, None
+    if gold_side.type not in ("relation", "list", "union", "tuple") and _is_equation(given_side):
+        given_side = given_side.items[-1]
+    elif given_side.type != "relation" and _is_equation(gold_side) and _is_name(gold_side.items[0]):
+        gold_side = gold_side.items[-1]
+    return gold_side, given_side
 
 
-def without_equals(text: str) -> str:
-    """Shorten a chain of equations in `text`, a LaTeX expression, to its result: `67 + 63 = 130`
-    becomes `130`, and `x = 67 + 63 = 130` becomes `x = 130`. "" if two exact numbers in the chain
-    differ. A text without `=` is returned as it is.
+def _is_equation(node: Node) -> bool:
+    return node.type == "relation" and set(node.text.split()) == {"="}
+
+
+def _side(node: Node, gold: Node | None) -> Node | None:
+    """The value in equations such as `x = 67 + 63 = 130` and `1/3 \\approx 0.333`; None if two
+    sides have different values. An equation without a name and one value is returned as it is.
     """
-    sides = [side.strip() for side in EQUALS.split(text)]
+    if node.type == "list":
+        sides = [_side(item, None) for item in node.items]
+        items = tuple(one for one in sides if one is not None)
+        return Node("list", items, node.text) if len(items) == len(sides) else None
+    if node.type != "relation":
+        return node
+    signs = node.text.split(" ")
+    if signs == ["\u2208"]:
+        return node.items[1]
+    if set(signs) - {"=", "\u2248"}:
+        return node
+    groups: list[list[Node]] = [[node.items[0]]]
+    for sign, item in zip(signs, node.items[1:], strict=True):
+        groups.append([item]) if sign == "\u2248" else groups[-1].append(item)
+    lasts = [group[-1] for group in groups]
+    if not all(_rounds(*pair) for pair in pairs_of(lasts)):
+        return None
+    last = exact(lasts[-1])
+    is_last = gold is not None and last is not None and last == exact(gold)
+    sides = groups[-1] if is_last else groups[0]
+    values = [one for one in sides if not variables(one) and one.type != "unit"]
+    rounded = any("." in one.text for value in values for one in value.nodes())
+    if any(not equal(*pair, rounded=rounded) for pair in pairs_of(values)):
+        return None
+    others = [one for one in sides if one not in values]
+    if values and all(_is_name(one) for one in others):
+        return next((one for one in reversed(values) if not is_unfinished(one)), values[-1])
     if len(sides) == 1:
-        return text
-    values = {side: plain_number(side) or calculate(side) for side in sides}
-    numbers = [side for side in sides if values[side] is not None]
-    if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]):
-        return f"{sides[1]} = {sides[0]}"
-    if len(numbers) < 2:
-        return text
-    if len({values[side] for side in numbers}) > 1:
-        return text if "." in text else ""
-    last = next((side for side in reversed(numbers) if not is_unfinished(side)), numbers[-1])
-    return " = ".join([*(side for side in sides if side not in numbers), last])
+        return sides[0]
+    if len(sides) > 2 and not all(same_value(*pair, rounded=False) for pair in pairs_of(sides[1:])):
+        return None
+    ends = (sides[0], sides[-1])
+    if _is_name(ends[1]) and not _is_name(ends[0]):
+        ends = ends[::-1]
+    return Node("relation", ends, "=")
+
+
+def _is_name(node: Node) -> bool:
+    """Whether an expression is the name of a value: x, x_1, f(2), AB, (x, y)."""
+    if node.type in ("product", "tuple"):
+        return _is_name(node.items[0]) and all(
+            one.type in ("name", "number", "tuple", "product") for one in node.items[1:]
+        )
+    return node.type in ("name", "unit")
+
+
+def _rounds(first: Node, second: Node) -> bool:
+    """Whether one of two values is the other one, rounded."""
+    sizes = [_size(one) for one in (first, second)]
+    decimal = next((one for one in (second, first) if one.type in ("number", "negative")
+                    and _size(one) is not None), None)  # fmt: skip
+    if decimal is None or sizes[0] is None or sizes[1] is None:
+        return False
+    written = decimal.text or decimal.items[0].text
+    return abs(sizes[0] - sizes[1]) <= Fraction(1, 2 * 10 ** len(written.partition(".")[2]))
+
+
+def _size(node: Node) -> Fraction | None:
+    value = exact(node)
+    if value is None and not variables(node) and (points := at_points(node)) is not None:
+        return Fraction(float(points[0][1].real)) if abs(points[0][1].imag) < 1e-30 else None
+    return value
+
+
+def is_answer(given: Node, gold: Node, whole: Node, question: str) -> bool:
+    """Whether `given`, which equals the reference answer `gold`, counts as an answer: it is a
+    finished value, not one still to be evaluated such as `67 + 63`, or `gold` is unfinished too. An
+    expression that could be simplified, or has variables, and stands in the text `question` was
+    only copied, so that it is no answer. `whole`: the answer with the names of its values.
+    """
+    rational = exact(gold) is not None
+    if is_unfinished(given, rational=rational):
+        return is_unfinished(gold, rational=rational)
+    left = to_simplify(given) or []
+    if to_simplify(gold):
+        left = []
+    wholes = [one for one in (given, whole) if key(one) != key(gold) and exact(one) is None]
+    left += [one for one in wholes if one.type != "relation" or not _is_name(one.items[0])]
+    if not left or not question:
+        return True
+    copied = {
+        key(node)
+        for found in runs(question[-MAX_CHARACTERS * 10 :])
+        if (tree := read(expression(found[0]))) is not None
+        for node in tree.nodes()
+    }
+    return copied.isdisjoint(key(one) for one in left)
 
 
 def final_expression(text: str) -> str | None:
     r"""The marked answer in `text`: what follows the last `####` on its line, or is inside the last
     `\boxed{}`, whichever comes later. None without either; empty if the last box is not closed.
+    Boxes with a comma, `and` or `or` between them are one answer: `5 or 7`.
     """
-    hashed, box = text.rfind(FINAL), None
-    for box in BOX.finditer(text):
-        pass
-    if box is not None and box.start() > hashed:
-        if not box[1]:  # as in "\boxed 5"
-            return re.split(r"[\s$]", text[box.end() :], maxsplit=1)[0]
-        start, level = box.end(), 1
-        for end in range(start, len(text)):
-            level += {"{": 1, "}": -1}.get(text[end], 0)
-            if level == 0:
-                return text[start:end].strip()
-        return ""  # an open box is not an answer
+    hashed = text.rfind(FINAL)
+    boxes = list(BOX.finditer(text, max(hashed, 0)))[-10:]
+    if boxes:
+        contents = [_content(text, box) for box in boxes]
+        answer, start = contents[-1][0], boxes[-1].start()
+        for box, (inside, end) in zip(boxes[-2::-1], contents[-2::-1], strict=True):
+            if not BETWEEN_BOXES.fullmatch(text, end, start):
+                break
+            joined, start = inside + " or " + answer, box.start()
+            answer = answer if inside == answer or len(answer) > MAX_CHARACTERS else joined
+        return answer
     if hashed >= 0:
         line = text[hashed + len(FINAL) :].strip().split("\n", 1)[0].strip()
         if len(line) <= 3 or re.search(
@@ -353,16 +247,35 @@ def final_expression(text: str) -> str | None:
     return None
 
 
-def marked(response: str, line: str | None) -> str | None:
-    """The final expression of a model's `response`: that behind `####` or in a `\\boxed{}`; else
-    `line`, the answer line that `in_tags` found, if it is not None; else the last formula that a
-    sentence calls the answer; None without any.
+def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
+    """(What is in a box, "" if it is not closed; the position behind it)."""
+    if not box[1]:  # as in "\boxed 5"
+        inside = re.split(r"[\s$]", text[box.end() : box.end() + MAX_CHARACTERS], maxsplit=1)[0]
+        return inside, box.end() + len(inside)
+    level = 1
+    for end in range(box.end(), len(text)):
+        level += {"{": 1, "}": -1}.get(text[end], 0)
+        if level == 0:
+            return text[box.end() : end].strip(), end + 1
+    return "", len(text)  # an open box is not an answer
+
+
+def marked(response: str) -> str | None:
+    """The final expression of a model's `response`: that behind `####` or in a `\\boxed{}`; else a
+    line between the tags of an answer; None without either; "" if the words beside a box negate it
+    or name another answer.
     """
-    found = final_expression(response)
-    if found is not None or line is not None:
-        return line if found is None else found
-    stated = STATED.findall(response[-MAX_RESPONSE_CHARACTERS:])
-    return stated[-1] if stated else None
+    text, line = in_tags(response)
+    answer = final_expression(text)
+    boxes = list(BOX.finditer(text))
+    if not boxes or answer is None or text.rfind(FINAL) > boxes[-1].start():
+        return line if answer is None else answer
+    before = text[max(0, boxes[-1].start() - 60) : boxes[-1].start()]
+    behind = text[_content(text, boxes[-1])[1] :][:80]
+    hedged = HEDGE_BEHIND.match(behind) or (HEDGED.search(before) and " or " not in answer)
+    if NEGATED.search(before) or NEGATED_BEHIND.match(behind) or hedged:
+        return ""
+    return answer
 
 
 def in_tags(response: str) -> tuple[str, str | None]:
@@ -375,28 +288,8 @@ def in_tags(response: str) -> tuple[str, str | None]:
     if start < 0:
         return response, None
     inside = response[start + len(TAGS[0]) : end].strip()
-    is_line = (
-        bool(inside) and "\n" not in inside and not SENTENCE.search(inside[:NUMBER_CHARACTERS])
-    )
+    is_line = bool(inside) and "\n" not in inside and not SENTENCE.search(inside[:MAX_LINE])
     return inside, inside if is_line else None
 
 
-def depth(text: str) -> int:
-    """Number of levels of nested brackets in `text`, whether or not their kinds match; 0 without
-    brackets.
-    """
-    level = deepest = 0
-    for sign in text:
-        if sign in "{([":
-            level += 1
-            deepest = max(deepest, level)
-        elif sign in "})]":
-            level = max(0, level - 1)
-    return deepest
-
-
-def is_deep(text: str) -> bool:
-    """Whether the expression `text` (LaTeX) is nested too deep for math-verify to parse it in a
-    short time: more than 6 levels of brackets, or as much without brackets, such as x^x^x^x^x^x.
-    """
-    return depth(text) > MAX_DEPTH or TOWERS.search(text) is not None
+__all__ = ["final_expression", "math", "plain_number"]

@@ -14,12 +14,13 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Literal
 
 from megarl.apps.verifiers.code.program_server import encode
+from megarl.apps.verifiers.code.tested_names import UnclearNames, names_of_tests
 
 COLUMNS = (
     *("input_output", "test_list", "test", "public_test_cases", "private_test_cases"),
@@ -28,9 +29,13 @@ COLUMNS = (
 """Columns of a row in which tests are looked for, in this order."""
 ADDED = ("public_test_cases", "private_test_cases")
 SETUPS = ("test_setup_code", "test_imports")
-NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?")
+NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+"""Python reads the digits of every script as numbers, those who judge programs do not."""
 FENCE = "```"
-LEADING_ZERO = re.compile(r"[-+]?0\d+")
+LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+SPACES = " \t\r\f\v"
+"""What stands between words and at the ends of lines: ASCII only."""
+SPACE = re.compile(f"([{SPACES}]+)")
 PYTHON = ("python", "python3", "py")
 
 
@@ -63,7 +68,9 @@ class Tests:
     """Name of the function that the data set wants; "" if it asks for a whole program."""
     more: dict[str, Any] = field(default_factory=dict)
     """For asserts: {"setup": text of statements that run before the tests, "names": names of the
-    program's functions}; else empty."""
+    program's functions, "modules": names of modules of Python's library}; else empty."""
+    unmet: frozenset[str] = frozenset()
+    """Names in asserts that nothing defines, so that no program passes; a module ends with "."."""
 
     def whole(self, program: str) -> str:
         """The text to run for `program`, the code that `extract` took from a response: the program
@@ -135,7 +142,7 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
         return _read_check(value, row, column)
     texts = [value] if isinstance(value, str) and "assert" in value else value
     if isinstance(texts, list) and all(isinstance(one, str) for one in texts):
-        return Tests("asserts", texts, more={"setup": _setup(row), "names": []})
+        return _asserts(texts, _setup(row), row, column)
     raise BadTests(
         f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/reference_rewards.md"
         " lists the forms"
@@ -174,9 +181,19 @@ def _read_check(value: str, row: Mapping[str, Any], column: str) -> Tests:
             f"column {column} defines check(candidate), but column entry_point names no function"
         )
     starts, beside = _source(prompt, name) if isinstance(prompt, str) else ("", "")
-    more = {"setup": starts, "names": [name]}
-    tests = [f"{value}\n\ncheck(candidate)\n"]
-    return Tests("asserts", tests, prefix=starts, beside=beside, named=name, more=more)
+    tests = _asserts([f"{value}\n\ncheck({name})\n"], starts, row, column, [name])
+    return replace(tests, prefix=starts, beside=beside, named=name)
+
+
+def _asserts(
+    texts: list[str], setup: str, row: Mapping[str, Any], column: str, own: Sequence[str] = ()
+) -> Tests:
+    try:
+        names = names_of_tests(texts, setup, row, own)
+    except UnclearNames as error:
+        raise BadTests(f"column {column}: {error}") from None
+    more = {"setup": setup, "names": names.program, "modules": names.modules}
+    return Tests("asserts", texts, more=more, unmet=frozenset(names.unmet))
 
 
 def _source(prompt: str, name: str) -> tuple[str, str]:
@@ -243,7 +260,7 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
     """
     blocks: list[tuple[str, list[str]]] = []
     inside = False
-    for line in response.splitlines():
+    for line in response.replace("\r\n", "\n").split("\n"):  # others stand in texts of a program
         bare = line.strip()
         if inside and bare == FENCE:
             inside = False
@@ -259,10 +276,10 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs (text) are equal but for spaces at the ends of lines, empty lines at the
-    end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with leading
-    zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal point or
-    exponent, relative to the expected number, or absolute where that is below 1.
+    """Whether two outputs (text) are equal but for ASCII spaces at the ends of lines, empty lines
+    at the end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with
+    leading zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal
+    point or exponent, relative to the expected number, or absolute where that is below 1.
     """
     ours, theirs = _kept_lines(found), _kept_lines(expected)
     return len(ours) == len(theirs) and all(
@@ -272,13 +289,13 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
 
 
 def _kept_lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.rstrip(SPACES) for line in text.rstrip(SPACES + "\n").split("\n")]
 
 
 def _same_line(found: str, expected: str, tolerance: float) -> bool:
-    ours, theirs = found.split(), expected.split()
-    if not all(map(NUMBER.fullmatch, [*ours, *theirs])):  # between words, spaces count
-        ours, theirs = re.split(r"(\s+)", found), re.split(r"(\s+)", expected)
+    ours, theirs = (SPACE.split(line) for line in (found, expected))
+    if all(map(NUMBER.fullmatch, filter(None, [*ours[::2], *theirs[::2]]))):
+        ours, theirs = (list(filter(None, line[::2])) for line in (ours, theirs))
     return len(ours) == len(theirs) and all(
         one == other or _same_number(one, other, tolerance)
         for one, other in zip(ours, theirs, strict=True)
@@ -298,6 +315,25 @@ def _same_number(found: str, expected: str, tolerance: float) -> bool:
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
     return abs(found - expected) <= tolerance * max(1.0, abs(expected)) < math.inf
+
+
+def as_json(value: Any) -> Any:
+    """A value that a program has returned, in the data that `encode` makes of it, as JSON: tuples
+    as lists, and keys of dicts as texts. Raises `TypeError`, `ValueError` or `KeyError` for what
+    JSON cannot hold, as a set, and for data that `encode` does not make.
+
+    No number is hashed: a dict of 50,000 that collide took two minutes.
+    """
+    if isinstance(value, list):
+        return [as_json(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value["t"] == "tuple":
+        return as_json(value["v"])
+    if value["t"] != "dict" or any(isinstance(key, list | dict) for key, _ in value["v"]):
+        raise TypeError(f"JSON has no such {value['t']}")
+    pairs = [(key if isinstance(key, str) else json.dumps(key), one) for key, one in value["v"]]
+    return {key: as_json(one) for key, one in pairs}
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bool = False) -> bool:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import console
 from megarl.apps.verifiers.code import code_tests
-from megarl.apps.verifiers.code.assert_checker import without_module
-from megarl.apps.verifiers.code.program_server import decode
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.environments.code_config import CodeConfig
 from megarl.environments.scores import BadScore, Score
@@ -119,7 +117,7 @@ def _passes(
         reply = json.loads(result["output"])
         if "value" not in reply:
             return False
-        found = decode(reply["value"], lambda index: object())
+        found = code_tests.as_json(reply["value"])
         return code_tests.same_value(found, expected, tolerance, wrapped=tests.wrapped)
     except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError):
         return False  # a program may write anything in place of a reply
@@ -140,9 +138,9 @@ def say_protection(config: EnvironmentConfig) -> None:
 
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
     """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in the row of
-    every prompt that it scores. Warns of rows whose tests no program can pass, because the tests
-    use a module that they do not import. `setting`: the recipe's section that the prompts are read
-    from, for messages.
+    every prompt that it scores, and it is clear which names in them are the program's. Warns of
+    rows whose tests no program can pass, because they use a name that nothing defines. `setting`:
+    the recipe's section that the prompts are read from, for messages.
     """
     programs, until = config.programs, time.monotonic() + READ_WITHIN_S
     unmet: dict[str, list[int]] = {}
@@ -156,9 +154,8 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: st
             continue
         try:
             tests = code_tests.read_tests(prompt.fields, column)
-            if tests.kind == "asserts":
-                for used in without_module(tests.tests, **tests.more):
-                    unmet.setdefault(used, []).append(prompt.index)
+            for used in tests.unmet:
+                unmet.setdefault(used, []).append(prompt.index)
         except code_tests.BadTests as error:
             name = prompt.environment
             where = f"environment.mixture.{name}.code." if name else "environment.code."
@@ -168,7 +165,7 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: st
         more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
         console.say(
             f"megarl: warning: {setting}, verifier 'code': the tests of row"
-            f" {', '.join(map(str, rows[:SHOWN_ROWS]))}{more} use '{used}.', which neither they nor"
+            f" {', '.join(map(str, rows[:SHOWN_ROWS]))}{more} use '{used}', which neither they nor"
             f" the row's {' or '.join(code_tests.SETUPS)} define: every program gets the score 0;"
             " import it there, or leave the rows out"
         )

@@ -108,8 +108,9 @@ class Sandbox:
         """Run `tests` of `program` (text) and block until they are done, at most `total_s` seconds
         and a few more. Outputs are not compared with expected ones. `kind`: "stdin" (a test is the
         input text), "calls" (a dict {"call", "args", "named"}) or "asserts" (the text of Python
-        statements). `more`: for asserts, `setup` (statements that run first) and `names` (functions
-        of the program). `go_on`: whether to go on after a test whose status is not "ok".
+        statements). `more`: for asserts, `setup` (statements that run first), `names` (functions
+        of the program) and `modules` (of Python's library). `go_on`: whether to go on after a test
+        whose status is not "ok".
 
         Returns for each test that was run, in order, a dict. Its "status" is "ok", "failed", or the
         limit that was exceeded: "time", "output" or "memory". After "ok" its "output" is the

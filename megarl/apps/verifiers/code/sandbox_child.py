@@ -30,17 +30,18 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.assert_checker import check_asserts
+from megarl.environments.descendants import descendants, end_children
+from megarl.files import remove_folder
 
 GRACE_S = 2.0
 """Seconds after a job's own time limit until the job is killed: its report is still to be written.
@@ -55,10 +56,6 @@ PROGRAM = "program"
 """Name of the program's file in the folder of the program."""
 LOOK_EVERY_S = 0.02
 """Seconds between two looks at the memory of all processes of a program."""
-LOOK_AGAIN_S = 0.0005
-END_WITHIN_S = 1.5
-"""Seconds within which the processes of a program must have ended once they are killed; less than
-`GRACE_S`."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PIPE_BYTES = 65536
 MOST_FILES = 128
@@ -137,7 +134,7 @@ def _remove_old_folders() -> None:
     for name in os.listdir(base):
         process = name.removeprefix(FOLDER).partition("-")[0]
         if name.startswith(FOLDER) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+            remove_folder(os.path.join(base, name))
 
 
 def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
@@ -160,7 +157,7 @@ def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
         os.waitpid(first, 0)
         if not in_namespaces:
             end_children()  # which are the program's
-            shutil.rmtree(top, ignore_errors=True)
+            remove_folder(top)
     finally:
         os._exit(0)
 
@@ -200,7 +197,8 @@ def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
     with `go_on`. Blocks for at most `total_s` seconds.
 
     job: {"kind": "stdin", "calls" or "asserts", "program": its text, "tests": list, "total_s":
-    seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program}.
+    seconds, "go_on": bool}, and for asserts {"setup": text, "names": functions of the program,
+    "modules": of Python}.
     Returns a dict for each test that was run, in order. Its "status" is "ok" (with "output", the
     program's output or a function's reply as text; none for asserts), "failed" (exit code,
     exception or assertion), or the limit that was exceeded: "time", "output" or "memory". The last
@@ -247,7 +245,7 @@ def _begin(programs: Programs, job: dict[str, Any], tests: list[Any]) -> Running
         return Running(programs.start(command, total_s, null, null, null, reads, writes), out)
 
     def check() -> None:
-        check_asserts(tests, job["setup"], job["names"], job["program"])
+        check_asserts(tests, job["setup"], job["names"], job["modules"], job["program"])
 
     reads, asks = os.pipe()
     results, tells = os.pipe()
@@ -306,7 +304,7 @@ class Programs:
             options = f"size={self.setup['file_mib']}m,nr_inodes=4096,mode=0777"
             kernel.mount("tmpfs", self.folder, "tmpfs", kernel.NOSUID | kernel.NODEV, options)
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
             os.mkdir(self.folder, 0o700)
             if self.setup["is_root"]:
                 os.chown(self.folder, kernel.NOBODY, kernel.NOBODY)
@@ -435,42 +433,6 @@ class Programs:
                 ended = os.waitid(os.P_PIDFD, running.handle.fileno(), os.WEXITED)
                 is_clean = ended and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
                 return "ok" if is_clean and not one_line else "failed", bytes(received)
-
-
-def end_children(*, all_of_namespace: bool = False) -> None:
-    """Kill this process's children and their descendants until none is left, and reap them. This
-    process must adopt those whose parent has ended, as a subreaper (prctl) or as the first process
-    of its PID namespace. Raises `TimeoutError` after 1.5 seconds.
-
-    `all_of_namespace`: kill all processes of this namespace but its first, in one system call.
-    """
-    until = time.monotonic() + END_WITHIN_S
-    while time.monotonic() < until:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        for process in (-1,) if all_of_namespace else descendants():
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(LOOK_AGAIN_S)
-    raise TimeoutError("a program's processes did not end when they were killed")
-
-
-def descendants() -> Iterator[int]:
-    """Yield the process ids of all descendants of this process, each as soon as it is found, so
-    that the caller can kill it before it forks again.
-    """
-    above = [os.getpid()]
-    while above:
-        process = above.pop()
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{process}/task"):
-                with open(f"/proc/{process}/task/{task}/children") as file:
-                    for child in map(int, file.read().split()):
-                        above.append(child)
-                        yield child
 
 
 def _tasks_of(user: int) -> int:

@@ -13,26 +13,34 @@ from collections.abc import Sequence
 
 from megarl.environments.isolation import (
     ALLOW,
+    BIND,
     EQUAL,
     GIVE,
     LOAD,
+    NEVER,
+    NEWNS,
+    NEWUSER,
+    NODEV,
+    NOSUID,
+    OF_OTHERS,
+    PRIVATE,
+    RDONLY,
+    RECURSIVE,
     REFUSE,
+    SHARED,
     Instruction,
     call_libc,
     install_filter,
+    set_mount,
 )
 
-NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
-NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+NEWUTS, NEWIPC, NEWPID, NEWNET = 0x04000000, 0x08000000, 0x20000000, 0x40000000
 ANY_NAMESPACE = 0x7E020000
 """All flags of clone(2) that make a namespace."""
-RDONLY, NOSUID, NODEV, NOEXEC = 1, 2, 4, 8
-BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
-DETACH = 2
+NOEXEC, DETACH = 8, 2
 FOLDER = "/box"
 """The folder of the sandbox in which programs may write."""
-MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
-AT_RECURSIVE = 0x8000
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 SET_DEATH_SIGNAL, SET_DUMPABLE = 1, 4
 SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 36, 38
@@ -42,13 +50,10 @@ NOBODY = 65534
 INSIDE = 1000
 """User id, in the sandbox, of that same user."""
 
-DENIED = {
+DENIED: dict[str, tuple[int | None, ...]] = {
+    **{name: numbers for name, (*numbers, rule) in (OF_OTHERS | SHARED).items() if rule == NEVER},
     # name: (number on x86_64, number on aarch64); None: not on that machine
     "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
     "socket": (41, 198),
     "mount": (165, 40),
     "umount2": (166, 39),
@@ -61,9 +66,6 @@ DENIED = {
     "mount_setattr": (442, 442),
     "unshare": (272, 97),
     "setns": (308, 268),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -90,10 +92,6 @@ DENIED = {
     # memory that counts for no process
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
 }
 """{system call: (its number on x86_64, on aarch64)} of calls that fail with EPERM in a program of a
 sandbox."""
@@ -125,10 +123,7 @@ def make_read_only(path: str, *, below: bool = True) -> None:
     """Make a mount, and with `below` all mounts below it, read-only, without devices and
     set-user-id programs. Raises `OSError`; Linux before 5.12 cannot do it.
     """
-    wanted = struct.pack("QQQQ", RDONLY | NOSUID | NODEV, 0, 0, 0)
-    call_libc(
-        "syscall", MOUNT_SETATTR, -100, path, AT_RECURSIVE if below else 0, wanted, len(wanted)
-    )
+    set_mount(path, RDONLY | NOSUID | NODEV, below=below)
 
 
 def clear_capabilities() -> None:

@@ -1,0 +1,348 @@
+"""Whether two expressions are equal: by exact arithmetic, or by their values at random points.
+
+Trees of `expression.read` --equal--> bool. A value at a point takes time linear in the size of the
+expression; a value that would take long, such as a tower of powers, is never computed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache, partial
+from random import Random
+from typing import Any
+
+from mpmath import MPContext
+
+from megarl.apps.verifiers.expression import Node, key, replaced
+
+MAX_BITS = 20_000
+"""A number is not computed if it, its numerator or denominator would have more bits."""
+MAX_ARGUMENT = 10_000
+"""Largest argument of a factorial, binomial coefficient or function that is computed."""
+MAX_ITEMS = 50
+"""Longer lists are not compared."""
+PRECISIONS = (200, 400)
+"""Bits with which a value is computed twice. The difference of two equal expressions is an error of
+rounding, which becomes smaller with more bits."""
+LARGEST_ERROR = Fraction(5, 10**6)
+"""Largest relative difference between a decimal number and the exact one that it stands for."""
+POINTS = ((0.3, 0.9), (1.2, 3.1), (-2.7, -0.4))
+"""(lowest, highest) value of the variables at each point."""
+
+
+class TooLarge(Exception):
+    """Raised for a value that would take long to compute, or that does not exist."""
+
+
+def exact(node: Node) -> Fraction | None:
+    """The value of an expression of rational numbers; None for others, and for a division by zero
+    or a number that is too large.
+    """
+    try:
+        return _exact(node)
+    except (TooLarge, ZeroDivisionError):
+        return None
+
+
+def _exact(node: Node) -> Fraction:
+    values = [_exact(item) for item in node.items]
+    value = _combined(node, values)
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise TooLarge
+    return value
+
+
+def _combined(node: Node, values: Sequence[Fraction]) -> Fraction:
+    first, last = (values[0], values[-1]) if values else (Fraction(), Fraction())
+    match node.type:
+        case "number":
+            return node.value
+        case "unit":
+            return Fraction(1)
+        case "negative":
+            return -first
+        case "sum":
+            return sum(values, Fraction())
+        case "product":
+            return Fraction(math.prod(value.numerator for value in values),
+                            math.prod(value.denominator for value in values))  # fmt: skip
+        case "quotient":
+            return first / last
+        case "ratio" if len(values) == 2:
+            return first / last
+        case "power" if last.denominator == 1:
+            bits = max(first.numerator.bit_length(), first.denominator.bit_length())
+            if bits * abs(last) > MAX_BITS:
+                raise TooLarge
+            return first**last.numerator
+        case "factorial" if first.denominator == 1 and 0 <= first <= MAX_ARGUMENT:
+            if first * first.numerator.bit_length() > MAX_BITS:
+                raise TooLarge
+            return Fraction(math.factorial(first.numerator))
+        case "binom" if first.denominator == last.denominator == 1 and 0 <= last <= first:
+            if first > MAX_ARGUMENT:
+                raise TooLarge
+            return Fraction(math.comb(first.numerator, last.numerator))
+        case "bar":
+            return abs(first)
+        case "floor" | "ceil":
+            return Fraction(getattr(math, node.type)(first))
+    raise TooLarge
+
+
+@lru_cache(maxsize=1024)
+def at_points(node: Node) -> tuple[tuple[Any, Any], ...] | None:
+    """The complex values of an expression at each of the `POINTS`, with each of the `PRECISIONS`;
+    one point only if it has no variables. None if one value cannot be computed.
+    """
+    try:
+        return tuple(
+            (_value(node, point, PRECISIONS[0]), _value(node, point, PRECISIONS[1]))
+            for point in range(len(POINTS) if variables(node) else 1)
+        )
+    except (TooLarge, ZeroDivisionError, ValueError, OverflowError, NotImplementedError):
+        return None
+
+
+def variables(node: Node) -> frozenset[str]:
+    """The variables of an expression."""
+    return frozenset(
+        key(one) for one in node.nodes()
+        if one.type == "name" and one.text not in ("\\pi", "e", "i", "\\infty")
+    )  # fmt: skip
+
+
+def _value(node: Node, point: int, bits: int) -> Any:
+    context = MPContext()
+    context.prec = bits
+
+    def value(node: Node) -> Any:
+        number = _numeric(context, node, [], point) if node.type in ("name", "number") else None
+        if number is None:
+            number = _numeric(context, node, [value(item) for item in node.items], point)
+        size = context.mag(number)
+        if not context.isfinite(number) or size > MAX_BITS:
+            raise TooLarge
+        return number
+
+    return value(node)
+
+
+def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
+    first, last = (values[0], values[-1]) if values else (mp.zero, mp.zero)
+    match node.type:
+        case "number":
+            return mp.mpf(node.value.numerator) / node.value.denominator
+        case "name" if node.text in ("\\pi", "e", "i"):
+            return {"\\pi": +mp.pi, "e": +mp.e, "i": mp.j}[node.text]
+        case "name" if node.text != "\\infty":
+            low, high = POINTS[point]
+            return mp.mpf(Random(key(node) + str(point)).uniform(low, high))
+        case "unit":
+            return mp.one
+        case "negative":
+            return -first
+        case "sum":
+            return mp.fsum(values)
+        case "product":
+            return mp.fprod(values)
+        case "quotient":
+            return first / last
+        case "ratio" if len(values) == 2:
+            return first / last
+        case "power":
+            if first == 0:
+                if mp.re(last) < 0:
+                    raise TooLarge
+                return mp.one if last == 0 else first
+            if abs(last * mp.log(first)) > MAX_BITS:
+                raise TooLarge
+            return first**last
+        case "root":
+            return last ** (1 / first)
+        case "factorial" if abs(first) <= MAX_ARGUMENT:
+            return mp.factorial(first)
+        case "binom" if max(abs(first), abs(last)) <= MAX_ARGUMENT:
+            return mp.binomial(first, last)
+        case "bar":
+            return abs(first)
+        case "floor" | "ceil":
+            return getattr(mp, node.type)(first)
+        case "call" if all(abs(one) <= MAX_ARGUMENT for one in values):
+            return _called(mp, node.text, values)
+    raise TooLarge
+
+
+def _called(mp: Any, name: str, values: Sequence[Any]) -> Any:
+    if name in ("log", "ln", "lg"):
+        base = values[1] if len(values) > 1 else {"lg": mp.mpf(10)}.get(name, mp.e)
+        return mp.log(values[0]) / mp.log(base)
+    name = name.replace("arc", "a")
+    if len(values) != 1 or name in ("max", "min", "gcd", "lcm"):
+        raise TooLarge
+    return getattr(mp, name)(values[0])
+
+
+def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
+    """Whether two expressions have one value. `rounded`: whether a relative difference of 5e-6 is
+    allowed.
+    """
+    if key(first) == key(second):
+        return True
+    if all(_is_plain(one) for one in (first, second)):
+        rounded = False
+    values = exact(first), exact(second)
+    if values[0] is not None and values[1] is not None:
+        size = max(abs(values[0]), abs(values[1]))
+        return abs(values[0] - values[1]) <= (LARGEST_ERROR * size if rounded else 0)
+    points = at_points(first), at_points(second)
+    if points[0] is None or points[1] is None:
+        return False
+    if len(points[0]) != len(points[1]):  # one has variables that cancel
+        points = points[0][:1] * len(POINTS), points[1][:1] * len(POINTS)
+    return all(_near(*pair, rounded=rounded) for pair in zip(*points, strict=True))
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a number is written in digits that do not repeat, so that it is not rounded."""
+    number = next((one for one in node.nodes() if one.type not in ("negative", "product")), node)
+    return number.type == "number" and not re.search(r"overline|[ /]", number.text)
+
+
+def _near(first: tuple[Any, Any], second: tuple[Any, Any], *, rounded: bool) -> bool:
+    rough, fine = (abs(one - other) for one, other in zip(first, second, strict=True))
+    size = max(abs(first[1]), abs(second[1]))
+    if rounded and fine <= float(LARGEST_ERROR) * size:
+        return True
+    return bool(fine <= size * 2.0 ** -(PRECISIONS[1] // 2)) or (
+        0 < rough < 1 and bool(fine <= rough * 2.0 ** -(PRECISIONS[0] // 2))
+    )
+
+
+def proportional(first: Node, second: Node) -> bool:
+    """Whether two equations or inequalities `lhs - rhs` are the same up to a factor; a positive one
+    between inequalities.
+    """
+    ends = [
+        Node("sum", (one.items[0], Node("negative", one.items[1:2]))) for one in (first, second)
+    ]
+    points = at_points(ends[0]), at_points(ends[1])
+    if first.text != second.text or points[0] is None or points[1] is None:
+        return False
+    if len(points[0]) != len(points[1]) or any(abs(one[1]) < 1e-30 for one in points[1]):
+        return False
+    ratios = [(one[0] / other[0], one[1] / other[1]) for one, other in zip(*points, strict=True)]
+    return all(_near(ratios[0], ratio, rounded=False) for ratio in ratios) and (
+        first.text in "=\u2260" or ratios[0][0].real > 0
+    )
+
+
+def alternatives(node: Node) -> list[Node]:
+    """The expressions that one with plus or minus signs stands for; `node` itself without any."""
+    if not any(one.type == "pm" for one in node.nodes()):
+        return [node]
+    return [replaced(node, partial(_signed, sign=sign)) for sign in "+-"]
+
+
+def _signed(node: Node, sign: str) -> Node:
+    if node.type != "pm":
+        return node
+    return node.items[0] if node.text == sign else Node("negative", node.items)
+
+
+def equal(first: Node, second: Node, *, rounded: bool) -> bool:
+    """Whether two answers are equal: expressions, or lists, sets, tuples, intervals, unions,
+    ratios, matrices and equations of them. `rounded`: as in `same_value`.
+    """
+    first, second = _interval(first), _interval(second)
+    unordered = [_items(one) for one in (first, second)]
+    if any(len(items) != 1 for items in unordered):
+        return _matched(*unordered, rounded=rounded)
+    first, second = unordered[0][0], unordered[1][0]
+    if "relation" in (first.type, second.type):
+        return first.type == second.type and (
+            key(first) == key(second)
+            or (len(first.items) == len(second.items) == 2 and proportional(first, second))
+        )
+    ordered = ("tuple", "matrix", "union", "ratio")
+    if first.type in ordered or second.type in ordered:
+        if first.type != second.type:
+            return {first.type, second.type}.isdisjoint(("tuple", "matrix", "union")) and (
+                same_value(first, second, rounded=rounded)
+            )
+        if first.type == "ratio":
+            return _in_proportion(first, second)
+        if first.text != second.text or len(first.items) != len(second.items):
+            return False
+        if first.type == "union" and first.text == "\\cup":
+            return _matched(first.items, second.items, rounded=rounded)
+        return all(
+            equal(*pair, rounded=rounded) for pair in zip(first.items, second.items, strict=True)
+        )
+    return same_value(first, second, rounded=rounded)
+
+
+def _items(node: Node) -> Sequence[Node]:
+    """What a list or set holds, with each sign of plus or minus as two items."""
+    items = node.items if node.type in ("list", "set") and not node.text[:1].isupper() else (node,)
+    return [one for item in items for one in alternatives(item)]
+
+
+def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) -> bool:
+    """Whether the items of both are equal, in any order."""
+    if len(first) != len(second) or len(first) > MAX_ITEMS:
+        return False
+    left = list(second)
+    for one in first:
+        same = next((n for n, other in enumerate(left) if equal(one, other, rounded=rounded)), None)
+        if same is None:
+            return False
+        left.pop(same)
+    return True
+
+
+def _in_proportion(first: Node, second: Node) -> bool:
+    values = [[exact(item) for item in one.items] for one in (first, second)]
+    if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
+        return False
+    return len({one / other for one, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
+
+
+INFINITE = Node("name", text="\\infty")
+RISING, FALLING = "<\u2264", ">\u2265"
+
+
+def _interval(node: Node) -> Node:
+    """Inequalities of one variable as an interval, `0 <= x < 1` as `[0, 1)`; with `or` between
+    them, as a union; the real numbers as an interval. Other answers as they are.
+    """
+    if node.type == "list" and node.items and "or" in node.text:
+        parts = [_interval(item) for item in node.items]
+        are_intervals = all(one.type == "tuple" for one in parts)
+        return Node("union", tuple(parts), "\\cup") if are_intervals else node
+    if node.type == "set" and node.text == "R":
+        return Node("tuple", (Node("negative", (INFINITE,)), INFINITE), "()")
+    if node.type != "relation":
+        return node
+    signs, items = node.text.split(" "), node.items
+    if all(sign in FALLING for sign in signs):
+        signs, items = [RISING[FALLING.index(sign)] for sign in signs[::-1]], items[::-1]
+    if not all(sign in RISING for sign in signs):
+        return node
+    is_name = [bool(variables(item)) for item in items]
+    if is_name == [True, False]:
+        items, signs = (Node("negative", (INFINITE,)), *items), ["<", *signs]
+    elif is_name == [False, True]:
+        items, signs = (*items, INFINITE), [*signs, "<"]
+    if len(items) != 3 or items[1].type != "name" or variables(items[0]) or variables(items[2]):
+        return node
+    brackets = ("[" if signs[0] == "\u2264" else "(") + ("]" if signs[1] == "\u2264" else ")")
+    return Node("tuple", (items[0], items[2]), brackets)
+
+
+def pairs_of(items: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
+    """Neighbours in a sequence."""
+    return zip(items, items[1:], strict=False)

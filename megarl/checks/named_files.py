@@ -1,0 +1,148 @@
+"""What can be known of a recipe from the files that it names, before torch is imported: model
+folders, data files with their columns, and files with functions of the user's own.
+
+The whole checks read all of these later; here a mistake is told within a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import io
+import symtable
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config import AnyConfig, PreferenceConfig
+from megarl.data.chats import as_written
+from megarl.data.config import (
+    DataSetConfig,
+    DemonstrationsConfig,
+    PreferencesConfig,
+    PromptsConfig,
+)
+from megarl.data.forms import demonstrations_as_read, preferences_form, prompts_as_read
+from megarl.data.hub import refuse_no_folder
+from megarl.data.rows import Cells, format_of, read_rows
+from megarl.environments.user_code import split_name
+from megarl.lookup import SOURCES
+from megarl.schema import Config, is_own
+from megarl.trainer.config import ModelConfig
+
+DYNAMIC = ("import *", "globals()", "exec(", "__getattr__")
+"""Texts in a Python file that may define names which its symbol table does not list."""
+
+
+def check_named_files(
+    config: AnyConfig, *, trains: bool = True, skip: Collection[str] = ()
+) -> None:
+    """Raise `ValueError`, with the setting to change, if a model folder, a data file, a column of
+    its first row or a function of the user's own that the recipe names is not there. Names of the
+    hub are not looked up.
+
+    Args:
+        trains: whether the command trains, and so needs the models of all roles.
+        skip: dotted settings that are not looked at.
+    """
+    for key, value in _settings(config):
+        if key in skip:
+            continue
+        if isinstance(value, ModelConfig) and value.path:
+            if trains or (key == "model" and not config.evaluation.models):
+                refuse_no_folder(value.path, f"{key}.path")
+        elif isinstance(value, DataSetConfig) and f"{key}.source" not in skip:
+            parts = value.parts if isinstance(value, PromptsConfig) else [value]
+            for number, part in enumerate(parts):
+                in_mixture = isinstance(value, PromptsConfig) and value.sources
+                _check_data(part, f"{key}.sources[{number}]" if in_mixture else key, config)
+        elif is_own(value):
+            check_own_code(str(value), key)
+
+
+def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over (dotted key, value) of the sections and texts of a configuration. A key of an
+    open map, such as a function in `environment.rewards`, is a text of the map.
+    """
+    yield key, tree
+    if isinstance(tree, Config):
+        if not isinstance(tree, DataSetConfig):
+            for name, value in tree:
+                yield from _settings(value, f"{key}.{name}".removeprefix("."))
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            if is_own(name):
+                yield key, name
+            yield from _settings(value, f"{key}.{name}")
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from _settings(value, key)
+
+
+def _check_data(section: DataSetConfig, setting: str, config: AnyConfig) -> None:
+    """Raise `ValueError` if the rows of a data set are not there, or their first row lacks a column
+    that the recipe names. Data sets of the hub, those that `datasets` has saved, and those that a
+    program makes are left to the whole checks.
+    """
+    path = Path(section.source)
+    is_read = format_of(path) or path.exists() or glob.has_magic(section.source)
+    if not section.source or section.source.partition(":")[0] in SOURCES or path.is_dir():
+        return
+    if not is_read:
+        refuse_no_folder(section.source, f"{setting}.source")
+        return
+    as_read: Callable[..., Any] = prompts_as_read
+    if isinstance(section, DemonstrationsConfig):
+        as_read = demonstrations_as_read
+    elif isinstance(section, PreferencesConfig):
+        single = isinstance(config, PreferenceConfig) and config.loss.method == "kto"
+        as_read = functools.partial(preferences_form, single=single)
+    with contextlib.redirect_stderr(io.StringIO()):  # the whole checks print what they recognise
+        table = read_rows(section.source, section.split, 1, setting)
+        section, table = as_read(section, as_written(table, section.tools_column), setting)
+    cells = Cells(section, setting, table.rows[0], table.places[0])
+    for name in _columns(section):
+        cells.value(name)
+
+
+def _columns(section: DataSetConfig) -> list[str]:
+    """The settings that name the columns which every row must have."""
+    if isinstance(section, PromptsConfig):
+        names = ["answer_column", "choices_column", "environment_column"]
+        return ["prompt_column", *(name for name in names if getattr(section, name))]
+    if isinstance(section, DemonstrationsConfig):
+        whole = [name for name in ("messages_column", "text_column") if getattr(section, name)]
+        return whole or ["prompt_column", "response_column"]
+    assert isinstance(section, PreferencesConfig), section
+    if section.response_column:
+        return ["response_column", "label_column"]
+    margin = ["margin_column"] if section.margin_column else []
+    return ["chosen_column", "rejected_column", *margin]
+
+
+def check_own_code(name: str, setting: str) -> None:
+    """Raise `ValueError` if the Python file that `name`, `path/to/file.py:attribute`, names is not
+    there, is no Python, or defines no such attribute; its code is not run. `setting`: the recipe's
+    key with that value.
+    """
+    path, attribute = split_name(name, setting)
+    try:
+        content = path.read_bytes()
+        table = symtable.symtable(content, str(path), "exec")  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
+    except (SyntaxError, ValueError) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{setting}: {path} does not import: {text}; mend the file") from None
+    defined = [
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    ]
+    if attribute in defined or any(text.encode() in content for text in DYNAMIC):
+        return
+    public = [one.get_name() for one in table.get_symbols() if one.is_namespace()]
+    listed = ", ".join(name for name in public if not name.startswith("_")) or "(none)"
+    noun = "class" if setting in ("environment.session", "rollout.engine.kind") else "function"
+    raise ValueError(f"{setting}: {path} has no {noun} '{attribute}'; set one of: {listed}")

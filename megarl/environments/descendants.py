@@ -1,0 +1,94 @@
+"""The processes that a program which is not trusted has started: they end with it.
+
+A subreaper (prctl(2)) becomes the parent of every descendant whose own parent has ended, whatever
+its session, process group and environment are, and also if clone(2) with CLONE_PARENT has made it.
+Each program has a subreaper of its own, which starts it and kills all that it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+from megarl.environments.isolation import call_libc
+
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
+LOOK_AGAIN_S = 0.0005
+END_WITHIN_S = 1.5
+"""Seconds within which the processes of a program must have ended once they are killed."""
+
+
+def oversee(parent: int, begin: Callable[[], object]) -> None:
+    """Fork a process that calls `begin`, which replaces it by a program. When the program ends, or
+    this process gets SIGTERM, as it does when the process `parent` ends, kill all that the program
+    has started, and end as the program has. Does not return.
+    """
+    both = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    call_libc("prctl", SET_SUBREAPER, 1, 0, 0, 0)
+    call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    own = os.getpid()
+    program = os.fork()
+    if not program:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        os.setsid()  # `kill 0` ends the program's processes only
+        call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == own:
+            begin()
+        os._exit(127)
+    status = signal.SIGTERM
+    while program and signal.sigwait(both) == signal.SIGCHLD:
+        while program and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == program:
+                program, status = 0, ended[1]
+    end_children()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        with contextlib.suppress(OSError):  # SIGKILL has no other
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(own, -code)
+    os._exit(code)
+
+
+def end_children(*, all_of_namespace: bool = False) -> None:
+    """Kill this process's children and their descendants until none is left, and reap them. This
+    process must adopt those whose parent has ended, as a subreaper (prctl) or as the first process
+    of its PID namespace. Raises `TimeoutError` after 1.5 seconds.
+
+    `all_of_namespace`: kill all processes of this namespace but its first, in one system call.
+    """
+    until = time.monotonic() + END_WITHIN_S
+    while time.monotonic() < until:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for process in (-1,) if all_of_namespace else descendants():
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(LOOK_AGAIN_S)
+    raise TimeoutError("a program's processes did not end when they were killed")
+
+
+def descendants() -> Iterator[int]:
+    """Yield the process ids of all descendants of this process, each as soon as it is found, so
+    that the caller can kill it before it forks again.
+    """
+    above = [os.getpid()]
+    while above:
+        process = above.pop()
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{task}/children") as file:
+                    for child in map(int, file.read().split()):
+                        above.append(child)
+                        yield child
