@@ -47,6 +47,8 @@ class Gateway:
 
     def __init__(self, kit: AgentKit, key: str) -> None:
         self.kit, self.key, self.says = kit, key, "3" + END
+        self.asked: list[Observation] = []
+        """What the model was asked."""
         self.openai = openai.AsyncOpenAI(base_url=f"{kit.url}/v1", api_key=key, max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=kit.url, api_key=key, max_retries=0)
 
@@ -74,6 +76,7 @@ async def gateway(codec: Codec, folder: Path, **agent: Any) -> AsyncIterator[Gat
     async def model() -> None:
         made: Any = await session.start(Prompt(0, "1+2", [], "3"))
         while isinstance(made, Observation):
+            found.asked.append(made)
             ids = np.array(codec.encode(found.says), np.int32)[: made.max_tokens or None]
             made = await session.step(codec.decode(ids), ids)
 
@@ -90,7 +93,8 @@ async def gateway(codec: Codec, folder: Path, **agent: Any) -> AsyncIterator[Gat
         kit.serving.cancel()
 
 
-ANSWERS = ["3" + END, f"so {CALL}{CALL}{END}", CALL + END, END, '<tool_call>{"name": "add"' + END]
+WRITES = '<tool_call>{"name": "write", "arguments": {"input": "a"}}</tool_call>'
+ANSWERS = ["3" + END, f"so {CALL}{CALL}{END}", WRITES + END, END, '<tool_call>{"name": "add"' + END]
 NEW = {"id", "created", "created_at", "item_id", "index", "completed_at"}
 
 
@@ -106,7 +110,8 @@ def fixed(found: Any) -> Any:
 @pytest.mark.parametrize("says", ANSWERS)
 async def test_streams_are_the_answers(codec: Codec, tmp_path: Path, says: str) -> None:
     """What the clients' helpers make of a stream is what they get without one."""
-    flat, own = {"type": "function", **FUNCTION}, {"name": "add", "input_schema": {}}
+    flat: Any = [{"type": "function", **FUNCTION}, {"type": "custom", "name": "write"}]
+    own = {"name": "add", "input_schema": {}}
     async with gateway(codec, tmp_path) as found:
         found.says = says
         chats, responses = found.openai.chat.completions, found.openai.responses
@@ -118,13 +123,13 @@ async def test_streams_are_the_answers(codec: Codec, tmp_path: Path, says: str) 
         plain = await chats.create(**given)
         assert fixed(made.to_dict()) == fixed(plain.to_dict()) and "chunk" in kinds
         assert plain.usage is not None and plain.usage.completion_tokens > 0
-        asked: Any = {"model": "policy", "input": "1+2", "tools": [flat], "instructions": "sum"}
+        asked: Any = {"model": "policy", "input": "1+2", "tools": flat, "instructions": "sum"}
         async with responses.stream(**asked, metadata={"a": "b"}) as events:
             kinds = {event.type async for event in events}
             response = await events.get_final_response()
         same = await responses.create(**asked, metadata={"a": "b"})
         assert fixed(response.to_dict()) == fixed(same.to_dict()) and "response.created" in kinds
-        assert same.instructions == "sum" and same.metadata == {"a": "b"} and len(same.tools) == 1
+        assert same.instructions == "sum" and same.metadata == {"a": "b"} and len(same.tools) == 2
         sent: Any = {"model": "policy", "messages": CHAT, "tools": [own], "max_tokens": 99}
         async with found.anthropic.messages.stream(**sent) as events:
             kinds = {event.type async for event in events}
@@ -155,11 +160,19 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
         "store": True, "reasoning": {"effort": "low"}, "service_tier": "auto",
         "max_output_tokens": 32000, "text": {"format": {"type": "text"}}, "tools": [],
     }),
+    ("responses", {
+        "input": "1+2", "include": ["web_search_call.results"], "reasoning": {"effort": "most"},
+        "service_tier": "fast", "client_metadata": {"x": "y"}, "tools": [{"type": "web_search"}],
+    }),
     ("messages?beta=true", {
         "messages": CHAT, "max_tokens": 32000, "metadata": {"user_id": "u"},
         "system": [{"type": "text", "text": "sum"} | CACHED], "context_management": {},
         "tools": [{"name": "add", "input_schema": {}} | CACHED],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }),
+    ("messages", {
+        "messages": [*CHAT, {"role": "system", "content": "sum"}], "max_tokens": 9,
+        "thinking": {"type": "enabled", "budget_tokens": 10}, "output_config": {"effort": "high"},
     }),
     ("responses", {"input": [{"role": "assistant", "content": PARTS}, *CHAT]}),
     ("messages/count_tokens", {"messages": CHAT, "system": "sum"}),
@@ -192,6 +205,73 @@ async def test_settings_without_effect(codec: Codec, tmp_path: Path) -> None:
             assert (await web.head("/")).status_code == (await web.get("/")).status_code == 200
 
 
+SHELL: Any = {"type": "custom", "name": "shell", "description": "Runs it."}
+GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+FLAT: Any = {"type": "function", **FUNCTION}
+OWN_TOOLS: list[Any] = [
+    # path, tools, tools that the model reads, (name, arguments) of its call, the agent's call
+    ("responses", [{"type": "namespace", "name": "n", "description": "", "tools": [FLAT, SHELL]}],
+     "n__add n__shell", ("n__add", {"a": 3}),
+     {"type": "function_call", "namespace": "n", "name": "add", "arguments": '{"a": 3}'}),
+    ("responses", [{"type": "namespace", "name": "n", "description": "", "tools": [FLAT, SHELL]}],
+     "n__add n__shell", ("n__shell", {"input": "ls"}),
+     {"type": "custom_tool_call", "namespace": "n", "name": "shell", "input": "ls"}),
+    ("responses", [SHELL | {"format": GRAMMAR}, FLAT], "shell add", ("shell", {"input": "a"}),
+     {"type": "custom_tool_call", "name": "shell", "input": "a"}),
+    ("responses", [{"type": "local_shell"}, {"type": "mcp", "server_label": "x"}, SHELL], "shell",
+     ("shell", {"cmd": ["ls"]}),
+     {"type": "custom_tool_call", "name": "shell", "input": '{"cmd": ["ls"]}'}),
+    ("chat/completions", [{"type": "custom", "custom": SHELL}, TOOL], "shell add",
+     ("shell", {"input": "ls"}), {"type": "custom", "custom": {"name": "shell", "input": "ls"}}),
+    ("chat/completions", [{"type": "web_search_preview"}, TOOL], "add", ("add", {"a": 3}),
+     {"type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}),
+    ("messages", [{"type": "web_search_20250305", "name": "web_search"},
+     {"type": "text_editor_20250728", "name": "edit"}, {"name": "add", "input_schema": {}}], "add",
+     ("add", [3]), {"type": "tool_use", "name": "add", "input": {"arguments": [3]}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "tools", "names", "called", "call"), OWN_TOOLS)
+async def test_tools_that_are_no_functions(
+    codec: Codec, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    path: str, tools: Any, names: str, called: Any, call: Any,
+) -> None:  # fmt: skip
+    """The model reads functions, or is not shown them, which is told once; the agent reads calls of
+    its own tools, and its next request continues the conversation, whatever the arguments were.
+    """
+    field = FIELD.get(path, "messages")
+    body: Any = {"model": "policy", "max_tokens": 99, "tools": tools, field: CHAT}
+    async with gateway(codec, tmp_path) as found:
+        name, arguments = called
+        told = json.dumps({"name": name, "arguments": arguments})
+        found.says = f"<tool_call>{told}</tool_call>{END}"
+        for turn in range(2):
+            answer = await found.post(f"/v1/{path}", body)
+            assert answer.status_code == 200, answer.text
+            if path == "responses":
+                said = answer.json()["output"]
+                (made,) = said
+                kind = made["type"].removesuffix("_call") + "_call_output"
+                result = {"type": kind, "call_id": made["call_id"], "output": "3"}
+            elif path == "messages":
+                said = [{"role": "assistant", "content": answer.json()["content"]}]
+                (made,) = said[0]["content"]
+                result = {"type": "tool_result", "tool_use_id": made["id"], "content": "3"}
+                result = {"role": "user", "content": [result]}
+            else:
+                said = [answer.json()["choices"][0]["message"]]
+                (made,) = said[0]["tool_calls"]
+                result = {"role": "tool", "tool_call_id": made["id"], "content": "3"}
+            assert made | call == made, turn
+            body[field] = [*body[field], *said, result]
+        first, second = found.asked
+        assert f"system {names}{END}" in first.text
+        assert (first.follows, second.follows) == (-1, 1)
+    shown = capsys.readouterr().err
+    others = {one.get("type") for one in tools} - {"namespace", "custom", "function", None}
+    assert all(shown.count(one) == 1 for one in others), shown
+
+
 PATHS = ("chat/completions", "completions", "responses", "messages")
 FIELD = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
 PART = {"type": "text", "text": "1"}
@@ -209,17 +289,24 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"max_completion_tokens": 0}, "`max_completion_tokens` is 0"),
     ("chat/completions", {"functions": [FUNCTION]}, "`functions` is not supported"),
     ("chat/completions", {"tools": [TOOL], "tool_choice": "required"}, "set it to auto"),
+    ("chat/completions", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "set it to"),
     ("chat/completions", {"model": "gpt"}, "does not exist; ask for `policy`"),
     ("completions", {"prompt": ["a", "b"]}, "`prompt` must be one text"),
     ("responses", {"input": []}, "`input` is empty"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "Unsupported input item"),
     ("responses", {"previous_response_id": "x"}, "send the whole conversation as `input`"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "`tools.0` is of type 'web_search'"),
+    ("responses", {"tools": [FUNCTION]}, "`tools.0` is no tool with a `type`"),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "tools": [SHELL]}]},
+        "namespace of tools, has no",
+    ),
+    ("responses", {"tools": [SHELL], "tool_choice": {"type": "local_shell"}}, "set it to auto"),
     ("responses", {"tools": 5}, "`tools` is no list"),
     ("responses", {"max_output_tokens": 0}, "`max_output_tokens` is 0"),
     ("responses", {"include": ["message.output_text.logprobs"]}, "not given to the agent"),
     ("messages", {"max_tokens": "x"}, "max_tokens: Input should be a valid integer"),
-    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "is of type 'bash_2025"),
+    ("messages", {"tools": [{"type": 5, "name": "bash"}]}, "`tools.0` is no tool with a `type`"),
     ("messages", {"tool_choice": {"type": "any"}}, "`tool_choice` is 'any'"),
     ("messages", {"output_config": {"format": {"schema": BARE}}}, "`output_config.format` is"),
     ("messages", {"messages": [*CHAT, {"role": "assistant", "content": "{"}]}, "end `messages`"),

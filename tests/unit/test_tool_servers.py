@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from mcp.server import MCPServer
+from support.documented import block
 from support.environments import opened
 from support.reward_servers import free_port, serving
 
@@ -212,6 +213,13 @@ async def test_a_server_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyP
     assert "`sleep 60` gave no list of tools within 0.5 s; run" in await refused("sleep 60")
     monkeypatch.setattr(servers, "START_WITHIN_S", 60.0)
     assert "broken: `false` gave no list of tools (" in await refused("false")
+
+
+async def test_the_server_of_the_tutorial(tmp_path: Path) -> None:
+    command = program(tmp_path, block("python calculator_server.py"))
+    async with tools_of(ToolServer("calculator", command)) as tools:
+        assert sorted(tools) == ["add", "multiply"]
+        assert await tools["multiply"].call('{"a": 37, "b": 58}', 10.0) == "2146"
 
 
 # --------------------------------------------------------------------------------------------- HTTP

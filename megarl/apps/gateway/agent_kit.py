@@ -355,7 +355,8 @@ class AgentSession:
         self._answers[number] = self._call
         self._tokens += len(token_ids)
         tokens = self._context + len(token_ids)
-        self._conversations.answered(self._place, number, tokens, plain(choice.message), said)
+        turn = plain(self._call.returned(choice))
+        self._conversations.answered(self._place, number, tokens, turn, said)
         self._call.add(choice)
 
     def _add_segment(self, follows: int) -> int:

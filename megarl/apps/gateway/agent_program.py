@@ -140,6 +140,7 @@ async def run_agent_program(
         own = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),
+            "PWD": str(work),  # opencode 1.18 works in the folder that this names
             "TMPDIR": str(temporary),
         }
         if scores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -76,6 +77,8 @@ class AgentCall:
     them."""
     prompt_tokens: int = 0
     """Tokens of the conversation before the answer; set once it was written for the model."""
+    sends_back: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """The model's tool call as the agent will send it back, where its API cannot hold the same."""
     choices: list[Choice] = field(default_factory=list)
     """The answers so far."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,6 +98,11 @@ class AgentCall:
         limits = [self.max_tokens, self.count, self.calls_once, self.stop]
         text = canonical_json([self.chat, self.tools, limits])
         return blake2b(text.encode(), digest_size=16).digest()
+
+    def returned(self, choice: Choice) -> Turn:
+        """The answer as the agent will send it back."""
+        calls = [self.sends_back(call) for call in choice.calls]
+        return dict(choice.message) | ({"tool_calls": calls} if calls else {})
 
     def add(self, choice: Choice) -> None:
         """Note one answer; after the last, the call is answered."""

@@ -9,15 +9,20 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.utils import (
+    decode_custom_tool_input,
+    encode_custom_tool_input,
+)
 
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, stops_of
 from megarl.apps.gateway.conversations import RAW, plain
+from megarl.apps.gateway.tool_types import Names, ToolName, split_tools, text_function
 
 Event = tuple[str, dict[str, Any] | str]
 """(name, or "" for none; data as JSON or text) of a server-sent event."""
@@ -69,6 +74,10 @@ class Asked:
     """Settings of the request that the response repeats."""
     is_count: bool = False
     """Whether only the tokens of the conversation are asked for."""
+    names: Names = field(default_factory=dict)
+    """Tools whose calls the response names otherwise than the model."""
+    left_out: Sequence[str] = ()
+    """Types of the tools that the model is not shown."""
 
 
 class Form(Protocol):
@@ -137,6 +146,38 @@ class OpenAIForm:
         return {"error": told | {"code": error.code or None}}
 
 
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of a chat request as the model reads it."""
+    if tool["type"] == "function":
+        return tool
+    return {"type": "function", "function": text_function(tool.get("custom") or {})}
+
+
+def _with_functions(message: Any) -> Any:
+    """A message whose calls are all of functions, which is how the model has made them."""
+    if not isinstance(message, dict) or not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return message | {"tool_calls": [_as_function_call(call) for call in calls]}
+
+
+def _as_function_call(call: Any) -> Any:
+    if not isinstance(call, dict) or call.get("type") != "custom":
+        return call
+    own = call.get("custom") or {}
+    arguments = encode_custom_tool_input(own.get("input") or "")
+    function = {"name": own.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _as_own_call(call: dict[str, Any], names: Names) -> dict[str, Any]:
+    """A call of the model as the agent names it."""
+    function = call["function"]
+    if function["name"] not in names:
+        return call
+    text = decode_custom_tool_input(function["arguments"])
+    return {"id": call["id"], "type": "custom", "custom": {"name": function["name"], "input": text}}
+
+
 class ChatCompletions(OpenAIForm):
     """OpenAI's /v1/chat/completions."""
 
@@ -145,13 +186,23 @@ class ChatCompletions(OpenAIForm):
     def read(self, body: Any) -> Asked:
         if not isinstance(body.get("messages", []), list):
             raise ApiError("`messages` is no list; send a list of messages", param="messages")
-        if not body.get("tools"):  # frameworks may say auto all the same
+        kept, left_out = split_tools(body.get("tools"), ("function", "custom"))
+        texts = [tool.get("custom") or {} for tool in kept if tool["type"] == "custom"]
+        names = {tool.get("name"): ToolName("", tool.get("name"), True) for tool in texts}
+        body = body | {"tools": [_as_function(tool) for tool in kept]}
+        if not body["tools"]:  # frameworks may say auto all the same
             idle = (("tool_choice", "auto"), ("tool_choice", "none"))
             body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
         # vLLM writes into the messages that it checks: it renames `reasoning_content`.
-        given = [dict(one) if isinstance(one, dict) else one for one in body.get("messages", [])]
-        checked = body | ({"messages": given} if given else {})
-        return chat_asked(ChatCompletionRequest.model_validate(checked), body)
+        body["messages"] = [_with_functions(one) for one in body.get("messages", [])]
+        given = [dict(one) if isinstance(one, dict) else one for one in body["messages"]]
+        checked = body | {"messages": given}
+        if isinstance(body.get("tool_choice"), dict):  # `chat_asked` refuses it
+            checked.pop("tool_choice")
+        request = ChatCompletionRequest.model_validate(checked)
+        asked = replace(chat_asked(request, body), names=names, left_out=left_out)
+        asked.call.sends_back = lambda call: _as_function_call(_as_own_call(call, names))
+        return asked
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
         return {
@@ -162,10 +213,12 @@ class ChatCompletions(OpenAIForm):
         }
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
-        found = [
-            {"index": number, "message": one.message, "finish_reason": one.finish}
-            for number, one in enumerate(choices)
-        ]
+        found = []
+        for number, one in enumerate(choices):
+            message = dict(one.message)
+            if one.calls:
+                message["tool_calls"] = [_as_own_call(made, asked.names) for made in one.calls]
+            found.append({"index": number, "message": message, "finish_reason": one.finish})
         head = self._head(asked, "chat.completion")
         return head | {"choices": found, "usage": token_counts(call, choices)}
 
@@ -181,7 +234,8 @@ class ChatCompletions(OpenAIForm):
             if one.text:
                 yield chunk(number, {"content": one.text})
             for index, made in enumerate(one.calls):
-                yield chunk(number, {"tool_calls": [{"index": index} | made]})
+                own = {"index": index} | _as_own_call(made, asked.names)
+                yield chunk(number, {"tool_calls": [own]})
             yield chunk(number, {}, one.finish)
         if asked.has_usage:
             yield "", head | {"choices": [], "usage": token_counts(call, choices)}

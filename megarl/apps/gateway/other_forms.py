@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,12 @@ from vllm.entrypoints.anthropic.protocol import (
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+from vllm.entrypoints.openai.responses.utils import (
+    construct_input_messages,
+    construct_tool_dicts,
+    decode_custom_tool_input,
+    encode_custom_tool_input,
+)
 
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice
 from megarl.apps.gateway.conversations import plain
@@ -33,21 +38,7 @@ from megarl.apps.gateway.forms import (
     token_counts,
     unsupported,
 )
-
-
-def _check_tools(tools: Any, kinds: tuple[str | None, ...]) -> None:
-    """Raise `ApiError` for a tool that is not the agent's own: whose `type` is none of `kinds`."""
-    if not isinstance(tools, list | None):
-        raise ApiError("`tools` is no list; send a list of tools", param="tools")
-    for number, tool in enumerate(tools or ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in kinds:
-            raise ApiError(
-                f"`tools.{number}` is of type {kind!r:.60}; the model calls the agent's own tools"
-                f" only, of type {kinds[-1]!r}; leave it out",
-                code="unsupported",
-                param="tools",
-            )
+from megarl.apps.gateway.tool_types import Names, flat_functions, split_tools
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -64,17 +55,27 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
+def _resent(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A tool call whose arguments are changed."""
+    function = call["function"]
+    return call | {"function": function | {"arguments": change(function["arguments"])}}
+
+
 class Messages:
     """Anthropic's /v1/messages."""
 
     path = "/v1/messages"
     STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+    IDLE = ("thinking", "metadata", "tools")
+    """Settings of a request that are not read: what they say has no effect."""
     kind: type[AnthropicMessagesRequest] | type[AnthropicCountTokensRequest]
     kind = AnthropicMessagesRequest
 
     def read(self, body: Any) -> Asked:
-        _check_tools(body.get("tools"), (None, "custom"))
+        kept, left_out = split_tools(body.get("tools"), (None, "custom"))
+        left_out += ["mcp_servers"] if body.get("mcp_servers") else []
+        body = {k: v for k, v in body.items() if k not in self.IDLE} | {"tools": kept}
         request = self.kind.model_validate(body)
         made = AnthropicServingMessages.to_chat_completion_request(request)
         if made.response_format is not None:
@@ -97,7 +98,9 @@ class Messages:
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
             "max_tokens": made.max_tokens,
         }
-        return chat_asked(made, chat)
+        asked = replace(chat_asked(made, chat), left_out=left_out)
+        asked.call.sends_back = lambda call: _resent(call, lambda given: json.dumps(_object(given)))
+        return asked
 
     def _message(self, asked: Asked, call: AgentCall) -> dict[str, Any]:
         """A response without content."""
@@ -172,14 +175,23 @@ class CountTokens(Messages):
         return {"input_tokens": call.prompt_tokens}
 
 
-def _whole_text(item: Any) -> Any:
-    """An item of a response's input. A message of the assistant gets all its parts as one text, as
-    vLLM reads the first alone.
+def _plain_item(item: Any) -> Any:
+    """An item of a response's input as vLLM reads it: of a message of the assistant it reads the
+    first part alone, so all parts become one text; calls are those of functions.
     """
-    is_said = isinstance(item, dict) and item.get("role") == "assistant"
-    if is_said and isinstance(item.get("content"), list):
+    if not isinstance(item, dict):
+        return item
+    if item.get("role") == "assistant" and isinstance(item.get("content"), list):
         return {"role": "assistant", "content": plain(item)["content"]}
+    if item.get("type") == "custom_tool_call":
+        arguments = encode_custom_tool_input(item.get("input") or "")
+        return item | {"type": "function_call", "arguments": arguments}
     return item
+
+
+def _text_again(arguments: str) -> str:
+    """The arguments of a call that the agent reads as a text, as they are when it comes back."""
+    return encode_custom_tool_input(decode_custom_tool_input(arguments))
 
 
 class Responses(OpenAIForm):
@@ -196,20 +208,23 @@ class Responses(OpenAIForm):
     }
     REPEATED = ("instructions", "metadata", "tools", "tool_choice", "parallel_tool_calls")
     """Settings of a request that its response repeats."""
+    IDLE = ("include", "reasoning", "service_tier", "truncation", "metadata", "tool_choice")
+    """Settings of a request that vLLM does not read: what they say has no effect, or is refused."""
 
     def read(self, body: Any) -> Asked:
         for name, why in self.REFUSED.items():
             if body.get(name):
                 raise unsupported(name, why)
-        _check_tools(body.get("tools"), ("function",))
+        if "message.output_text.logprobs" in (body.get("include") or ()):
+            raise unsupported("include: message.output_text.logprobs", REFUSED["logprobs"])
+        functions, names, left_out = flat_functions(body.get("tools"))
+        known = {k: v for k, v in body.items() if k not in self.IDLE} | {"tools": functions}
         if isinstance(given := body.get("input"), list):
-            body = body | {"input": [_whole_text(item) for item in given]}
-        request = ResponsesRequest.model_validate(body)
+            known["input"] = [_plain_item(item) for item in given]
+        request = ResponsesRequest.model_validate(known)
         refuse_settings(request)
         if request.text and request.text.format and request.text.format.type != "text":
             raise unsupported("text.format", REFUSED["response_format"])
-        if "message.output_text.logprobs" in (request.include or ()):
-            raise unsupported("include: message.output_text.logprobs", REFUSED["logprobs"])
         limit_of(body, "max_output_tokens")
         messages = construct_input_messages(
             request_instructions=request.instructions, request_input=request.input
@@ -218,7 +233,7 @@ class Responses(OpenAIForm):
             raise ApiError("`input` is empty; send a text or messages", param="input")
         chat: dict[str, Any] = {
             "messages": [_dict(one) for one in messages],
-            "tools": construct_tool_dicts(request.tools, request.tool_choice),
+            "tools": construct_tool_dicts(request.tools, "auto"),
             "tool_choice": body.get("tool_choice"),
             "parallel_tool_calls": body.get("parallel_tool_calls"),
             "max_completion_tokens": request.max_output_tokens,
@@ -227,7 +242,15 @@ class Responses(OpenAIForm):
             messages=chat["messages"], model=request.model, stream=request.stream, seed=None
         )
         settings = {name: body[name] for name in self.REPEATED if body.get(name) is not None}
-        return replace(chat_asked(made, chat), settings=settings)
+        about: Any = {"settings": settings, "names": names, "left_out": left_out}
+        asked = replace(chat_asked(made, chat), **about)
+
+        def resent(call: dict[str, Any]) -> dict[str, Any]:
+            own = names.get(call["function"]["name"])
+            return _resent(call, _text_again) if own and own.takes_text else call
+
+        asked.call.sends_back = resent
+        return asked
 
     def _response(self, asked: Asked, call: AgentCall, choice: Choice | None) -> dict[str, Any]:
         """The response object; without `choice`, one that is under way."""
@@ -240,7 +263,7 @@ class Responses(OpenAIForm):
             "created_at": int(time.time()),
             "status": status,
             "model": asked.model,
-            "output": [] if choice is None else self._items(choice),
+            "output": [] if choice is None else self._items(choice, asked.names),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": None,
@@ -262,7 +285,7 @@ class Responses(OpenAIForm):
             **asked.settings,
         }
 
-    def _items(self, choice: Choice) -> list[dict[str, Any]]:
+    def _items(self, choice: Choice, names: Names) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if choice.text or not choice.calls:
             part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
@@ -270,9 +293,16 @@ class Responses(OpenAIForm):
             found.append(about | {"status": "completed", "content": [part]})
         for made in choice.calls:
             called = {"call_id": made["id"], **made["function"]}
-            found.append(
-                {"type": "function_call", "id": new_id("fc"), "status": "completed"} | called
-            )
+            own = names.get(called["name"])
+            if own is not None:
+                called |= {"name": own.name} | (
+                    {"namespace": own.namespace} if own.namespace else {}
+                )
+            about = {"type": "function_call", "id": new_id("fc"), "status": "completed"}
+            if own is not None and own.takes_text:
+                about |= {"type": "custom_tool_call", "id": new_id("ctc")}
+                called["input"] = decode_custom_tool_input(called.pop("arguments"))
+            found.append(about | called)
         return found
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -302,11 +332,12 @@ class Responses(OpenAIForm):
                 yield event("output_text.done", **where, text=part["text"], logprobs=[])
                 yield event("content_part.done", **where, part=part)
             else:
-                given = item["arguments"]
-                yield event("output_item.added", output_index=index, item=item | {"arguments": ""})
-                yield event("function_call_arguments.delta", **place, delta=given)
-                yield event(
-                    "function_call_arguments.done", **place, name=item["name"], arguments=given
-                )
+                field, name = ("arguments", "function_call_arguments")
+                if "input" in item:
+                    field, name = "input", "custom_tool_call_input"
+                given = {field: item[field]}
+                yield event("output_item.added", output_index=index, item=item | {field: ""})
+                yield event(f"{name}.delta", **place, delta=item[field])
+                yield event(f"{name}.done", **place, name=item["name"], **given)
             yield event("output_item.done", output_index=index, item=item)
         yield event("incomplete" if done["status"] == "incomplete" else "completed", response=done)

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ BEGIN_S, ALIVE_S = 0.1, 0.4
 then, and between the comments which show a client that it goes on."""
 ESTABLISHED, CLOSED = 1, 7
 """States of a TCP connection (Linux): both sides may write; it was reset."""
+MOST_TOLD = 32
+"""Types of tools of which is told that the model is not shown them."""
 
 
 class _Server(uvicorn.Server):
@@ -153,6 +156,8 @@ class Gateway:
         self._kit = kit
         self._is_for_tools: bool | None = None
         """Whether the chat template writes tools; None until a call has some."""
+        self._left_out: set[str] = set()
+        """Types of tools which the model was not shown, as they were told."""
         self.connections: dict[Any, Connection] = {}
         """{(host, port) of a client: its connection}"""
         routes = [Route(one.path, _Endpoint(self, one), methods=["POST"]) for one in FORMS]
@@ -185,6 +190,7 @@ class Gateway:
         async with session.reading:
             asked = await self._read(form, request)
         self._check_model(asked.model)
+        self._tell(asked.left_out)
         call, beside = asked.call, self._kit.beside
         if call.tools and not await beside(self._shows_tools, call.tools):
             raise unsupported("tools", "the model's chat template does not show them to the model")
@@ -231,6 +237,13 @@ class Gateway:
             return await in_copy(_read, form, body, MOST_ITEMS)
         except TookTooLong as error:
             raise ApiError(f"the request cannot be read: {error}; shorten it", status=413) from None
+
+    def _tell(self, left_out: Sequence[str]) -> None:
+        """Tell the user, once for each, of types of tools that the model is not shown."""
+        for name in sorted(set(left_out) - self._left_out)[: MOST_TOLD - len(self._left_out)]:
+            self._left_out.add(name)
+            said = "megarl: the agent's calls have tools of type"
+            print(f"{said} {name!r:.60}, which the model is not shown", file=sys.stderr, flush=True)
 
     def _shows_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the chat template writes tools; `tools`: those of a call."""
