@@ -59,11 +59,12 @@ AttentionInterface.register(ATTENTION, _attention)
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
     """Raise `ValueError`, which names the features, if a model uses what megarl's trainer does not
     support: layer types other than full and sliding attention, attention to later tokens, longrope
-    or dynamic rotary embeddings, unknown transforms of the logits, a mixture of experts, state-space
-    layers, or sizes that differ from layer to layer. `config`: the model's transformers configuration.
+    or dynamic rotary embeddings, unknown transforms of the logits, a mixture of experts,
+    state-space layers, or sizes that differ from layer to layer. `config`: the model's transformers
+    configuration.
     """
     text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):  # Gemma 4: other settings raise where they are read
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: reading other settings raises
         raise ValueError(
             f"model type {config.model_type} uses layers of different sizes, which training does"
             " not support; choose another model"

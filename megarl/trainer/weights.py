@@ -209,9 +209,9 @@ def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict
         new, joined = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if joined is not None:
             raise ValueError(
-                f"model type {model.config.model_type} of {folder} stores {name}, which transformers"
-                " joins with other tensors or splits at loading; training does not support that,"
-                " choose another model"
+                f"model type {model.config.model_type} of {folder} stores {name}, which"
+                " transformers joins with other tensors or splits at loading; training does not"
+                " support that, choose another model"
             )
         if new in state and new not in stored:
             names[new] = name
@@ -224,7 +224,8 @@ def exported_names(model: PreTrainedModel) -> dict[str, str]:
     """
     renamings = reversed(_conversions(model)[0])
     back = [one.reverse_transform() for one in renamings if type(one) is WeightRenaming]
-    names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in model.state_dict()}
+    state = model.state_dict()
+    names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in state}
     found = renamed(model, names.values(), Path(model.name_or_path))
     return {name: new for name, new in names.items() if found.get(name) == new}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.apps.runs.audit import Audit, audit
-from megarl.checkpoints.progress import newest_first, read_progress
+from megarl.checkpoints.listing import newest_first
+from megarl.checkpoints.progress import read_progress
 from megarl.console import Arguments, result, say
 from megarl.errors import UserError
 from megarl.ledger.events import Event, from_record
