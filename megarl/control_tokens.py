@@ -142,7 +142,7 @@ class ControlTokens:
         plain = Tokenizer.from_str(json.dumps(described))
         plain.no_truncation()
         plain.no_padding()
-        numbers = {plain.token_to_id(names.get(name, name)): one for name, one in before.items()}
+        numbers = {plain.token_to_id(names.get(name) or name): one for name, one in before.items()}
         sample = "".join(f"{name} a b\n" for name in self.names[:32])
         require(
             self._encoded(plain, names, numbers, sample, True) == backend.encode(sample).ids,

@@ -76,7 +76,7 @@ def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     the names that transformers 4, and programs built on it, read: without these they take a
     `rope_theta` of 10,000 and no scaling, and say nothing.
     """
-    made = {
+    made: dict[str, Any] = {
         key: with_older_keys(value)
         if key.endswith("_config") and isinstance(value, dict)
         else value

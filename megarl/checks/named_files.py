@@ -13,7 +13,7 @@ import io
 import symtable
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megarl.config import AnyConfig, PreferenceConfig
 from megarl.data.chats import as_written
@@ -50,7 +50,7 @@ def check_named_files(
         if key in skip:
             continue
         if isinstance(value, ModelConfig) and value.path:
-            if trains or (key == "model" and not config.evaluation.models):
+            if trains or (key == "model" and not getattr(config.evaluation, "models", ())):
                 refuse_no_folder(value.path, f"{key}.path")
         elif isinstance(value, DataSetConfig) and f"{key}.source" not in skip:
             parts = value.parts if isinstance(value, PromptsConfig) else [value]
@@ -80,7 +80,7 @@ def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _settings(value, key)
 
 
-def _check_data(section: DataSetConfig, setting: str, config: AnyConfig) -> None:
+def _check_data(section: Any, setting: str, config: AnyConfig) -> None:
     """Raise `ValueError` if the rows of a data set are not there, or their first row lacks a column
     that the recipe names. Data sets of the hub, those that `datasets` has saved, and those that a
     program makes are left to the whole checks.
@@ -97,7 +97,7 @@ def _check_data(section: DataSetConfig, setting: str, config: AnyConfig) -> None
         as_read = demonstrations_as_read
     elif isinstance(section, PreferencesConfig):
         single = isinstance(config, PreferenceConfig) and config.loss.method == "kto"
-        as_read = functools.partial(preferences_form, single=single)
+        as_read = cast("Any", functools.partial(preferences_form, single=single))
     with contextlib.redirect_stderr(io.StringIO()):  # the whole checks print what they recognise
         table = read_rows(section.source, section.split, 1, setting)
         section, table = as_read(section, as_written(table, section.tools_column), setting)

@@ -142,12 +142,11 @@ def _from_folder(name: str, only_local: bool, trust_remote_code: bool) -> PreTra
     file = cached_file(
         name, FILE, local_files_only=only_local, _raise_exceptions_for_missing_entries=False
     )
+    loaded: Any = None
     if file is None or described.get("auto_map"):
         loaded = AutoTokenizer.from_pretrained(
             name, local_files_only=only_local, trust_remote_code=trust_remote_code
         )
-    else:
-        loaded = None
     if file is None:
         return loaded
     plain = Tokenizer.from_file(file)

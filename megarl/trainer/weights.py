@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import huggingface_hub
 import torch
@@ -223,10 +223,10 @@ def exported_names(model: PreTrainedModel) -> dict[str, str]:
     another name, so that readers of the published names, such as older versions, find them.
     """
     renamings = reversed(_conversions(model)[0])
-    back = [one.reverse_transform() for one in renamings if type(one) is WeightRenaming]
+    back: Any = [one.reverse_transform() for one in renamings if type(one) is WeightRenaming]
     state = model.state_dict()
     names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in state}
-    found = renamed(model, names.values(), Path(model.name_or_path))
+    found = renamed(model, names.values(), Path(model.name_or_path or ""))
     return {name: new for name, new in names.items() if found.get(name) == new}
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.apps.verifiers.expression import read
+from megarl.apps.verifiers.expression import parse_expression
 from megarl.apps.verifiers.notation import plain_number
-from megarl.apps.verifiers.values import exact
+from megarl.apps.verifiers.values import exact_value
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
@@ -269,8 +269,8 @@ def test_arithmetic_is_that_of_python(text: str) -> None:
         expected = eval(python, names)
     except ZeroDivisionError:
         expected = None
-    tree = read(text)
-    assert tree is not None and exact(tree) == expected
+    tree = parse_expression(text)
+    assert tree is not None and exact_value(tree) == expected
 
 
 @pytest.mark.parametrize(("text", "value"), [("5e3", 5000), ("1.5E-2", Fraction(3, 200)), ("e3", None)])  # fmt: skip

@@ -7,15 +7,17 @@ import re
 import count_lines
 import pytest
 
-LIMITS = {"core": 31_159, "apps": 10_876, "tests": 39_479, "tools": 8_544}
-"""{what: lines of code at most}. Lower a limit when code goes; who raises one says why in the commit."""
+LIMITS = {"core": 24_000, "apps": 8_000, "tests": 24_000, "tools": 6_500}
+"""{what: lines of code at most}. These are targets, and they only fall."""
 
 
+@pytest.mark.xfail(strict=True, reason="the targets are not reached yet")
 @pytest.mark.parametrize("name", LIMITS)
-def test_sum_of_lines_stays(name: str) -> None:
-    found = count_lines.by_package()
-    lines = count_lines.sums(found)[name]
-    assert lines <= LIMITS[name], f"{name}: {lines}\n{count_lines.table(found)}"
+def test_sum_of_lines_is_within_its_target(name: str) -> None:
+    """Once a sum is within its target, this test asks for its mark to go."""
+    packages = count_lines.by_package()
+    lines = count_lines.sums(packages)[name]
+    assert lines <= LIMITS[name], f"{name}: {lines}\n{count_lines.table(packages)}"
 
 
 def test_small_files_have_a_reason() -> None:

@@ -137,7 +137,7 @@ class Node:
 
 
 @lru_cache(maxsize=1024)
-def read(text: str) -> Node | None:
+def parse_expression(text: str) -> Node | None:
     """The tree of `text`, an expression in LaTeX; None if the text is longer than
     `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or no expression.
     """
@@ -489,7 +489,7 @@ def _matrix(text: str) -> Node:
     rows = [row.split("&") for row in re.split(r"\\\\", body) if row.strip()]
     if "\\begin" in body or len({len(row) for row in rows}) != 1:
         raise NotRead
-    cells = [read(cell.strip()) for row in rows for cell in row]
+    cells = [parse_expression(cell.strip()) for row in rows for cell in row]
     if any(cell is None for cell in cells):
         raise NotRead
     return Node("matrix", tuple(cell for cell in cells if cell), str(len(rows)))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
 
-from megarl.apps.verifiers.expression import MAX_CHARACTERS, VULGAR, Node, key, read
+from megarl.apps.verifiers.expression import MAX_CHARACTERS, VULGAR, Node, key, parse_expression
 from megarl.apps.verifiers.finished import is_unfinished, to_simplify
 from megarl.apps.verifiers.notation import cleaned, plain_number
 from megarl.apps.verifiers.prose import (
@@ -22,13 +22,20 @@ from megarl.apps.verifiers.prose import (
     NEGATED,
     NEGATED_BEHIND,
     expression,
-    final_answer,
     runs,
+    stated_answer,
     stated_words,
     without_words,
 )
 from megarl.apps.verifiers.textual import compared_as_text, same_part
-from megarl.apps.verifiers.values import at_points, equal, exact, pairs_of, same_value, variables
+from megarl.apps.verifiers.values import (
+    at_points,
+    equal,
+    exact_value,
+    pairs_of,
+    same_term,
+    variables,
+)
 from megarl.environments.config import EnvironmentConfig
 from megarl.types import Prompt
 
@@ -63,7 +70,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
 
     async def verify(prompt: Prompt, response: str) -> float:
         text = cleaned(final_expression(prompt.answer) or prompt.answer)
-        is_known = compared_as_text(text, text) is not None or read(text) is not None
+        is_known = compared_as_text(text, text) is not None or parse_expression(text) is not None
         if not text or not (is_known or re.search(r"[\\^!]", text)):
             raise ValueError(
                 f"the reference answer {prompt.answer!r:.200} of row {prompt.index} is not"
@@ -73,7 +80,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         asked = "" if config.math.allow_unevaluated else prompt.text
         answer = marked(response)
         if answer is None:
-            answer = final_answer(in_tags(response)[0])
+            answer = stated_answer(in_tags(response)[0])
             if compared_as_text(text, text):  # words
                 answer = stated_words(in_tags(response)[0]) or answer
         if not answer or len(answer) > MAX_CHARACTERS:
@@ -89,14 +96,14 @@ def verdict(reference: str, answer: str, question: str, allow_unevaluated: bool)
     by_text = compared_as_text(reference, answer)
     if by_text is not None:
         return by_text
-    gold, given = read(reference), read(answer)
+    gold, given = parse_expression(reference), parse_expression(answer)
     if gold is None:
         return re.sub(r"\s", "", reference) == re.sub(r"\s", "", answer)
     if given is None or (gold.type != "list" and given.type == "list"):
-        again = read(without_words(answer))
+        again = parse_expression(without_words(answer))
         if again is None and re.search(r"[A-Za-z]{2}", answer):
-            alone = final_answer(re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", answer), alone=True)
-            again = None if alone is None else read(alone)
+            alone = stated_answer(re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", answer), alone=True)
+            again = None if alone is None else parse_expression(alone)
         given = again
     if given is None:
         return False
@@ -150,8 +157,8 @@ def _side(node: Node, gold: Node | None) -> Node | None:
     lasts = [group[-1] for group in groups]
     if not all(_rounds(*pair) for pair in pairs_of(lasts)):
         return None
-    last = exact(lasts[-1])
-    is_last = gold is not None and last is not None and last == exact(gold)
+    last = exact_value(lasts[-1])
+    is_last = gold is not None and last is not None and last == exact_value(gold)
     sides = groups[-1] if is_last else groups[0]
     values = [one for one in sides if not variables(one) and one.type != "unit"]
     rounded = any("." in one.text for value in values for one in value.nodes())
@@ -162,7 +169,7 @@ def _side(node: Node, gold: Node | None) -> Node | None:
         return next((one for one in reversed(values) if not is_unfinished(one)), values[-1])
     if len(sides) == 1:
         return sides[0]
-    if len(sides) > 2 and not all(same_value(*pair, rounded=False) for pair in pairs_of(sides[1:])):
+    if len(sides) > 2 and not all(same_term(*pair, rounded=False) for pair in pairs_of(sides[1:])):
         return None
     ends = (sides[0], sides[-1])
     if _is_name(ends[1]) and not _is_name(ends[0]):
@@ -191,7 +198,7 @@ def _rounds(first: Node, second: Node) -> bool:
 
 
 def _size(node: Node) -> Fraction | None:
-    value = exact(node)
+    value = exact_value(node)
     if value is None and not variables(node) and (points := at_points(node)) is not None:
         return Fraction(float(points[0][1].real)) if abs(points[0][1].imag) < 1e-30 else None
     return value
@@ -203,20 +210,20 @@ def is_answer(given: Node, gold: Node, whole: Node, question: str) -> bool:
     expression that could be simplified, or has variables, and stands in the text `question` was
     only copied, so that it is no answer. `whole`: the answer with the names of its values.
     """
-    rational = exact(gold) is not None
+    rational = exact_value(gold) is not None
     if is_unfinished(given, rational=rational):
         return is_unfinished(gold, rational=rational)
     left = to_simplify(given) or []
     if to_simplify(gold):
         left = []
-    wholes = [one for one in (given, whole) if key(one) != key(gold) and exact(one) is None]
+    wholes = [one for one in (given, whole) if key(one) != key(gold) and exact_value(one) is None]
     left += [one for one in wholes if one.type != "relation" or not _is_name(one.items[0])]
     if not left or not question:
         return True
     copied = {
         key(node)
         for found in runs(question[-MAX_CHARACTERS * 10 :])
-        if (tree := read(expression(found[0]))) is not None
+        if (tree := parse_expression(expression(found[0]))) is not None
         for node in tree.nodes()
     }
     return copied.isdisjoint(key(one) for one in left)

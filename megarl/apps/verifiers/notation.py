@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from megarl.apps.verifiers.expression import MAX_CHARACTERS, TEXT, WRITTEN, Node, read
+from megarl.apps.verifiers.expression import MAX_CHARACTERS, TEXT, WRITTEN, Node, parse_expression
 
 END = re.compile(r"(?<![\\.])[.,;:]\s*$")
 """A final punctuation mark."""
@@ -62,7 +62,7 @@ def plain_number(text: str) -> Fraction | None:
     """The exact value of a text that is one number, otherwise None. A sign, `$`, `%` (which is
     dropped), thousands separators, an exponent (5e3), a final full stop and a unit are allowed.
     """
-    return _value(read(cleaned(text)))
+    return _value(parse_expression(cleaned(text)))
 
 
 def _value(node: Node | None) -> Fraction | None:

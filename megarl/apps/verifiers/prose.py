@@ -1,6 +1,6 @@
 r"""Where the final answer stands in a response, and which words beside it take it back.
 
-response --final_answer--> LaTeX      `So she has 2 2/3 cups.` -> `2 2/3`; `It is 5 or 7.` -> None
+response --stated_answer--> LaTeX      `So she has 2 2/3 cups.` -> `2 2/3`; `It is 5 or 7.` -> None
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def runs(text: str) -> Iterator[re.Match[str]]:
     return RUN.finditer(text)
 
 
-def final_answer(response: str, *, alone: bool = False) -> str | None:
+def stated_answer(response: str, *, alone: bool = False) -> str | None:
     """The expression that a response, in which no answer is marked, ends with, or that one of its
     sentences calls the answer; None without one, and if the words beside it name another one or
     negate it. `alone`: no other expression may stand in `response`.

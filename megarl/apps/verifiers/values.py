@@ -37,7 +37,7 @@ class TooLarge(Exception):
     """Raised for a value that would take long to compute, or that does not exist."""
 
 
-def exact(node: Node) -> Fraction | None:
+def exact_value(node: Node) -> Fraction | None:
     """The value of an expression of rational numbers; None for others, and for a division by zero
     or a number that is too large.
     """
@@ -186,7 +186,7 @@ def _called(mp: Any, name: str, values: Sequence[Any]) -> Any:
     return getattr(mp, name)(values[0])
 
 
-def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
+def same_term(first: Node, second: Node, *, rounded: bool) -> bool:
     """Whether two expressions have one value. `rounded`: whether a relative difference of 5e-6 is
     allowed.
     """
@@ -194,7 +194,7 @@ def same_value(first: Node, second: Node, *, rounded: bool) -> bool:
         return True
     if all(_is_plain(one) for one in (first, second)):
         rounded = False
-    values = exact(first), exact(second)
+    values = exact_value(first), exact_value(second)
     if values[0] is not None and values[1] is not None:
         size = max(abs(values[0]), abs(values[1]))
         return abs(values[0] - values[1]) <= (LARGEST_ERROR * size if rounded else 0)
@@ -257,7 +257,7 @@ def _signed(node: Node, sign: str) -> Node:
 
 def equal(first: Node, second: Node, *, rounded: bool) -> bool:
     """Whether two answers are equal: expressions, or lists, sets, tuples, intervals, unions,
-    ratios, matrices and equations of them. `rounded`: as in `same_value`.
+    ratios, matrices and equations of them. `rounded`: as in `same_term`.
     """
     first, second = _interval(first), _interval(second)
     unordered = [_items(one) for one in (first, second)]
@@ -273,7 +273,7 @@ def equal(first: Node, second: Node, *, rounded: bool) -> bool:
     if first.type in ordered or second.type in ordered:
         if first.type != second.type:
             return {first.type, second.type}.isdisjoint(("tuple", "matrix", "union")) and (
-                same_value(first, second, rounded=rounded)
+                same_term(first, second, rounded=rounded)
             )
         if first.type == "ratio":
             return _in_proportion(first, second)
@@ -284,7 +284,7 @@ def equal(first: Node, second: Node, *, rounded: bool) -> bool:
         return all(
             equal(*pair, rounded=rounded) for pair in zip(first.items, second.items, strict=True)
         )
-    return same_value(first, second, rounded=rounded)
+    return same_term(first, second, rounded=rounded)
 
 
 def _items(node: Node) -> Sequence[Node]:
@@ -307,7 +307,7 @@ def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) ->
 
 
 def _in_proportion(first: Node, second: Node) -> bool:
-    values = [[exact(item) for item in one.items] for one in (first, second)]
+    values = [[exact_value(item) for item in one.items] for one in (first, second)]
     if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
         return False
     return len({one / other for one, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]

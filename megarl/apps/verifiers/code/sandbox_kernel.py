@@ -51,7 +51,7 @@ INSIDE = 1000
 """User id, in the sandbox, of that same user."""
 
 DENIED: dict[str, tuple[int | None, ...]] = {
-    **{name: numbers for name, (*numbers, rule) in (OF_OTHERS | SHARED).items() if rule == NEVER},
+    **{name: call[:2] for name, call in (OF_OTHERS | SHARED).items() if call[2] == NEVER},
     # name: (number on x86_64, number on aarch64); None: not on that machine
     "ptrace": (101, 117),
     "socket": (41, 198),
