@@ -60,18 +60,21 @@ def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:
         if one.head == f"yaml {name}"
     )
     settings: Any = yaml.safe_load(block.body)["environment"]["agent"]
-    asked, answer = asyncio.run(play(settings, *AGENTS[name], tmp_path))
+    asked, answer, untrained = asyncio.run(play(settings, *AGENTS[name], tmp_path))
     assert "seven" in answer.text or DONE in answer.text
     assert [is_main for is_main, _ in asked].count(True) == len(AGENTS[name][1])
     main = [one for is_main, one in asked if is_main]
     assert main[0].follows == -1 and all(one.follows > 0 for one in main[1:])
     if name != "aider":
         assert "seven" in main[2].text  # the command was run
+    assert len(untrained) == len(asked) - len(main), "of the side calls only"
     assert answer.metrics["conversations"] == 1 + (len(asked) - len(main))
 
 
-async def play(settings: Any, tool: str, says: list[str], folder: Path) -> tuple[list[Any], Any]:
-    """([(whether a call is of the main conversation, what the model was asked)], the answer)."""
+async def play(
+    settings: Any, tool: str, says: list[str], folder: Path
+) -> tuple[list[Any], Any, list[int]]:
+    """([(whether a call is of the main conversation, what the model was asked)], the answer, turns not trained)."""
     codec, agent = codec_of_characters(folder), settings | {"context_tokens": 200_000}
     config = EnvironmentConfig(agent=agent)
     kit, asked, left = AgentKit(config, codec, {}), [], list(says)
@@ -84,7 +87,7 @@ async def play(settings: Any, tool: str, says: list[str], folder: Path) -> tuple
             asked.append((is_main, made))
             ids = np.array(codec.encode((left.pop(0) if is_main else "A title") + "<|im_end|>"))
             made = await session.step(codec.decode(ids), ids.astype(np.int32))
-        return asked, made
+        return asked, made, session.untrained
     finally:
         await session.close()
         assert kit.serving is not None

@@ -87,6 +87,7 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
         self._known, self.left = known, asyncio.Event()
         self.call: AgentCall | None = None
         """The newest call on it."""
+        self._was_reset = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -95,10 +96,10 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
     def connection_lost(self, exc: Exception | None) -> None:
         self._known.pop(self.client, None)
         self.left.set()
-        call = self.call
+        call, self._was_reset = self.call, exc is not None or self._state() == CLOSED
         if call is not None and call.connection is self:
             call.connection = None
-            if exc is not None or self._state() == CLOSED:
+            if self._was_reset:
                 call.read_at = 0.0
         super().connection_lost(exc)
 
@@ -107,8 +108,10 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
         self.call, call.connection, call.read_at = call, self, 0.0
 
     def wrote(self, call: AgentCall) -> None:
-        """Note that the whole answer to `call` was written."""
-        if self.is_open:
+        """Note that the whole answer to `call` was written. A client that has closed the connection
+        since, as Codex does at an answer's last event, has read it, unless that was a reset.
+        """
+        if not (self._was_reset if self.left.is_set() else self._state() == CLOSED):
             call.read_at = time.monotonic()
 
     async def wait(self, call: AgentCall, limit_s: float | None) -> None:
