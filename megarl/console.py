@@ -149,7 +149,10 @@ def _is_descriptor(stream: TextIO | None, number: int) -> bool:
         return False
 
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\ufeff\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+    r"\U000e0000-\U000e007f]"
+)
 """Characters that steer a terminal or the order in which it writes, and halves of characters."""
 
 

@@ -21,6 +21,7 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.activity.process import machine
 from megarl.console import say
 
 NAME = ".owner.json"
@@ -46,6 +47,8 @@ class Record:
     """Process id of rank 0."""
     since: str
     """Date and time at which the run took the folder, for people."""
+    machine: str = ""
+    """Id of the boot of the machine and of the process namespace."""
     state: str = RUNS
     heartbeats: int = 0
 
@@ -151,6 +154,8 @@ class Lease:
             if not self.problem() and os.listdir(folder) == [NAME]:
                 (folder / NAME).unlink()
                 folder.rmdir()
+        with contextlib.suppress(OSError):  # a forked child may have the descriptor too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
@@ -162,13 +167,15 @@ def take(folder: Path, *, patience_s: float) -> Lease:
     written.
     """
     host, since = os.uname().nodename, time.strftime("%Y-%m-%d %H:%M:%S")
-    record = Record(uuid.uuid4().hex[:16], host, os.getpid(), since)
+    record = Record(uuid.uuid4().hex[:16], host, os.getpid(), since, machine())
     path, aside = folder / NAME, folder / f"{NAME}.{record.run}"
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, _lock(folder))
+        locked, is_locked = _lock(folder)
+        stack.callback(os.close, locked)
         before, content = read_owner(folder), path.read_bytes()
         has_ended = not content or (before is not None and before.state == ENDED)
-        if not (has_ended or (before is not None and before.host == host)):
+        is_seen = is_locked and before is not None and before.machine == record.machine
+        if not (has_ended or is_seen):
             _watch(folder, content, patience_s)
         # A file of its own: the last owner, if it was only suspended, goes on writing to the old.
         with contextlib.ExitStack() as undo:
@@ -186,34 +193,38 @@ def take(folder: Path, *, patience_s: float) -> Lease:
     return Lease(Claim(folder.absolute(), record.run), descriptor, record)
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor of the file `.owner.json`, which is made if missing, with its lock. Raises
-    `ValueError` if another process keeps the lock.
+def _lock(folder: Path) -> tuple[int, bool]:
+    """(a descriptor of the file `.owner.json`, which is made if missing; whether its file system
+    has locks, and this process this one). Raises `ValueError` if another process keeps the lock.
     """
     path, deadline = folder / NAME, time.monotonic() + ENDING_S
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another run has removed the folder
             descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-            if _try_lock(descriptor):
+            is_locked = _try_lock(descriptor)
+            if is_locked is not False:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), path.stat()):
-                        return descriptor
+                        return descriptor, is_locked is True
             os.close(descriptor)
         if time.monotonic() >= deadline:
             raise ValueError(owner_refusal(folder))
         time.sleep(POLL_S)
 
 
-def _try_lock(descriptor: int) -> bool:
-    """Lock an open file for this process; False if another one has the lock."""
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock an open file for this process; False if another one has the lock, None if its file
+    system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # Lustre that is mounted without `flock`
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+    except OSError as error:  # Lustre that is mounted without `flock`, NFS without lockd
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
             raise
+        return None
     return True
 
 
@@ -229,8 +240,12 @@ def _watch(folder: Path, content: bytes, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
+        owner = read_owner(folder)
+        if not (folder / NAME).exists() or (owner is not None and owner.state == ENDED):
+            break
         if (folder / NAME).read_bytes() != content:
             raise ValueError(owner_refusal(folder))
+    folder.mkdir(parents=True, exist_ok=True)  # which its owner may have removed at its end
 
 
 def refuse_living(folder: Path) -> None:

@@ -11,6 +11,7 @@ import functools
 import glob
 import io
 import symtable
+import unicodedata
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -31,8 +32,23 @@ from megarl.lookup import SOURCES
 from megarl.schema import Config, is_own
 from megarl.trainer.config import ModelConfig
 
-DYNAMIC = ("import *", "globals()", "exec(", "__getattr__")
+DYNAMIC = (
+    "import *",
+    "exec",
+    "__getattr__",
+    "setattr",
+    "vars",
+    "locals",
+    "global",
+    ":=",
+    "modules",
+)
 """Texts in a Python file that may define names which its symbol table does not list."""
+CODE = {"verifier", "rewards", "session", "functions", "function", "advantage", "loss", "method"}
+CODE |= {"filter", "kind"}
+"""Last parts of the keys of settings that may name a function or class of the user's own."""
+LARGE_BYTES = 2**25
+"""Size of a data file whose columns are left to the whole checks, since reading takes seconds."""
 
 
 def check_named_files(
@@ -57,7 +73,7 @@ def check_named_files(
             for number, part in enumerate(parts):
                 in_mixture = isinstance(value, PromptsConfig) and value.sources
                 _check_data(part, f"{key}.sources[{number}]" if in_mixture else key, config)
-        elif is_own(value):
+        elif is_own(value) and key.rpartition(".")[2] in CODE:
             check_own_code(str(value), key)
 
 
@@ -87,7 +103,9 @@ def _check_data(section: Any, setting: str, config: AnyConfig) -> None:
     """
     path = Path(section.source)
     is_read = format_of(path) or path.exists() or glob.has_magic(section.source)
-    if not section.source or section.source.partition(":")[0] in SOURCES or path.is_dir():
+    is_large = path.is_file() and path.stat().st_size > LARGE_BYTES
+    is_made = section.source.partition(":")[0] in SOURCES
+    if not section.source or is_made or path.is_dir() or is_large:
         return
     if not is_read:
         refuse_no_folder(section.source, f"{setting}.source")
@@ -140,7 +158,8 @@ def check_own_code(name: str, setting: str) -> None:
         for symbol in table.get_symbols()
         if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
     ]
-    if attribute in defined or any(text.encode() in content for text in DYNAMIC):
+    name = unicodedata.normalize("NFKC", attribute)
+    if name in defined or any(text in content for text in DYNAMIC):
         return
     public = [one.get_name() for one in table.get_symbols() if one.is_namespace()]
     listed = ", ".join(name for name in public if not name.startswith("_")) or "(none)"

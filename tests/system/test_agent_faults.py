@@ -167,7 +167,8 @@ def harm():
     time.sleep(1.0)  # the call is at the engine
     victim.kill()
     wait_for("worker_of")
-    worker = psutil.Process(int((PLACE / "worker_of").read_text())).parent()
+    # Between the worker and an agent is the process that ends what the agent has started.
+    worker = psutil.Process(int((PLACE / "worker_of").read_text())).parent().parent()
     agents = worker.children(recursive=True)
     worker.kill()
     end = time.monotonic() + 10
@@ -203,6 +204,7 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     tree = recipe_of(tmp_path, agent | {"time_limit_s": 30.0})
     repeatable(tree, STEPS)
     tree["rollout"]["groups_per_step"] = 2
+    tree["environment"]["on_failure"] = "wrong"  # so that no rollout is made beside these
     command = [sys.executable, "-c", HARM, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
     done = finish(*start(command, PLACE=str(place)), timeout_s=400)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]

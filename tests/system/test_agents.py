@@ -74,6 +74,7 @@ def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     """Of functions with tools, some of which fail: the replay gives the same bits."""
     tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})
     repeatable(tree, steps=3)
+    tree["environment"]["on_failure"] = "wrong"  # all rollouts of a prompt fail
     done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-3000:]
     groups = records(tmp_path / "run" / "transcripts.jsonl")

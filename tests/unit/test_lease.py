@@ -145,12 +145,36 @@ def test_a_file_system_that_locks_nothing_has_the_heartbeat(
     monkeypatch.setattr(leases.fcntl, "flock", refuses)
     left_by_another(tmp_path)
     take(tmp_path, patience_s=0.1).release()
+    monkeypatch.setattr(leases, "RENEW_S", 0.02)
+    with held(tmp_path / "run", patience_s=0.1), pytest.raises(ValueError, match="still going"):
+        take(tmp_path / "run", patience_s=10)
+
+
+def test_a_released_folder_is_free_though_a_forked_child_lives(tmp_path: Path) -> None:
+    lease = take(tmp_path, patience_s=1)
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    lease.release()
+    take(tmp_path, patience_s=1).release()
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+
+def test_an_owner_that_ends_while_it_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    left_by_another(tmp_path)
+    timer = threading.Timer(0.2, lambda: left_by_another(tmp_path, state=ENDED))
+    timer.start()
+    take(tmp_path, patience_s=100).release()
+    timer.join()
 
 
 @pytest.mark.parametrize("dead", [False, True])
 def test_of_several_that_start_at_once_one_wins(tmp_path: Path, dead: bool) -> None:
     if dead:
-        left_by_another(tmp_path, host=os.uname().nodename)
+        left_by_another(tmp_path, machine=leases.machine())
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     time.sleep(2)

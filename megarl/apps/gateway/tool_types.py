@@ -50,8 +50,10 @@ def text_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function that the model reads in place of a tool that takes any text: its one argument is
     the text. A grammar of the text is shown, and not enforced.
     """
-    about, format = tool.get("description") or "", tool.get("format") or {}
-    grammar = format.get("grammar") or format
+    about, grammar = tool.get("description") or "", tool.get("format")
+    if isinstance(grammar, dict):  # chat completions have the grammar one level deeper
+        grammar = grammar.get("grammar") or grammar
+    grammar = grammar if isinstance(grammar, dict) else {}
     if rules := grammar.get("definition"):
         about = f"{about}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
     return {"name": tool.get("name"), "description": about, "parameters": custom_tool_parameters()}

@@ -81,8 +81,6 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             raise ValueError(f"{options.recipe}: {error}") from error
         gpus = find_gpus(plan, options, num_nodes)
-        if not options.dry_run:  # a plan may be made where neither model nor data are
-            check_named_files(config)
         if isinstance(config, RunConfig):
             refuse_placement(config, plan, gpus)
     except ValueError as error:
@@ -110,6 +108,10 @@ def main(arguments: list[str]) -> int:
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
+    try:
+        check_named_files(config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     refuse_owned(config)
     if warning := early_kill(os.environ, plan.save_within_s):
         announce(warning)

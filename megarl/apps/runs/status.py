@@ -5,7 +5,6 @@ it waits.
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
+from megarl.activity.process import machine
 from megarl.activity.report import described, last_report, stacks_of
 from megarl.activity.spans import Event
 from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
@@ -136,6 +136,4 @@ def owner_state(run: Path, owner: Record) -> str:
         return "ended"
     if is_held(run):
         return "alive"
-    return (
-        "gone" if owner.host == os.uname().nodename else f"on {owner.host}, not visible from here"
-    )
+    return "gone" if owner.machine == machine() else f"on {owner.host}, not visible from here"
