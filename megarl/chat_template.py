@@ -147,13 +147,14 @@ class ChatTemplate:
         return tuple(filter(str.strip, known))
 
     def _unended(self, chat: Sequence[Turn]) -> list[Turn]:
-        """A chat whose turns do not end with the token that the template writes behind them; see
-        `without_end`.
+        """A chat whose turns of the model do not end with the token that the template writes behind
+        them; see `without_end`.
         """
         found = list(chat)
         for number, turn in enumerate(found):
             said = turn.get("content")
-            if isinstance(said, str) and said.rstrip().endswith(self._added):
+            is_own = turn.get("role") == "assistant"  # that token is text in what others write
+            if is_own and isinstance(said, str) and said.rstrip().endswith(self._added):
                 end: Any = self.tokenizer.convert_tokens_to_ids(self._end)
                 found[number] = turn | {"content": without_end(self.tokenizer, [said], end)[0]}
         return found

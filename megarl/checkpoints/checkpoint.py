@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._times = dict[str, float]()
         self._scores: dict[int, float] | None = None
+        self._reading = threading.Lock()
 
     @property
     def world(self) -> Axis:
@@ -206,7 +208,8 @@ class Checkpoints:
         folder: the best checkpoint is kept. Raises `UserError` if no evaluation so far has had the
         metric `best`, though these are of its kind ("eval" or "eval_sampled").
         """
-        name, scores = self.best.removeprefix("min:"), self._known_scores()
+        name = self.best.removeprefix("min:")
+        scores = self._known_scores()
         if not name or not any(one.startswith(name.split("/")[0] + "/") for one in metrics):
             return
         if name not in metrics and not scores:
@@ -221,9 +224,10 @@ class Checkpoints:
         """{step: score} of the evaluations of the run by the metric `best`, from the run folder
         at first, as after a resume.
         """
-        if self._scores is None:
-            self._scores = evaluated_scores(self.folder.parent, self.best)
-        return self._scores
+        with self._reading:  # the thread that writes checkpoints asks too
+            if self._scores is None:
+                self._scores = evaluated_scores(self.folder.parent, self.best)
+            return self._scores
 
     def take_times(self) -> dict[str, float]:
         """Metrics of rank 0 since the last call: {"time/checkpoint_copy_s": seconds for which the

@@ -34,7 +34,7 @@ from megarl.rollout.requests import EnginePool
 from megarl.types import Group, Prompt, Rollout, Segment, StepBatch, Verdict
 
 OWN = """
-import time
+import subprocess, sys, time
 from megarl.environments.session import Answer, Observation
 def score(prompt, response):
     if response == "raise": raise ConnectionError("the judge is down")
@@ -42,6 +42,9 @@ def score(prompt, response):
     if response == "wait": time.sleep(60)
     if response == "stall":
         while True: pass
+    if response == "its program stalls":
+        subprocess.run([sys.executable, "-c", "while True: pass"])
+    if response == "its program waits": subprocess.run(["sleep", "60"])
     if response == "none": return None
     if response == "none in a dict": return {"reward": None, "seen": 1}
     return float(response == "right")
@@ -76,6 +79,8 @@ def test_verdicts_that_do_not_exist_are_left_out(own: str) -> None:
         "nan": (True, False, "nan"),
         "wait": (True, False, "timeout"),
         "stall": (False, False, "response_limit"),
+        "its program stalls": (False, False, "response_limit"),
+        "its program waits": (True, False, "timeout"),
         "none": (True, True, "abstained"),
         "none in a dict": (True, True, "abstained"),
     }
