@@ -21,6 +21,7 @@ from megarl.apps.verifiers.prose import (
     HEDGED,
     NEGATED,
     NEGATED_BEHIND,
+    NEW_ANSWER,
     expression,
     runs,
     stated_answer,
@@ -45,6 +46,11 @@ BETWEEN_BOXES = re.compile(
     r"[\s$]*(?:,|\b(?:or|and|maybe|perhaps|possibly)\b)(?:[\s$,]|or|and|maybe)*"
 )
 TAGS = ("<answer>", "</answer>")
+OTHER = re.compile(
+    rf"\d[\d.,/]*(?<![.,])|[{VULGAR}$]|\\(?:boxed|fbox|frac)|\b(?:not|none|no|wrong)\b"
+    r"|(?<![\w'\u2019])[A-HJ-Zb-z](?![\w'\u2019])"
+)
+"""What counts as another answer beside a hedge."""
 SENTENCE = re.compile(r"\b(?:is|are|be|equals?|answer|therefore|thus|so)\b", re.IGNORECASE)
 """Words that mark a line as a sentence, which is searched for its answer; a line without them is
 the answer."""
@@ -80,7 +86,8 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
         asked = "" if config.math.allow_unevaluated else prompt.text
         answer = marked(response)
         if answer is None:
-            answer = stated_answer(in_tags(response)[0])
+            factorial = "!" in text or config.math.allow_unevaluated
+            answer = stated_answer(in_tags(response)[0], factorial=factorial)
             if compared_as_text(text, text):  # words
                 answer = stated_words(in_tags(response)[0]) or answer
         if not answer or len(answer) > MAX_CHARACTERS:
@@ -279,10 +286,28 @@ def marked(response: str) -> str | None:
         return line if answer is None else answer
     before = text[max(0, boxes[-1].start() - 60) : boxes[-1].start()]
     behind = text[_content(text, boxes[-1])[1] :][:80]
-    hedged = HEDGE_BEHIND.match(behind) or (HEDGED.search(before) and " or " not in answer)
-    if NEGATED.search(before) or NEGATED_BEHIND.match(behind) or hedged:
+    if NEGATED.search(before) or NEGATED_BEHIND.match(behind) or _is_hedged(answer, before, behind):
         return ""
     return answer
+
+
+def _is_hedged(answer: str, before: str, behind: str) -> bool:
+    """Whether the words around a box name another answer: `or 7`. A hedge alone does not count
+    beside a number.
+    """
+    behind = without_words(behind)
+    found = HEDGE_BEHIND.match(behind)
+    if not re.search(r"\d", answer):
+        return bool(found or (HEDGED.search(before) and " or " not in answer))
+    others = []
+    if found:
+        others = OTHER.findall(re.split(r"[.!?](?:\s|\Z)|\n", behind[found.end() :], maxsplit=1)[0])
+    elif again := NEW_ANSWER.match(behind):
+        others = OTHER.findall(behind[again.end() :])[:1]
+    if HEDGED.search(before) and " or " not in answer:
+        others += OTHER.findall(without_words(re.split(r"[.!?]\s|\n", before)[-1]))
+    value = plain_number(answer)
+    return any(value is None or plain_number(one) != value for one in others)
 
 
 def in_tags(response: str) -> tuple[str, str | None]:

@@ -34,9 +34,23 @@ IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 """A fraction in words: two thirds, 2 and a half."""
-NUMBER_IN_WORDS = re.compile(
-    rf"(?<![\w-])(?:{_WORDS})(?:[\s-]+(?:{_WORDS}))*(?![\w-])", re.IGNORECASE
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = "|".join(SCALES)
+_AFTER = r"(?:(?<=hundred)|(?<=thousand)|(?<=million)|(?<=billion))"
+_NEXT = (
+    rf"(?:[\s-]+|(?<!hundred){_AFTER},\s|\s+point\s+|{_AFTER}\s+and\s+)(?:{_WORDS}|{_SCALES})(?!\w)"
 )
+_FIRST = (
+    rf"(?<![\w.,-])(?:(?:(?<!half\s)an?|\d[\d,]{{0,20}})\s+(?:{_SCALES})|{_WORDS}|{_SCALES})(?!\w)"
+)
+NUMBER_IN_WORDS = re.compile(rf"{_FIRST}(?:{_NEXT})*(?!-\w)", re.IGNORECASE)
+"""A number in words, whole: one hundred and twenty, 3 thousand five hundred."""
+_SHORT = rf"{_FIRST}(?:{_NEXT}){{0,12}}"
+TWICE = re.compile(
+    rf"(?<![\w.,-])(?:(\d[\d,]{{0,20}})\s+\(({_SHORT})\)|({_SHORT})\s+\((\d[\d,]{{0,20}})\))",
+    re.IGNORECASE,
+)
+"""A number in digits and in words: 5 (five)."""
 AND_FRACTION = re.compile(r"(?<![\d.,/$])(\d+)\s+and\s+(\d+\s*/\s*\d+)(?![\d/])")
 CURRENCY = re.compile(
     r"(?P<formula>\$\$.*?\$\$|\$(?!\d)[^$\n]+\$|\$\d[^$]*(?<!\s)\$(?!\d)"
@@ -54,12 +68,13 @@ ATOM = (
     rf"|(?<![A-Za-z_\d])(?<!\d[.,])(?:\d+\s+\d+\s*/\s*\d+(?![\d/])|\d*[{VULGAR}]|{DECIMAL}"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?)(?:(?:st|nd|rd|th)\b|(?![kKMB]\b))"
     rf"|\\(?!text|boxed)[a-zA-Z]+(?:\s*(?:{_GROUP}|\[\d\]))*|\\boxed\s*{_GROUP}|(?<=[\^_]){_GROUP}"
-    r"|(?<![\w'])[a-zA-Z](?=\s?[=+*/^(\u2212-]\s?[\w\\$(.-])(?!\()"
+    r"|(?<![\w'<])(?<!</)[a-zA-Z](?=\s?[=+*/^(\u2212<>\u2264\u2265\u2260-]\s?[\w\\$(.-])(?!\()"
     r"|(?<=[=+*/^\d-])[a-zA-Z](?![\w'])|(?<=[=+*/^] )[a-zA-Z](?![\w']))"
 )
-SIGN = r"(?:(?<![\w)}\]])[-+\u2212\u2013](?=[\d.\\$(])|\b(?:minus|negative)\s+|(?<!\w)-)?"
+SIGN = r"(?:(?<![\w)}\]])[-+\u00b1\u2212\u2013](?=[\d.\\$(])|\b(?:minus|negative)\s+|(?<!\w)-)?"
 JOIN = (
-    r"[ ]?(?:[-+*/^=\u00d7\u00b7\u22c5\u00f7\u2212\u2013:\u2248<>\u2264\u2265]|\*\*)[ ]?"
+    r"[ ]?(?:[-+*/^=\u00d7\u00b7\u22c5\u00f7\u2212\u2013:\u2248<>\u2264\u2265\u2260\u00b1]"
+    r"|\*\*)[ ]?"
     r"|\s(?:x|plus|minus|times|over|divided\s+by|multiplied\s+by|to\s+the\s+power\s+of"
     r"|or|to|through|mod)\s|[ ]?[()][ ]?|,?[ ]+(?:or|and)[ ]+|,[ ]*|[ ]*"
 )
@@ -82,21 +97,48 @@ SENTENCE_END = re.compile(r"[.!?]\s|[.!?]\Z|\n|\u3002")
 _HEDGE = r"(?:or|maybe|perhaps|possibly|probably|alternatively|otherwise|unless|versus|vs)"
 HEDGED = re.compile(rf"\b{_HEDGE}\b[^\d.\n]{{0,30}}\Z", re.IGNORECASE)
 HEDGE_BEHIND = re.compile(
-    rf"\W*(?:[a-z]+\s){{0,2}}\(?(?:\b(?:but|though)\s)?\b{_HEDGE}\b"
+    rf"[^\w.!?\n]*(?:[a-z]+\s){{0,2}}\(?(?:\b(?:but|though)\s)?\b{_HEDGE}\b"
     r"(?!\s+(?:more|less)\b)",
     re.IGNORECASE,
 )
+NEW_ANSWER = re.compile(
+    rf"\W*\b{_HEDGE}\b(?:\W+(?:maybe|perhaps|possibly|even|it|is|it's|the|answer))*[\s,:$]*(?=\d|\\boxed)",
+    re.IGNORECASE,
+)
+"""Words behind an answer, also in the next sentence, that name another one."""
 NEGATED = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|nor|except|without|unlike)|n't|rather\s+than|instead\s+of"
+    r"(?:\b(?:not|never|cannot|neither|nor|except|without|unlike|doubt|impossible|no\s+way)|n['\u2019]t|rather\s+than|instead\s+of"
     r"|other\s+than|(?:more|less|fewer|greater|smaller|larger)\s+than|anything\s+but)\b"
-    r"(?:\s+(?:be|equal(?:\s+to)?|the|an?|exactly|really|is|just|simply|actually|have|has))*[\s*$:(]*\Z",
+    r"(?:\s+(?:be|equal(?:\s+to)?|the|an?|exactly|really|is|just|simply|actually|have|has|that|it"
+    r"|it['\u2019]s|answer|there|are))*[\s*$:(]*\Z",
     re.IGNORECASE,
 )
 NEGATED_BEHIND = re.compile(
     r"\W*(?:is|was|would\s+be|seems)\s+(?:clearly\s+|surely\s+)?"
-    r"(?:wrong|incorrect|not\b|false|impossible)",
+    r"(?:wrong|incorrect|not\b|false|impossible|unknown)"
+    r"|[^\w.!?\n]*(?:(?:is|was|ca|could)n['\u2019]t|cannot)\b"
+    r"(?!\s+be\s+(?:further\s+)?(?:simplified|reduced|factored|improved))",
     re.IGNORECASE,
 )
+REFUSED = re.compile(
+    r"\b(?:don't|do\s+not)\s+know\b|\bcan(?:'t|not|\s+not)\s+(?:be\s+)?(?:solve|answer|determine)"
+    r"|\b(?:answer|result|solution)\b.{0,60}\b(?:is|are|remains)\s+(?:unknown|undefined)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Words that say there is no answer in a sentence, whatever numbers are in it."""
+NO_SOLUTION = re.compile(r"\bno\s+solutions?\b", re.IGNORECASE)
+UNKNOWN = re.compile(r"\bI\s+(?:don't|do\s+not)\s+know\b[^.!?\n\d]{0,30}[.!]\s+\Z", re.IGNORECASE)
+BOUND = re.compile(
+    r"(?:(?<=\S)[ \t]*(?<![=-])>=?|[<\u2264\u2265\u2260\u00b1]=?|!=|\bat\s+(?:most|least))\s*\Z",
+    re.IGNORECASE,
+)
+"""Words and signs before a number that is only a bound."""
+BOUND_BEHIND = re.compile(
+    r"\s*(?:[a-z]+\s+){0,2}(?:or|and)\s+(?:more|less|fewer|higher|lower|greater|larger|smaller"
+    r"|above|below|up)\b(?!\s+\w+ly\b)",
+    re.IGNORECASE,
+)
+PLAIN_END = re.compile(r"[-\u2212]?[\d.,]+!")
 RANGE = re.compile(r"\b(?:between|from)\s+\Z", re.IGNORECASE)
 COMPOUND = re.compile(
     r"[\s-]*(?:feet|foot|ft|hours?|hrs?|h|minutes?|min|pounds?|lbs?|dollars?|weeks?|days?|years?"
@@ -125,21 +167,45 @@ def without_words(text: str) -> str:
             return f"{_in_digits(found['whole'])} {over}/{under}"
         return f"{over}/{under}"
 
-    text = IN_WORDS.sub(fraction, AND_FRACTION.sub(r"\1 \2", text))
-    return NUMBER_IN_WORDS.sub(lambda found: str(_in_digits(found[0])), text)
+    def once(found: re.Match[str]) -> str:
+        digits, words = found[1] or found[4], found[2] or found[3]
+        return digits if digits.replace(",", "") == str(_in_digits(words)) else found[0]
+
+    text = IN_WORDS.sub(fraction, AND_FRACTION.sub(r"\1 \2", TWICE.sub(once, text)))
+    text = NUMBER_IN_WORDS.sub(lambda found: str(_in_digits(found[0])), text)
+    return AND_FRACTION.sub(r"\1 \2", text)
 
 
 def _in_digits(text: str) -> int | str:
-    values = [NUMBER_WORDS.get(word.lower()) for word in re.split(r"[\s-]+", text)]
-    if None in values:
+    """The value of a number in words; `text` itself if it is none."""
+    words = re.split(r"[\s-]+", re.sub(r",|\band\s", "", text.lower()))
+    if words[0].isdecimal() and len(words) < 3:  # "5 million" is read as an expression
         return text
-    if len(values) == 1 or (len(values) == 2 and values[0] >= 20 and 0 < values[1] < 10):  # type: ignore[operator]
-        return sum(value for value in values if value is not None)
-    return text
+    total, part, least = 0, 0, 10**15
+    for place, word in enumerate(words):
+        value = NUMBER_WORDS.get(word)
+        if place == 0 and (word in ("a", "an") or word.isdecimal()):
+            part = 1 if word in ("a", "an") else int(word)
+        elif value is not None:
+            left = part % 100
+            if (value == 0 and len(words) > 1) or (
+                left and not (left >= 20 and left % 10 == 0 and value < 10)
+            ):
+                return text
+            part += value
+        elif word == "hundred" and 0 < part < 100:
+            part *= 100
+        elif SCALES.get(word, 0) > 100 and part and SCALES[word] < least:
+            least = SCALES[word]
+            total, part = total + part * least, 0
+        else:
+            return text
+    return total + part
 
 
 def _plain(text: str) -> str:
     """A response without the marks of Markdown and the signs of currencies."""
+    text = text.replace("\u2019", "'")
     text = BULLET.sub(" ", BOLD.sub(r"\1", text))
     text = re.sub(r"`([^`\n]*)`", r"\1", text)
     return CURRENCY.sub(lambda found: (found["formula"] or "").replace("\\$", ""), text)
@@ -150,10 +216,11 @@ def runs(text: str) -> Iterator[re.Match[str]]:
     return RUN.finditer(text)
 
 
-def stated_answer(response: str, *, alone: bool = False) -> str | None:
+def stated_answer(response: str, *, alone: bool = False, factorial: bool = False) -> str | None:
     """The expression that a response, in which no answer is marked, ends with, or that one of its
     sentences calls the answer; None without one, and if the words beside it name another one or
-    negate it. `alone`: no other expression may stand in `response`.
+    negate it. `alone`: no other expression may stand in `response`;
+    `factorial`: a `!` behind a number at the end of a sentence is a factorial, no punctuation.
     """
     text = without_words(_plain(response[-MAX_CHARACTERS:]))
     found = [one for one in runs(text) if re.search(rf"[\d{VULGAR}\\$]", one[0])]
@@ -187,7 +254,32 @@ def stated_answer(response: str, *, alone: bool = False) -> str | None:
         text, found[place + 1].end()
     ):  # fmt: skip
         return None
+    if _is_refused(text, last) or _is_bound(text, last):
+        return None
+    if not factorial and PLAIN_END.fullmatch(last[0]) and re.match(r"\s|\Z", text[last.end() :]):
+        return expression(last[0][:-1])
     return expression(last[0])
+
+
+def _is_refused(text: str, found: re.Match[str]) -> bool:
+    """Whether the sentence of an expression asks, or says that there is no answer."""
+    start = max((end.end() for end in SENTENCE_END.finditer(text, 0, found.start())), default=0)
+    end = SENTENCE_END.search(text, found.end() - found[0].endswith("!"))
+    sentence = text[start : end.end() if end else len(text)]
+    is_value = re.match(r"[a-zA-Z]\s*=", found[0])  # "no solution if k = 4"
+    return bool(
+        sentence.rstrip().endswith(("?", "\uff1f"))
+        or REFUSED.search(sentence)
+        or (NO_SOLUTION.search(sentence) and not is_value)
+        or UNKNOWN.search(text, 0, start)
+    )
+
+
+def _is_bound(text: str, found: re.Match[str]) -> bool:
+    """Whether the words or signs around an expression make it only a bound of the value."""
+    before = text[max(0, found.start() - 60) : found.start()]
+    is_tag = re.search(r"<[^<>\n]*\w>\s*\Z", before)
+    return bool((BOUND.search(before) and not is_tag) or BOUND_BEHIND.match(text, found.end()))
 
 
 def is_negated(text: str, found: re.Match[str]) -> bool:
