@@ -87,8 +87,9 @@ def run(
     if launched:
         done = megarl("launch", recipe, "--cpu", "--", *arguments)
         assert done.code == 0, done.err[-4000:]
-        for number, role in enumerate(named):  # the picture has a row for each, with its rank
-            assert re.search(rf"^(reward_models\.)?{role} .* {number + 1} +CPU ", done.err, re.M)
+        for number, role in enumerate(named):  # the plan has an entry for each, with its rank
+            entry = rf"^(reward_models\.)?{role}:\n(  .*\n)+?  ranks: '{number + 1}'\n"
+            assert re.search(entry, done.err, re.M)
     else:
         done = megarl("train", recipe, *arguments, ranks=ranks)
     assert done.code == 0, done.err[-4000:]

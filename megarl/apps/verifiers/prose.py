@@ -216,6 +216,10 @@ def runs(text: str) -> Iterator[re.Match[str]]:
     return RUN.finditer(text)
 
 
+UNREADABLE = "\ufffd"
+"""What stands in a text for bytes that are no UTF-8."""
+
+
 def stated_answer(response: str, *, alone: bool = False, factorial: bool = False) -> str | None:
     """The expression that a response, in which no answer is marked, ends with, or that one of its
     sentences calls the answer; None without one, and if the words beside it name another one or
@@ -224,7 +228,13 @@ def stated_answer(response: str, *, alone: bool = False, factorial: bool = False
     """
     text = without_words(_plain(response[-MAX_CHARACTERS:]))
     found = [one for one in runs(text) if re.search(rf"[\d{VULGAR}\\$]", one[0])]
-    allowed = [one for one in found if not is_negated(text, one)]
+    # A number between bytes that are no text is chance: an untrained model on GSM8K wrote one.
+    allowed = [
+        one
+        for one in found
+        if not is_negated(text, one)
+        and UNREADABLE not in (text[one.start() - 1 : one.start()], text[one.end() : one.end() + 1])
+    ]
     if not allowed or (alone and len(found) > 1):
         return None
     index = len(allowed) - 1
