@@ -107,7 +107,8 @@ NEW_ANSWER = re.compile(
 )
 """Words behind an answer, also in the next sentence, that name another one."""
 NEGATED = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|nor|except|without|unlike|doubt|impossible|no\s+way)|n['\u2019]t|rather\s+than|instead\s+of"
+    r"(?:\b(?:not|never|cannot|neither|nor|except|without|unlike|impossible|no\s+way"
+    r"|(?<!no\s)(?<!a\s)doubt)|n['\u2019]t|rather\s+than|instead\s+of"
     r"|other\s+than|(?:more|less|fewer|greater|smaller|larger)\s+than|anything\s+but)\b"
     r"(?:\s+(?:be|equal(?:\s+to)?|the|an?|exactly|really|is|just|simply|actually|have|has|that|it"
     r"|it['\u2019]s|answer|there|are))*[\s*$:(]*\Z",
@@ -129,7 +130,8 @@ REFUSED = re.compile(
 NO_SOLUTION = re.compile(r"\bno\s+solutions?\b", re.IGNORECASE)
 UNKNOWN = re.compile(r"\bI\s+(?:don't|do\s+not)\s+know\b[^.!?\n\d]{0,30}[.!]\s+\Z", re.IGNORECASE)
 BOUND = re.compile(
-    r"(?:(?<=\S)[ \t]*(?<![=-])>=?|[<\u2264\u2265\u2260\u00b1]=?|!=|\bat\s+(?:most|least))\s*\Z",
+    r"(?:(?<=\S)[ \t]*(?<![=-])>=?|[<\u2264\u2265\u2260\u00b1]=?|!=|\bat\s+(?:most|least)"
+    r"|\bthan\s+or\s+equal\s+to)\s*\Z",
     re.IGNORECASE,
 )
 """Words and signs before a number that is only a bound."""
