@@ -17,6 +17,7 @@ import pytest
 from support.rollouts import OneStep, Prompts, dealt, rollout_service, segment
 from support.tiny import groups, write_tokenizer
 
+from megarl.config import EvaluationConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
@@ -286,7 +287,7 @@ def test_groups_of_equal_rewards_count_but_are_not_sent() -> None:
         whole, mine = every.share(rank), fewer.share(rank)
         for name in ("rewards", "groups", "response_tokens", "mini_batch_of"):
             assert (getattr(whole, name) == getattr(mine, name)).all()
-        assert mine.metrics == whole.metrics | {"groups/equal": 3}
+        assert mine.metrics == whole.metrics | {"groups/equal": 3, "samples/computed": 4}
     assert len(fewer.share(0).micro_batches[1]) == len(fewer.share(1).micro_batches[1])
 
 
@@ -557,7 +558,8 @@ def test_when_a_checkpoint_is_due(
     """Eight steps of eleven minutes: on rank 0 by its clock, on another rank, whose clock is an hour
     ahead, by what rank 0 says.
     """
-    config = SimpleNamespace(training=TrainingConfig(checkpoint=CheckpointConfig(**settings)))
+    training = TrainingConfig(checkpoint=CheckpointConfig(**settings))
+    config = SimpleNamespace(training=training, evaluation=EvaluationConfig())
     now, said = [0.0], list[bool]()
     monkeypatch.setattr(schedule.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(schedule, "broadcast_object", lambda late, world: said.append(late) or late)

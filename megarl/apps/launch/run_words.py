@@ -69,7 +69,11 @@ def words_to_start(arguments: Sequence[str]) -> list[str]:
         parser.add_argument(option, action="store_true")
     found, overrides = parser.parse_known_args(words, RunOptions())
     has_gpus = bool(os.environ.get("SLURM_JOB_ID")) or _has_gpus()
-    if found.dry_run and not (has_gpus or found.gpus_per_node or found.nodes or found.cpu):
+    if (
+        found.dry_run
+        and "RANK" not in os.environ
+        and not (has_gpus or found.gpus_per_node or found.nodes or found.cpu)
+    ):
         found.cpu = True
         say("megarl run: no GPU here, so the plan is for CPUs; for GPUs set --gpus-per-node N")
     of_launch = _options_of_launch(found)
