@@ -159,7 +159,7 @@ def check_own_code(name: str, setting: str) -> None:
         if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
     ]
     name = unicodedata.normalize("NFKC", attribute)
-    if name in defined or any(text in content for text in DYNAMIC):
+    if name in defined or any(text.encode() in content for text in DYNAMIC):
         return
     public = [one.get_name() for one in table.get_symbols() if one.is_namespace()]
     listed = ", ".join(name for name in public if not name.startswith("_")) or "(none)"
