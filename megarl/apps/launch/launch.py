@@ -68,14 +68,8 @@ def main(arguments: list[str]) -> int:
         refuse_port(options, num_nodes)
         command = configs.COMMANDS[kind]
         config = configs.read(kind, options.recipe, options.overrides, announce)
-        require(
-            not options.requeue or config.resume is not False,
-            "--requeue needs a run that goes on from its checkpoint; set resume to auto",
-        )
-        require(
-            not options.requeue or options.dry_run or "SLURM_JOB_ID" in os.environ,
-            "--requeue is for a job of Slurm, and this is none; leave it out",
-        )
+        if options.requeue:
+            refuse_requeue(config, options)
         try:
             plan = make_launch_plan(config, options)
         except ValueError as error:
@@ -132,6 +126,18 @@ def main(arguments: list[str]) -> int:
     finally:
         if options.requeue and interrupted:
             announce(requeue(job))
+
+
+def refuse_requeue(config: AnyConfig, options: Options) -> None:
+    """Raise `ValueError` if the run could not be requeued: it never resumes, or is no Slurm job."""
+    require(
+        config.resume is not False,
+        "--requeue needs a run that goes on from its checkpoint; set resume to auto",
+    )
+    require(
+        options.dry_run or "SLURM_JOB_ID" in os.environ,
+        "--requeue is for a job of Slurm, and this is none; leave it out",
+    )
 
 
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
