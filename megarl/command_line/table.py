@@ -232,7 +232,7 @@ COMMANDS = {
     ),
     "report": Command(
         summary="write a run folder's report.html again, or compare runs on one page",
-        run="megarl.apps.runs.report_compare:main",
+        run="megarl.apps.runs.report:main",
         first="RUN",
         options={"--out FILE": "where to write (default: RUN/report.html, or compare.html)"},
         about="Several run folders are compared; those that differ in the seed alone are one band.",

@@ -193,12 +193,6 @@ def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: st
         write_report(tmp_path, title="x")
 
 
-def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (tmp_path / "transcripts.jsonl").write_text('{"step": 1, "rollouts": [3]}\n')
-    assert "cannot be shown" in write_report(tmp_path, title="x").read_text()
-
-
 def test_nobody_else_may_write_files_of_a_command(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     command = [sys.executable, "-m", "megarl", "report", str(tmp_path)]

@@ -1,6 +1,4 @@
-"""What the report of a run and the comparison of several share: the templates, the data of charts,
-and how a page is written.
-"""
+"""The templates of a report, the data of its charts, and how its page is written."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ from megarl.files import UNFINISHED
 
 DRAWN = 500
 """Most values of a series in the page; longer series are reduced to so many."""
-TEMPLATE = "report.html.j2"
+Kind = Literal["line", "dashed", "points", "rings", "bars"]
+"""How a series is drawn: points and rings are separate measurements, joined by a thin line; bars are
+stacked."""
 
 Chart = dict[str, Any]
 """JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
@@ -99,18 +99,16 @@ def series(
     steps: np.ndarray,
     values: np.ndarray,
     colour: int,
-    kind: Literal["line", "dashed", "points", "rings", "bars"] = "line",
+    kind: Kind = "line",
     pick: Callable[..., np.ndarray] = np.ma.mean,
-    most: int = DRAWN,
 ) -> Series:
     """A series of a report's chart as a dict for JSON: [n] `values`, or [runs, n], at [n] ascending
-    `steps`, NaN where unknown. Of more than `most` values, several consecutive ones become one, by
+    `steps`, NaN where unknown. Of more than `DRAWN` values, several consecutive ones become one, by
     `pick`, a function of a masked array [m, k] and `axis=1` that returns [m], such as `np.ma.mean`.
 
-    `label`: its name on the page. `colour`: 1 to 10, of the page's palette. `kind`: "points" and
-    "rings" for separate measurements, joined by a thin line; "bars" are stacked.
+    `label`: its name on the page. `colour`: 1 to 10, of the page's palette.
     """
-    each = max(1, -(-len(steps) // most))
+    each = max(1, -(-len(steps) // DRAWN))
 
     def cut(one: np.ndarray) -> np.ma.MaskedArray:
         padded = np.pad(one, (0, -len(one) % each), constant_values=np.nan)

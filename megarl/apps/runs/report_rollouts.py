@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from megarl.apps.runs.page import pages
@@ -57,22 +56,7 @@ def listings(run: Run) -> list[Listing]:
     """The lists of rollouts that the report of `run` shows: held-out problems at the first and the
     last evaluation, and rollouts of training; without what the run lacks.
     """
-    return [
-        one
-        for one in (guarded(problem_listing, run), guarded(rollout_listing, run))
-        if one is not None
-    ]
-
-
-def guarded(make: Any, run: Run) -> Listing | None:
-    """What `make` makes of a run, or an empty list that says why its transcripts, which may be of
-    another program, cannot be shown.
-    """
-    try:
-        return make(run)
-    except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        title = "Held-out problems" if make is problem_listing else "Rollouts"
-        return Listing(title, f"The transcripts cannot be shown: {error!r}", {})
+    return [one for one in (problem_listing(run), rollout_listing(run)) if one is not None]
 
 
 @functools.cache

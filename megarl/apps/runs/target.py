@@ -13,30 +13,20 @@ from megarl.errors import UserError
 from megarl.files import UNFINISHED
 
 
-def runs_and_target(
-    command: str, arguments: Sequence[str], name: str, together: str = ""
-) -> tuple[list[Path], Path]:
-    """(paths of the run folders, path of the file to write) from the words `arguments`, RUN [--out
+def runs_and_target(command: str, arguments: Sequence[str], name: str) -> tuple[list[Path], Path]:
+    """([path of the run folder], path of the file to write) from the words `arguments`, RUN [--out
     FILE], of the command `megarl COMMAND`. Without `--out` the file is `name` in the run folder; if
     FILE is a folder, it is `name` in that. Raises `UserError` for other words.
-
-    `together`: for a command that takes several run folders, the name of the file for these, which
-    without `--out` is in the current folder; "" for a command that takes one.
     """
-    several = ", or several" if together else ""
-    usage = f"it needs one run folder: megarl {command} RUN [--out FILE]{several}"
+    usage = f"it needs one run folder: megarl {command} RUN [--out FILE]"
     parser = Arguments(f"megarl {command}", usage)
-    parser.add_argument("runs", type=Path, nargs="+" if together else 1)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--out")
-    found = parser.parse_intermixed_args(arguments)
-    if found.out == "":
+    options = parser.parse_intermixed_args(arguments)
+    if options.out == "":
         parser.error("--out is empty")
-    runs: list[Path] = found.runs
-    if len({run.resolve() for run in runs}) < len(runs):
-        parser.error("a run folder is named twice")
-    name = name if len(runs) == 1 else together
-    file = Path(found.out or (runs[0] / name if len(runs) == 1 else name))
-    return runs, file / name if file.is_dir() else file
+    file = Path(options.out or options.run / name)
+    return [options.run], file / name if file.is_dir() else file
 
 
 @contextlib.contextmanager
