@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,6 @@ import yaml
 from support.commands import ROOT, started, until
 
 from megarl.activity.process import start_of
-from megarl.apps.launch import launch_run
 from megarl.apps.launch.launch import main
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
@@ -365,25 +363,6 @@ def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launche
     assert popen.stdout is not None
     launcher.running.append(RunningProcess(process, "here", popen, None))
     return launcher, launcher.running[0]
-
-
-IGNORES = """import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), flush=True)
-time.sleep(600)"""
-
-
-def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that ignore SIGTERM, and may take 600 s, are killed."""
-    monkeypatch.setattr(launch_run, "SHUTDOWN_S", 600.0)
-    launcher, below = running(IGNORES)
-    assert below.popen.stdout is not None
-    number = int(below.popen.stdout.readline())
-    launcher.hurry.set()
-    began = time.monotonic()
-    launcher.end()
-    assert below.poll() == 137 and time.monotonic() - began < 60
-    assert not start_of(number)
 
 
 SIGNALLED = """import signal, sys, time

@@ -81,9 +81,11 @@ def run_program(command: list[str], *, within_s: float = PROCESS_WITHIN_S) -> Pr
             return ProgramOutcome(
                 None, "", f"no answer within {within_s:g} s; is the machine busy?"
             )
-        texts = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
-    lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
-    return ProgramOutcome(code, texts[0].strip(), lines[-1][:200] if lines else f"exit code {code}")
+        out.seek(0)
+        err.seek(0)
+        output, errors = (file.read().decode(errors="replace").strip() for file in (out, err))
+    last = errors.splitlines()[-1].strip() if errors else f"exit code {code}"
+    return ProgramOutcome(code, output, last[:200])
 
 
 def ask_python(program: str) -> ProgramOutcome:

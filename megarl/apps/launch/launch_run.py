@@ -10,12 +10,10 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
 from megarl.apps.launch.slurm import srun
 from megarl.console import printable
 from megarl.private_folder import PrivateFolder, kill_marked, refuse_open
-from megarl.signals import SHUTDOWN_S, SIGNALS
+from megarl.signals import SHUTDOWN_S, ignore_while_closing
 
 READY_WITHIN_S = 240.0
 """Seconds after its start within which Ray must run on all nodes."""
@@ -81,9 +79,6 @@ class Launcher:
     more_s: float = 0.0
     """Seconds that the ranks have for a checkpoint after a signal, beyond the usual time."""
     running: list[RunningProcess] = field(default_factory=list)
-    hurry: threading.Event = field(default_factory=threading.Event)
-    """Set by a signal while everything is being ended, or once ranks have failed: `end` then kills
-    at once."""
     silent: list[str] = field(default_factory=list)
     """After `run`: names of the hosts on which processes did not end in time, probably dead nodes.
     """
@@ -102,18 +97,17 @@ class Launcher:
         fails. A signal's exception (`EndedBySignal`) passes through after everything has ended.
         """
         folder = PrivateFolder(self._state)
-        code = 143  # a signal's, unless the next line is passed
+        code = None
         try:
             code = self._run()
             return code
         finally:
-            for number in SIGNALS:
-                signal.signal(number, lambda *_: self.hurry.set())
-            self.end()
-            found = self._state / "0" / "session_latest" / "logs"
-            if code not in (0, 2) and code < 128 and found.is_dir():
+            ignore_while_closing()
+            self.end(is_signalled=code is None)
+            ray_logs = self._state / "0" / "session_latest" / "logs"
+            if code is not None and code not in (0, 2) and code < 128 and ray_logs.is_dir():
                 with contextlib.suppress(OSError, shutil.Error):
-                    shutil.copytree(found, self.logs / "ray", dirs_exist_ok=True)
+                    shutil.copytree(ray_logs, self.logs / "ray", dirs_exist_ok=True)
                 announce(f"Ray's logs are in {self.logs / 'ray'}")
             folder.remove()
 
@@ -201,7 +195,6 @@ class Launcher:
                 return 1
             time.sleep(POLL_S)
         self._settle(ranks, MARGIN_S + self.more_s)  # the others notice it, and end
-        self.hurry.set()
         if failed[0].log is not None:
             self._show_end(failed[0])
             where = self._on_node(failed[0])
@@ -218,22 +211,20 @@ class Launcher:
         """Print the last lines of a process's log on standard error."""
         print(printable("\n".join(one.told().splitlines()[-20:])), file=sys.stderr)
 
-    def end(self) -> None:
-        """End the run; blocks. First the ranks are told to save a checkpoint and end. They have
-        their shutdown time for it, or none once the event `hurry` is set, by a signal meanwhile or
-        after ranks have failed. Then every process of the run that still runs is killed, on every
-        node. Puts the names of the hosts on which processes do not end into `silent`.
+    def end(self, *, is_signalled: bool) -> None:
+        """End the run; blocks. After a signal (`is_signalled`) the ranks are told to save a
+        checkpoint and end, and have their shutdown time for it. Then every process of the run that
+        still runs is killed, on every node. Puts the names of the hosts on which processes do not
+        end into `silent`.
         """
-        ranks = self._of_kind("ranks")
-        self.order(ranks, END)
-        self._settle(ranks, SHUTDOWN_S + MARGIN_S + self.more_s, self.hurry.is_set)
+        if is_signalled:
+            ranks = self._of_kind("ranks")
+            self.order(ranks, END)
+            self._settle(ranks, SHUTDOWN_S + MARGIN_S + self.more_s)
         self.order(self.running, KILL)
         self._settle(self.running, MARGIN_S)
         self.silent = sorted({one.host for one in self.running if one.poll() is None})
-        leaders = {one.popen.pid for one in self.running}
-        if left := kill_marked(str(self._state), leaders):
-            numbers = " ".join(map(str, left))
-            announce(f"still running after SIGKILL (a driver holds them): {numbers}")
+        kill_marked(str(self._state), {one.popen.pid for one in self.running})
 
     def order(self, which: Sequence[RunningProcess], order: bytes) -> None:
         """Tell the processes `which` to end, through their standard input. `order`: `b"end\\n"`,
@@ -246,17 +237,10 @@ class Launcher:
                 one.popen.stdin.write(order)
                 one.popen.stdin.flush()
 
-    def _settle(
-        self,
-        which: Sequence[RunningProcess],
-        patience_s: float,
-        is_off: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Wait until processes have ended, at most `patience_s` seconds, or until `is_off`."""
+    def _settle(self, which: Sequence[RunningProcess], patience_s: float) -> None:
+        """Wait until processes have ended, at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while any(one.poll() is None for one in which) and time.monotonic() < deadline:
-            if is_off():
-                break
             time.sleep(POLL_S / 4)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.apps.runs.audit import Audit, audit
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.progress import read_progress
@@ -20,16 +22,13 @@ from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 
-SHOWN_IN_FLIGHT = 10
-"""Most groups in flight whose ordinals the table names."""
-
 
 def main(arguments: list[str]) -> int:
     """Run `megarl ledger`: print what became of a run's groups (the rollouts of one prompt) on
-    standard output, read from its ledger, the file of events: a table or, with `--json`, one JSON
+    standard output, read from its ledger, the file of events: YAML or, with `--json`, one JSON
     object; contradictions go to standard error. `arguments`: the words after `megarl ledger`.
-    Returns the exit code, 1 if the ledger contradicts itself or lacks events. Raises `UserError` for a folder
-    without a readable ledger.
+    Returns the exit code, 1 if the ledger contradicts itself or lacks events. Raises `UserError`
+    for a folder without a readable ledger.
     """
     usage = "it needs one run folder: megarl ledger RUN [--json]"
     parser = Arguments("megarl ledger", usage)
@@ -50,7 +49,12 @@ def main(arguments: list[str]) -> int:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
     told = ledger_summary(reader, found)
     missing = told["missing"] = list(missing_parts(wanted.run, found))
-    result(json.dumps(told) if wanted.json else ledger_table(told, found.first_step))
+    text = (
+        json.dumps(told)
+        if wanted.json
+        else yaml.safe_dump(told, sort_keys=False, default_flow_style=None)
+    )
+    result(text.rstrip())
     for what in [*missing, *found.contradictions]:
         say(f"megarl: {path}: {what}")
     if (more := found.num_contradictions - len(found.contradictions)) > 0:
@@ -92,13 +96,14 @@ def ledger_events(reader: Reader) -> Iterator[Event]:
 
 
 def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
-    """What `megarl ledger --json` prints, as a dict: how many groups (the rollouts of one prompt)
+    """What `megarl ledger` prints, as a dict: how many groups (the rollouts of one prompt)
     were dispatched, trained on, rejected or lost, their ages in weight versions, and the
     contradictions of the audit `found`. `reader`: the ledger file, read to its end.
     """
     ages = found.ages
     return {
         "run": reader.run,
+        "first_step": found.first_step,
         "steps": found.done,
         "cursor": found.cursor.first,
         "used_beyond_cursor": list(found.cursor.beyond),
@@ -116,28 +121,3 @@ def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
         "contradictions": found.contradictions,
         "num_contradictions": found.num_contradictions,
     }
-
-
-def ledger_table(told: dict[str, Any], first_step: int) -> str:
-    """`told`, the dict that `ledger_summary` returns, as text for the terminal: a line for each
-    number, with its name in front. `first_step`: number of steps that were trained before the
-    ledger begins.
-    """
-    flying = told["in_flight"]
-    shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))
-    shown += ", ..." if len(flying) > SHOWN_IN_FLIGHT else ""
-    begins = f", from step {first_step} on" if first_step else ""
-    end = "ended" if told["ended"] else "running, or killed"
-    end = f"failed: {told['failure']}" if told["failure"] else end
-    rows = {
-        "steps trained": f"{told['steps']}{begins} ({end})",
-        "groups dispatched": told["dispatched"],
-        "  trained": told["trained"],
-        **{f"  rejected: {why}": count for why, count in sorted(told["rejected"].items())},
-        f"  void after {told['restores']} restores": told["void"],
-        "  in flight": f"{len(flying)}" + (f" ({shown})" if flying else ""),
-        "age in versions": f"mean {told['age_mean']:.3g}, max {told['age_max']}",
-        "contradictions": told["num_contradictions"],
-    }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())

@@ -18,17 +18,17 @@ from megarl.files import UNFINISHED
 DRAWN = 500
 """Most values of a series in the page; longer series are reduced to so many."""
 Kind = Literal["line", "dashed", "points", "rings", "bars"]
-"""How a series is drawn: points and rings are separate measurements, joined by a thin line; bars are
-stacked."""
+"""How a series is drawn: points and rings are separate measurements, joined by a thin line; bars
+are stacked."""
 
 Chart = dict[str, Any]
 """JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
 else `chart` was given."""
 Series = dict[str, Any]
-"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`, `colour`,
-`kind`, `each` (steps that one value stands for), `steps`, `rows` (the values of each run, None where
-unknown), `smooth` (whether the page takes a moving mean), `raw` (whether it then shows the values
-too) and `spikes`, the values of which `rows` has means."""
+"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`,
+`colour`, `kind`, `each` (steps that one value stands for), `steps`, `rows` (the values of each run,
+None where unknown), `smooth` (whether the page takes a moving mean), `raw` (whether it then shows
+the values too) and `spikes`, the values of which `rows` has means."""
 
 
 @functools.cache

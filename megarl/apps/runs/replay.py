@@ -30,7 +30,7 @@ from megarl.loops.schedule import save_due
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
-from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.collectives import broadcast_object
 from megarl.rollout.batch_files import batch_of
 from megarl.schema import replace
 from megarl.signals import Stop, graceful
@@ -90,15 +90,10 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
         if broadcast_object(bool(stop), world):
             break
         step_begins(step + 1, step)
-        batch, problem = None, ""
         try:
             batch = batch_of(run, step, data.rank, data.size)
         except ValueError as error:
-            problem = f"{error}; set replay.steps to {step} to end before it"
-        found = next(filter(None, gather_objects(problem, world)), "")
-        if batch is None or found:
-            tell(parts, "abort", step)
-            raise UserError(found)
+            raise UserError(f"{error}; set replay.steps to {step} to end before it") from None
         tell(parts, "train", step)
         started_at = time.monotonic()
         report = train_step(parts, method, batch)

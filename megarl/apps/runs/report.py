@@ -1,4 +1,5 @@
-"""`megarl report RUN [RUN ...] [--out FILE]`: runs on one page that opens from disk and loads nothing.
+"""`megarl report RUN [RUN ...] [--out FILE]`: runs on one page that opens from disk and loads
+nothing.
 
     run folders --read--> groups of runs --> charts, numbers, tables --report.html.j2--> page
 
@@ -6,9 +7,8 @@ The page's own script draws the charts from JSON in the page. To add a chart, ad
 `LEARNING`, `SYSTEMS` or `OPTIMISATION`. A chart is left out if the runs lack its metrics.
 
 A page of one run also shows its rollouts. On a page of several, each line of a plot is a chart of
-its own, on which every group of runs, which differ in nothing but the seed, has a curve: their mean,
-in a band from the lowest to the highest.
-"""
+its own, on which every group of runs, which differ in nothing but the seed, has a curve: their
+mean, in a band from the lowest to the highest."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ MOST_OWN = 40
 
 
 def main(arguments: list[str]) -> int:
-    """Run `megarl report RUN [RUN ...] [--out FILE]`: write the page of these run folders, and print
-    its path. `arguments`: the words after `report`. Returns the exit code 0. Raises `UserError` for
-    other words, for a folder that is none of a run, and if the file cannot be written.
+    """Run `megarl report RUN [RUN ...] [--out FILE]`: write the page of these run folders, and
+    print its path. `arguments`: the words after `report`. Returns the exit code 0. Raises
+    `UserError` for other words, for a folder that is none of a run, and if the file cannot be
+    written.
     """
     usage = "it needs one run folder, or several: megarl report RUN [RUN ...] [--out FILE]"
     parser = Arguments("megarl report", usage)
@@ -138,7 +139,8 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
 LATE = 20
 """Number of last steps that the warnings of a report look at."""
 SOLVED = 0.9
-"""Accuracy from which on a run may reject most groups: it solves its problems, which is no fault."""
+"""Accuracy from which on a run may reject most groups: it solves its problems, which is no fault.
+"""
 AGREE = "see docs/metrics.md, Do trainer and engines agree?"
 RULES: tuple[tuple[str, str, str], ...] = (
     ("groups/rejected", "groups/drawn",
@@ -166,8 +168,8 @@ first metric, if there is one."""
 
 
 def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
-    """Sentences about what is unusual, by `RULES`, in the last 20 steps of the run with this recipe,
-    as data; empty if nothing is. Steps that lack a rule's metrics do not count for it.
+    """Sentences about what is unusual, by `RULES`, in the last 20 steps of the run with this
+    recipe, as data; empty if nothing is. Steps that lack a rule's metrics do not count for it.
     """
     texts, bounds = [], usual_bounds(recipe)
     for names, divisor, text in RULES:
@@ -319,8 +321,8 @@ def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
 
 
 def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
-    """The charts of a plot, as JSON data for the page: one with all its lines for a single run, else
-    one for each line with a curve for each of `groups`, {label: runs}.
+    """The charts of a plot, as JSON data for the page: one with all its lines for a single run,
+    else one for each line with a curve for each of `groups`, {label: runs}.
     """
     drawn = {
         label: [one for one in runs if plot.of_rewards in (None, has_rewards(one))]
@@ -354,9 +356,9 @@ def curve(
     label: str, runs: Sequence[Run], line: Line, number: int, *, with_raw: bool = False
 ) -> Series:
     """The values of a plot's line in several runs, as a dict for JSON, with a row for each run that
-    has the metric. At a step that a run lacks, its value is None; the rows end at the last step that
-    all of them have. `number`: position in its chart, by which it has its colour. `with_raw`: a
-    moving mean is drawn over the values, which stay visible.
+    has the metric. At a step that a run lacks, its value is None; the rows end at the last step
+    that all of them have. `number`: position in its chart, by which it has its colour. `with_raw`:
+    a moving mean is drawn over the values, which stay visible.
     """
     found = [
         run.evaluated(line.metric) if line.metric.startswith("eval") else run.series(line.metric)

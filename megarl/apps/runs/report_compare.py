@@ -31,9 +31,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(folder: Path) -> dict[str, str]:
-    """{dotted key: value as text} of the recipe in the run folder `folder`, with "FOLDER" in place of
-    the folder in paths below it, also inside lists and keys. Raises `ValueError` for a recipe that is
-    missing or cannot be read.
+    """{dotted key: value as text} of the recipe in the run folder `folder`, with "FOLDER" in place
+    of the folder in paths below it, also inside lists and keys. Raises `ValueError` for a recipe
+    that is missing or cannot be read.
     """
     path = folder / "recipe.yaml"
     if not path.exists():
@@ -50,10 +50,10 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 
 def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[str, list[str]]]:
-    """Divide runs into groups that differ in nothing but seed, folder and resume. Returns the groups
-    and {dotted key: its value in each group} of the settings in which the groups differ. `settings`:
-    {run folder: its settings as texts}. Up to three short settings are a group's label; else the
-    folder of its first run is.
+    """Divide runs into groups that differ in nothing but seed, folder and resume. Returns the
+    groups and {dotted key: its value in each group} of the settings in which the groups differ.
+    `settings`: {run folder: its settings as texts}. Up to three short settings are a group's label;
+    else the folder of its first run is.
     """
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
     for folder, one in settings.items():
@@ -92,9 +92,9 @@ Table = tuple[list[str], dict[str, list[str]]]
 def makers(
     starts: Mapping[str, Sequence[dict[str, str]]], *, only_differing: bool = False
 ) -> Table:
-    """A table of who made runs: commit, host, versions and so on, with a column for each of `starts`,
-    {head: starts of runs, {fact: text}, as `read_starts` returns them}. `only_differing`: without the
-    facts that are the same everywhere, and without command and time.
+    """A table of who made runs: commit, host, versions and so on, with a column for each of
+    `starts`, {head: starts of runs, {fact: text}, as `read_starts` returns them}. `only_differing`:
+    without the facts that are the same everywhere, and without command and time.
     """
     columns, always = [], {"damaged"}
     hidden = {"step", "started", "command"} if only_differing else {"step"}
@@ -107,9 +107,9 @@ def makers(
 
 
 def end_numbers(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
-    """{name of a number: its text for each of `groups`, {label: runs}}: the first and the last value,
-    each the mean of the group's runs (lowest to highest), such as "99.3% (98.6% to 100.0%)". Numbers
-    that no run has are left out.
+    """{name of a number: its text for each of `groups`, {label: runs}}: the first and the last
+    value, each the mean of the group's runs (lowest to highest), such as "99.3% (98.6% to 100.0%)".
+    Numbers that no run has are left out.
     """
     columns = [[run_numbers(run) for run in runs] for runs in groups.values()]
     names = dict.fromkeys(name for runs in columns for one in runs for name in one)

@@ -1,11 +1,10 @@
-"""The parts of a report that show what the model writes: held-out problems before and after, rollouts
-to browse, and histograms of their rewards.
+"""The parts of a report that show what the model writes: held-out problems before and after,
+rollouts to browse, and histograms of their rewards.
 
     transcripts --Listing: items as HTML, fields to choose by--> report_rollouts.html.j2
 
 A list takes at most 1 MiB of the page, however long the run and its responses are. The HTML of each
-item is measured, and items are added until the list is full.
-"""
+item is measured, and items are added until the list is full."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ MOST_ITEMS = 300
 OF_A_GROUP = 8
 """Most rollouts that are shown of a group."""
 OPEN, SHORT = 3, 1000
-"""Number of problems that are open when the page is opened, if the responses have fewer characters."""
+"""Number of problems that are open when the page is opened, if the responses have fewer characters.
+"""
 PANELS, BINS = 8, 20
 """Number of histograms, each over as many steps as the others, and of the bars of one."""
 FIELDS = {"step": "range", "reward": "range", "tokens": "range", "source": "choice"}
