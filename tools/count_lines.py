@@ -16,9 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 CORE = ("megarl", "kernels", "parallel")
-PRONOUNS = frozenset(
-    "found one said made place told mine here kind given wanted taken part".split()
-)
+PRONOUNS = {
+    *("found", "one", "said", "made", "place", "told", "mine"),
+    *("here", "kind", "given", "wanted", "taken", "part"),
+}
 """Names of variables that say nothing about their values."""
 
 
