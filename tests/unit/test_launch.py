@@ -386,7 +386,7 @@ def test_a_signal_to_the_whole_job_reaches_ranks_and_not_ray(
     if kind == "ranks":
         launcher.order([below], b"end\n")
     below.popen.wait(30)
-    assert out.read() == heard and below.poll() == 0
+    assert out.read() == heard and below.code == 0
 
 
 ORPHAN = """import os, subprocess, sys, time

@@ -30,11 +30,11 @@ READY = "Ray runtime started."
 """What `ray start` writes to its log once the node has joined the cluster."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunningProcess:
-    """A started process of a run, with its host, log file and exit code. `popen` is the launcher's
-    child that runs the process: the program `node_process`, which ends the process when told to on
-    standard input, or, in a run on several nodes, the `srun` that runs `node_process` on the host.
+    """A started process of a run. `popen` is the launcher's child that runs it: the program
+    `node_process`, which ends it when told to on standard input, or, in a run on several nodes, the
+    `srun` that runs `node_process` on the host.
     """
 
     process: Process
@@ -42,22 +42,16 @@ class RunningProcess:
     popen: subprocess.Popen[bytes]
     log: Path | None
     """File with its standard output and error; None where they go to those of the launcher."""
-    code: int | None = None
-    """Exit code, 128 + the signal's number for a signal; None until `poll` has seen the end."""
 
-    def poll(self) -> int | None:
-        """The exit code of the process, 128 + the signal's number for a signal; None while the
-        process runs. Does not block.
-        """
-        found = self.popen.poll()
-        if found is not None:
-            self.code = found if found >= 0 else 128 - found
-        return self.code
+    @property
+    def code(self) -> int | None:
+        """The exit code, 128 + the signal's number for a signal; None while the process runs."""
+        code = self.popen.poll()
+        return code if code is None or code >= 0 else 128 - code
 
-    def told(self) -> str:
-        """The whole text of the process's log file (standard output and error); empty where it has
-        none.
-        """
+    @property
+    def output(self) -> str:
+        """The text of the log file; empty where there is none."""
         return self.log.read_text(errors="replace") if self.log is not None else ""
 
 
@@ -113,15 +107,15 @@ class Launcher:
 
     def _run(self) -> int:
         rays = [one for one in self.processes if one.kind == "ray"]
-        for some in filter(None, (rays[:1], rays[1:])):  # the head first
-            for one in some:
-                self.start(one)
+        for part in (rays[:1], rays[1:]):  # the head first
+            for process in part:
+                self.start(process)
             if not self._wait_for_ray():
                 return 1
         refuse_open(self._state)
-        for one in self.processes:
-            if one.kind == "ranks":
-                self.start(one)
+        for process in self.processes:
+            if process.kind == "ranks":
+                self.start(process)
         return self._wait_for_ranks()
 
     def start(self, process: Process) -> None:
@@ -161,35 +155,31 @@ class Launcher:
         """
         started = waiting = self._of_kind("ray")
         deadline = time.monotonic() + READY_WITHIN_S
-        while time.monotonic() < deadline and all(one.poll() is None for one in started):
-            waiting = [one for one in waiting if READY not in one.told()]
-            if not waiting:
-                return True
+        while waiting := [one for one in waiting if READY not in one.output]:
+            ended = [one for one in started if one.code is not None]
+            if ended or time.monotonic() > deadline:
+                self._show_end([*ended, *waiting][0])
+                announce(
+                    f"error: Ray was not ready within {READY_WITHIN_S:g} s on"
+                    f" {len(waiting)} of {len(started)} nodes (the last lines of one are above); is"
+                    f" port {self.addresses.ray_port} taken (--port), or /tmp full?"
+                )
+                return False
             time.sleep(POLL_S)
-        failed = next((one for one in started if one.poll() is not None), waiting[-1])
-        self._show_end(failed)
-        several = len(self.hosts) > 1
-        where = f"on all {len(started)} nodes" if len(started) > 1 else ""
-        where = where or f"on port {self.addresses.ray_port}"
-        announce(
-            f"error: Ray was not ready {where} within {READY_WITHIN_S:g} s (the last lines of"
-            f" {failed.log if several else 'Ray'} are above); is the port taken (--port), or /tmp"
-            " full?"
-        )
-        return False
+        return True
 
     def _wait_for_ranks(self) -> int:
         """Wait until the ranks of all nodes have ended; returns the exit code of those that failed
         first, 0 if none did, or 1 if Ray ended before.
         """
         ranks = self._of_kind("ranks")
-        while not (failed := [one for one in ranks if one.poll()]):
-            if all(one.poll() == 0 for one in ranks):
+        while not (failed := [one for one in ranks if one.code]):
+            if all(one.code == 0 for one in ranks):
                 return 0
-            if lost := next((one for one in self._of_kind("ray") if one.poll() is not None), None):
-                self._show_end(lost)
+            if lost := [one for one in self._of_kind("ray") if one.code is not None]:
+                self._show_end(lost[0])
                 announce(
-                    f"error: Ray{self._on_node(lost)} ended with exit code {lost.code} while the"
+                    f"error: Ray on {lost[0].host} ended with exit code {lost[0].code} while the"
                     " trainers were running (its last lines are above); ending them"
                 )
                 return 1
@@ -197,19 +187,15 @@ class Launcher:
         self._settle(ranks, MARGIN_S + self.more_s)  # the others notice it, and end
         if failed[0].log is not None:
             self._show_end(failed[0])
-            where = self._on_node(failed[0])
-            announce(f"the ranks{where} failed first (their last lines are above)")
+            announce(f"the ranks on {failed[0].host} failed first (their last lines are above)")
         return failed[0].code or 1
 
     def _of_kind(self, kind: str) -> list[RunningProcess]:
         return [one for one in self.running if one.process.kind == kind]
 
-    def _on_node(self, one: RunningProcess) -> str:
-        return f" on {one.host}" if len(self.hosts) > 1 else ""
-
     def _show_end(self, one: RunningProcess) -> None:
         """Print the last lines of a process's log on standard error."""
-        print(printable("\n".join(one.told().splitlines()[-20:])), file=sys.stderr)
+        print(printable("\n".join(one.output.splitlines()[-20:])), file=sys.stderr)
 
     def end(self, *, is_signalled: bool) -> None:
         """End the run; blocks. After a signal (`is_signalled`) the ranks are told to save a
@@ -223,7 +209,7 @@ class Launcher:
             self._settle(ranks, SHUTDOWN_S + MARGIN_S + self.more_s)
         self.order(self.running, KILL)
         self._settle(self.running, MARGIN_S)
-        self.silent = sorted({one.host for one in self.running if one.poll() is None})
+        self.silent = sorted({one.host for one in self.running if one.code is None})
         kill_marked(str(self._state), {one.popen.pid for one in self.running})
 
     def order(self, which: Sequence[RunningProcess], order: bytes) -> None:
@@ -240,7 +226,7 @@ class Launcher:
     def _settle(self, which: Sequence[RunningProcess], patience_s: float) -> None:
         """Wait until processes have ended, at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
-        while any(one.poll() is None for one in which) and time.monotonic() < deadline:
+        while any(one.code is None for one in which) and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
 
 
