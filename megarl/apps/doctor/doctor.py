@@ -33,9 +33,9 @@ def check_isolation() -> Iterator[Finding]:
     """
     version = landlock_version()
     if version < MOVES_SINCE:
-        found = "no Landlock of version 2 here: verifiers can look into other processes"
+        text = "no Landlock of version 2 here: verifiers can look into other processes"
         fix = "Linux 5.19 or newer, with landlock in the kernel's parameter lsm="
-        yield Finding("warn", found, fix)
+        yield Finding("warn", text, fix)
     else:
         yield Finding("ok", f"Landlock {version}")
 
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     warned = sum(finding.status == "warn" for finding in findings)
     seconds = round(time.monotonic() - started_at, 1)
     if as_json:
-        told = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
-        result(json.dumps(told))
+        summary = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
+        result(json.dumps(summary))
     else:
         result(findings_table(findings))
         verdict = f"{failed} to fix before a run can start"

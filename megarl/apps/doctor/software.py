@@ -147,8 +147,8 @@ def check_headers() -> Iterator[Finding]:
     fix = f"install python{version}-dev (Debian) or python{version}-devel (Fedora)"
     # Without a GPU, Triton compiles nothing.
     status = "FAIL" if shutil.which("nvidia-smi") else "warn"
-    found = f"no Python.h in {include}: Triton and torch cannot compile kernels"
-    yield Finding(status, found, fix)
+    text = f"no Python.h in {include}: Triton and torch cannot compile kernels"
+    yield Finding(status, text, fix)
 
 
 def check_toolkit() -> Iterator[Finding]:
@@ -160,16 +160,18 @@ def check_toolkit() -> Iterator[Finding]:
     if nvcc is None:
         yield Finding("ok", "none, and none is needed")
         return
-    told = run_program([nvcc, "-V"], within_s=20)
-    release = re.search(r"release (\d+)\.\d+", told.output)
+    answer = run_program([nvcc, "-V"], within_s=20)
+    release = re.search(r"release (\d+)\.\d+", answer.output)
     cuda = ask_python("import torch; print(torch.version.cuda or '')").output
-    found = f"{release[0] if release else told.last_error} at {nvcc}, torch is for {cuda or 'CPUs'}"
+    text = (
+        f"{release[0] if release else answer.last_error} at {nvcc}, torch is for {cuda or 'CPUs'}"
+    )
     major = cuda.split(".")[0]
     if release is None or major in ("", release[1]):
-        yield Finding("ok", found)
+        yield Finding("ok", text)
         return
     fix = (
         f"set CUDA_HOME to a toolkit of CUDA {major}, or take nvcc off PATH and unset CUDA_HOME:"
         " what vLLM (FlashInfer) compiles at run time would fail or not load"
     )
-    yield Finding("warn", found, fix)
+    yield Finding("warn", text, fix)

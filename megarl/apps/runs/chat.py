@@ -34,17 +34,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--system", default="")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.7)
-    wanted = parser.parse_args(arguments)
-    if wanted.max_tokens < 1 or not 0.0 <= wanted.temperature < 100.0:
+    options = parser.parse_args(arguments)
+    if options.max_tokens < 1 or not 0.0 <= options.temperature < 100.0:
         parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
-    model = model_of(wanted.model, best=wanted.best)
+    model = model_of(options.model, best=options.best)
     with console.diverted():
         try:
-            chat = Chat(model, wanted.max_tokens, wanted.temperature, wanted.system)
+            chat = Chat(model, options.max_tokens, options.temperature, options.system)
         except ValueError as error:
             raise UserError(str(error)) from error
     try:
-        for line in questions(wanted.prompt):
+        for line in questions(options.prompt):
             for piece in chat.reply(line):
                 print(console.printable(piece), end="", flush=True)
             print(flush=True)
@@ -162,12 +162,12 @@ class Chat:
         )
         self._number += 1
         self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, params)
-        said = ""
+        answer = ""
         while self._engine.has_unfinished_requests():
-            for made in self._engine.step():
-                said += made.outputs[0].text
-                yield made.outputs[0].text
-        self._turns.append({"role": "assistant", "content": said})
+            for output in self._engine.step():
+                answer += output.outputs[0].text
+                yield output.outputs[0].text
+        self._turns.append({"role": "assistant", "content": answer})
 
 
 def _engine(path: str, context: int) -> Any:

@@ -43,7 +43,7 @@ def pages() -> jinja2.Environment:
             return value
         return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
 
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -51,11 +51,11 @@ def pages() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["count"] = "{:,}".format
-    found.filters["sha256"] = lambda text: base64.b64encode(
+    environment.filters["count"] = "{:,}".format
+    environment.filters["sha256"] = lambda text: base64.b64encode(
         hashlib.sha256(text.encode()).digest()
     ).decode()
-    return found
+    return environment
 
 
 def write_page(target: Path, text: str) -> Path:
@@ -81,15 +81,15 @@ def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart |
             highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
             are not drawn.
     """
-    found = [[value for row in one["rows"] for value in row] for one in drawn]
+    values = [[value for row in one["rows"] for value in row] for one in drawn]
     drawn = [
         one
-        for one, values in zip(drawn, found, strict=True)
-        if any(value is not None for value in values)
+        for one, known in zip(drawn, values, strict=True)
+        if any(value is not None for value in known)
     ]
     if not drawn:
         return None
-    if how.get("log") and not any(value for values in found for value in values):
+    if how.get("log") and not any(value for known in values for value in known):
         note += "; every one of these is exactly 0"
     return {"title": title, "note": note, "series": drawn, "wide": False} | how
 

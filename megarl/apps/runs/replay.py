@@ -66,15 +66,15 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
         return 0
     folder = Path(config.folder)
     LiveReport(folder).write()
-    found = differences(run, folder, steps)
-    if not found["checkpoints_compared"]:
+    differing = differences(run, folder, steps)
+    if not differing["checkpoints_compared"]:
         kept = [path.name for path in newest_first(run / "checkpoints")]
         console.say(
             "only metrics were compared: run and replay have no checkpoint of the same step; those"
             f" of the run are {', '.join(kept) or 'gone'}"
         )
-    console.result(json.dumps(found))
-    return int(bool(found["steps_that_differ"] or found["checkpoints_that_differ"]))
+    console.result(json.dumps(differing))
+    return int(bool(differing["steps_that_differ"] or differing["checkpoints_that_differ"]))
 
 
 def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
@@ -138,10 +138,12 @@ def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
             compared = not name.startswith("time/") and name not in NOT_COMPARED
             if compared and name in other and other[name] != value:
                 first.setdefault(record["step"], f"{name}: {value} and {other[name]}")
-    originals, own_ones = run / "checkpoints", replayed / "checkpoints"
-    saved = sorted(one.name for one in own_ones.glob("step_*"))
-    compared = [one for one in saved if (originals / one).is_dir()]
-    differing = [one for one in compared if _weights(originals / one) != _weights(own_ones / one)]
+    originals, own_checkpoints = run / "checkpoints", replayed / "checkpoints"
+    saved = sorted(path.name for path in own_checkpoints.glob("step_*"))
+    compared = [name for name in saved if (originals / name).is_dir()]
+    differing = [
+        name for name in compared if _weights(originals / name) != _weights(own_checkpoints / name)
+    ]
     return {
         "run": str(run),
         "steps": len(own),

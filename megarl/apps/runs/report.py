@@ -103,7 +103,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         groups: Groups = {"": folders}
         rows, recipe = {}, folders[0] / "recipe.yaml"
         text = recipe.read_text("utf-8", errors="replace") if recipe.exists() else None
-        made = makers(
+        made_by = makers(
             {f"from step {int(one['step']) + 1:,}": [one] for one in read_starts(folders[0])}
         )
         run = runs[folders[0]]
@@ -115,7 +115,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             label: [start for folder in several for start in read_starts(folder)]
             for label, several in groups.items()
         }
-        made = makers(starts, only_differing=True)
+        made_by = makers(starts, only_differing=True)
         only = {"histograms": None, "listings": [], "processes": None, "recipe": None}
     drawn = {label: [runs[folder] for folder in several] for label, several in groups.items()}
     settings = {"groups": groups, "rows": rows, "are_compared": len(folders) > 1}
@@ -132,7 +132,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             section: [one for plot in found for one in charts_of(plot, drawn)]
             for section, found in plots([*runs.values()]).items()
         },
-        "made_by": made,
+        "made_by": made_by,
     }
 
 
@@ -360,16 +360,16 @@ def curve(
     that all of them have. `number`: position in its chart, by which it has its colour. `with_raw`:
     a moving mean is drawn over the values, which stay visible.
     """
-    found = [
+    measured = [
         run.evaluated(line.metric) if line.metric.startswith("eval") else run.series(line.metric)
         for run in runs
     ]
-    found = [one for one in found if len(one[0])] or [(np.empty(0), np.empty(0))]
-    steps = functools.reduce(np.union1d, [at for at, _ in found])
-    rows = np.full((len(found), len(steps)), np.nan)
-    for row, (at, values) in zip(rows, found, strict=True):
+    measured = [pair for pair in measured if len(pair[0])] or [(np.empty(0), np.empty(0))]
+    steps = functools.reduce(np.union1d, [at for at, _ in measured])
+    rows = np.full((len(measured), len(steps)), np.nan)
+    for row, (at, values) in zip(rows, measured, strict=True):
         row[np.searchsorted(steps, at)] = values
-    shared = functools.reduce(np.intersect1d, [at for at, _ in found])
+    shared = functools.reduce(np.intersect1d, [at for at, _ in measured])
     if len(shared):
         steps, rows = steps[steps <= shared[-1]], rows[:, steps <= shared[-1]]
     colour = 1 + number % 10

@@ -37,8 +37,8 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     console.open_log(Path(config.folder) / "rollout")
     asker = "agent" if config.environment.agent.is_used else "environment"
     for record in rollouts(config, inputs):
-        found = lines(record, in_colour=console.in_terminal(), environment=asker)
-        console.result("\n".join(found), colours=True)
+        shown = lines(record, in_colour=console.in_terminal(), environment=asker)
+        console.result("\n".join(shown), colours=True)
     return 0
 
 
@@ -99,8 +99,8 @@ def lines(
 
     yield paint("soft", "--- prompt ---")
     yield console.printable(record["prompt"])
-    one = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
-    turns = record.get("turns") or [one | {"finish": record["finish"]}]
+    whole = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
+    turns = record.get("turns") or [whole | {"finish": record["finish"]}]
     is_tree = any("follows" in turn for turn in turns)
     for number, turn in enumerate(turns):
         by = environment if turn["by"] == "environment" else turn["by"]
@@ -115,11 +115,11 @@ def lines(
         yield paint("soft", f"--- {', '.join(about)} ---")
         yield paint(turn["by"], console.printable(turn["text"]))
     mark = "right" if record["correct"] else "wrong"
-    said = [paint(mark, mark), f"reward {record['reward']:+g}"]
+    facts = [paint(mark, mark), f"reward {record['reward']:+g}"]
     if record.get("left_out"):
-        said = [paint("wrong", "not judged")]
-    said += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
+        facts = [paint("wrong", "not judged")]
+    facts += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
     if record["failure"]:
-        said.append(f"failure {record['failure']}: {console.printable(record['detail'])}")
-    said += [f"{name} {value:g}" for name, value in record.get("metrics", {}).items()]
-    yield f"{paint('soft', '---')} {', '.join(said)}\n"
+        facts.append(f"failure {record['failure']}: {console.printable(record['detail'])}")
+    facts += [f"{name} {value:g}" for name, value in record.get("metrics", {}).items()]
+    yield f"{paint('soft', '---')} {', '.join(facts)}\n"

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.activity.files import FOLDER, Life, read_lives
 from megarl.activity.spans import Event
-from megarl.apps.runs.target import runs_and_target, writing
-from megarl.console import result
+from megarl.console import Arguments, result
 from megarl.errors import UserError
 from megarl.files import new_file
 
@@ -24,15 +24,25 @@ def main(arguments: list[str]) -> int:
     after `megarl timeline`. Returns the exit code 0. Raises `UserError` for a folder in which no
     run has recorded its activity (`observe.activity`).
     """
-    (run,), path = runs_and_target("timeline", arguments, FILE)
+    parser = Arguments(
+        "megarl timeline", "it needs one run folder: megarl timeline RUN [--out FILE]"
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    run, path = options.run, options.out or options.run / FILE
+    path = path / FILE if path.is_dir() else path
     lives = read_lives(run / FOLDER)
     if not lives:
         raise UserError(
             f"{run / FOLDER} holds no record; name the folder of a run, of which observe.activity"
             " is true"
         )
-    with writing(path), new_file(path) as file:
-        file.write(json.dumps({"traceEvents": list(trace(lives))}).encode())
+    try:
+        with new_file(path) as file:
+            file.write(json.dumps({"traceEvents": list(trace(lives))}).encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; set --out FILE") from None
     result(str(path))
     return 0
 
