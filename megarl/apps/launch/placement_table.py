@@ -57,14 +57,14 @@ def plan_text(facts: Mapping[str, str], placement: Mapping[str, Row], commands: 
 
 def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     """{model (policy, critic, ...) or engine: its row}, the GPUs that are `free`, and `notes`."""
-    config, notes = plan.config, Notes()
+    config, notes = plan.config, list[str]()
     rows = {name: _role_row(name, plan, gpus, notes) for name in plan.roles}
     at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
     if isinstance(config, RunConfig):
-        table = notes.known_table(config.model)
+        table = known_table(config.model, notes)
         if plan.colocated and not gpus.on_cpu and table:
             kept = kept_memory(table, plan.roles["policy"].layout, config)
-            notes.add(
+            notes.append(
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
                 f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
@@ -78,33 +78,22 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
             at[f"engine {number}"] = own
     if not gpus.on_cpu:
         rows["free"] = {"gpus": gpu_text(gpus.free) or "none"}
-        for note in _shared(rows, at):
-            notes.add(note)
-    return rows | ({"notes": [*notes.texts]} if notes.texts else {})
+        notes += _shared(rows, at)
+    return rows | ({"notes": list(dict.fromkeys(notes))} if notes else {})
 
 
-class Notes:
-    """What the reader has to know, each said once, in order."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, None] = {}
-
-    def add(self, text: str) -> None:
-        """Add a note, unless it is there."""
-        self.texts[text] = None
-
-    def known_table(self, model: ModelConfig) -> list[ParameterSpec] | None:
-        """The parameters of a model whose config.json is on this machine; else None, with a note
-        that says why.
-        """
-        try:
-            return parameter_table(local_config(model.path))
-        except OSError:
-            missing = f"the config.json of {model.path} is not on this machine"
-            self.add(f"? unknown: {missing}; set the path to a folder with it")
-        except (ValueError, KeyError, TypeError) as error:
-            self.add(f"? unknown: {model.path}: {error}")
-        return None
+def known_table(model: ModelConfig, notes: list[str]) -> list[ParameterSpec] | None:
+    """The parameters of a model whose config.json is on this machine; else None, with a note that
+    says why.
+    """
+    try:
+        return parameter_table(local_config(model.path))
+    except OSError:
+        missing = f"the config.json of {model.path} is not on this machine"
+        notes.append(f"? unknown: {missing}; set the path to a folder with it")
+    except (ValueError, KeyError, TypeError) as error:
+        notes.append(f"? unknown: {model.path}: {error}")
+    return None
 
 
 def compressed(numbers: Sequence[int | str]) -> str:
@@ -139,7 +128,7 @@ def gpu_text(gpus: Sequence[Gpu]) -> str:
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: Notes) -> Row:
+def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
     """The row of a role; adds to `notes` what the reader has to know about it."""
     config, place = plan.config, plan.roles[name]
     role, training = None, config.training
@@ -154,10 +143,12 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: Notes) -> Row:
     if name == "reference" and isinstance(config, RunConfig) and policy_as_reference(config):
         has_adapter = bool(reference_adapter(config))
         needs = "with the adapters that it starts from, and needs memory for a copy of them alone"
-        notes.add(f"the reference is the policy {needs if has_adapter else 'without its adapters'}")
+        notes.append(
+            f"the reference is the policy {needs if has_adapter else 'without its adapters'}"
+        )
         memory = Memory(0)
     else:
-        table, memory = notes.known_table(model), None
+        table, memory = known_table(model, notes), None
         if table is not None:
             table = with_head(table, head)
             memory = role_memory(table, layout, training, trains=trains)
@@ -165,11 +156,13 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: Notes) -> Row:
     if memory and memory.host:
         sums = training.offload_gradients == "step"
         what = "optimizer states are" if sums else "gradients and optimizer states are"
-        notes.add(f"{name}: {what} in the host's memory, {memory.host / GIB:.1f} GiB a rank")
+        notes.append(f"{name}: {what} in the host's memory, {memory.host / GIB:.1f} GiB a rank")
     if training.lora.is_on and trains:
-        notes.add(f"{name}: LoRA trains adapters of rank {training.lora.rank} alone")
+        notes.append(f"{name}: LoRA trains adapters of rank {training.lora.rank} alone")
     if head == "states":
-        notes.add("the policy's ranks also hold their rows of the teacher's output head, uncounted")
+        notes.append(
+            "the policy's ranks also hold their rows of the teacher's output head, uncounted"
+        )
     own = [gpus.ranks[rank] for rank in place.ranks]
     row |= {"layout": degrees, "ranks": compressed(place.ranks), "gpus": gpu_text(own)}
     return row | {"memory": _sizes(memory)}

@@ -24,11 +24,10 @@ from megarl.observe.sinks import read_records
 
 
 def main(arguments: list[str]) -> int:
-    """Run `megarl ledger`: print what became of a run's groups (the rollouts of one prompt) on
-    standard output, read from its ledger, the file of events: YAML or, with `--json`, one JSON
-    object; contradictions go to standard error. `arguments`: the words after `megarl ledger`.
-    Returns the exit code, 1 if the ledger contradicts itself or lacks events. Raises `UserError`
-    for a folder without a readable ledger.
+    """Print the sums of a run's ledger as YAML or, with `--json`, one JSON object; contradictions go
+    to standard error. `arguments`: the words after `megarl ledger`. Returns the exit code, 1 if the
+    ledger contradicts itself or lacks events. Raises `UserError` for a folder without a readable
+    ledger.
     """
     usage = "it needs one run folder: megarl ledger RUN [--json]"
     parser = Arguments("megarl ledger", usage)

@@ -42,10 +42,9 @@ repeated."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Run `megarl replay`: train again on the recorded batches of the first steps of the run folder
-    `config.replay.run` and write a run folder of the replay; rank 0 prints what differs between the
-    two as one JSON object, as `differences` returns it. Every trainer rank calls it. `inputs`: what
-    `check_replay` has loaded. Returns the exit code: 1 on rank 0 if anything differs, otherwise 0.
+    """Train again on the recorded batches of the run folder `config.replay.run`, on every trainer
+    rank; rank 0 prints `differences` as one JSON object. `inputs`: of `check_replay`. Returns the
+    exit code: 1 on rank 0 if anything differs, otherwise 0.
     """
     method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
@@ -79,10 +78,8 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
     """Train on the first `steps` recorded batches of the run folder `run`, from the step at which
-    the replay was resumed, and save checkpoints. `parts`: the models, checkpoints and metrics of
-    this rank; `method`: an object whose function `train` trains on a batch; `stop`: a flag, true
-    once a signal has asked the replay to end. The present step is then finished and saved, and
-    `EndedBySignal` raised. Raises `UserError` if a batch is missing or damaged. All ranks of the
+    the replay was resumed, and save checkpoints. Once `stop` is true, the present step is finished
+    and saved, and `EndedBySignal` raised. Raises `UserError` for a damaged batch. All ranks of the
     policy call it together.
     """
     world, data = parts.context.mesh.world, parts.context.mesh.data
@@ -123,10 +120,8 @@ def _save(parts: TrainingParts, done: int) -> None:
 
 def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
     """What differs between the run folders `run` and `replayed` in their first `steps` steps:
-    metrics but for times, and the weights of checkpoints that both still have. Returns a dict with
-    the keys `run`, `steps` (number that was replayed), `steps_that_differ` ({step: first metric
-    that differs, with both values}, at most 5), `checkpoints_compared` and
-    `checkpoints_that_differ` (names such as "step_000010").
+    metrics but for times, as {step: first metric that differs, with both values}, at most 5, and
+    the weights of checkpoints that both still have.
     """
     own = {record["step"]: record for record in read_records(replayed / METRICS)}
     first: dict[int, str] = {}

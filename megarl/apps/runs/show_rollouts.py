@@ -29,10 +29,8 @@ COLOURS = {"model": 36, "environment": 33, "right": 32, "wrong": 31, "soft": 2}
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Run `megarl rollout`: generate the rollouts of the recipe's first `sample.shown` prompts and
-    print them as text on standard output. Starts an inference engine and needs no trainer.
-    `inputs`: prompts, tokenizer and so on, as `check_rollout` returns them. Returns the exit code
-    0.
+    """Print rollouts of the recipe's first `sample.shown` prompts, of an inference engine without a
+    trainer. `inputs`: of `check_rollout`. Returns the exit code 0.
     """
     console.open_log(Path(config.folder) / "rollout")
     asker = "agent" if config.environment.agent.is_used else "environment"
@@ -43,10 +41,8 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
 
 
 def rollouts(config: RunConfig, inputs: RunInputs) -> list[dict[str, Any]]:
-    """Generate one rollout for each of the first `sample.shown` prompts of `inputs`. Returns one
-    dict for each rollout with the keys of transcripts.jsonl, such as `prompt`, `response`,
-    `reward` and `turns`; its texts contain the special tokens. Starts an inference engine, blocks
-    until all rollouts are done, and stops the engine.
+    """One rollout for each of the first `sample.shown` prompts of `inputs`, as dicts with the keys
+    of transcripts.jsonl, whose texts contain the special tokens.
     """
     assert inputs.prompts is not None
     prompts = [
@@ -70,8 +66,7 @@ def decode_whole(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Replace, in place, the texts of rollouts by texts with all special tokens, decoded from the
-    token ids, and remove the key `segments`. `records`: dicts with `prompt`, `response`, `segments`
-    (parts with token ids) and `turns`; record n is a rollout of prompt n.
+    token ids in `segments`, a key that is removed. Record n is a rollout of prompt n.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -88,9 +83,8 @@ def decode_whole(
 def lines(
     record: dict[str, Any], *, in_colour: bool, environment: str = "environment"
 ) -> Iterator[str]:
-    """The lines of one rollout, without newlines at their ends: the prompt, each turn with its
-    number and reward, where a turn begins a branch of the tree also what it follows, and whether
-    the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`: with ANSI colours;
+    """The lines of one rollout: the prompt, each turn with its reward and, where it begins a branch
+    of the tree, what it follows, and whether the answer is right. `record`: of `rollouts`;
     `environment`: what the turns that the model reads are by. Control characters are escaped.
     """
 
