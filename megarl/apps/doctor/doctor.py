@@ -70,7 +70,6 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     **{name: partial(attempt, name) for name in TRIALS},
     "C++ compiler": software.check_compiler,
     "Python headers": software.check_headers,
-    "CUDA toolkit": software.check_toolkit,
     "sandbox for programs": check_sandbox,
     "isolation of verifiers": check_isolation,
 }

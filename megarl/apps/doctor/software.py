@@ -149,29 +149,3 @@ def check_headers() -> Iterator[Finding]:
     status = "FAIL" if shutil.which("nvidia-smi") else "warn"
     text = f"no Python.h in {include}: Triton and torch cannot compile kernels"
     yield Finding(status, text, fix)
-
-
-def check_toolkit() -> Iterator[Finding]:
-    """The CUDA toolkit (nvcc): `warn` if there is one of another major version than torch's CUDA,
-    else `ok`. None is needed: torch, Triton and vLLM bring their own compiled kernels.
-    """
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
-    if nvcc is None:
-        yield Finding("ok", "none, and none is needed")
-        return
-    answer = run_program([nvcc, "-V"], within_s=20)
-    release = re.search(r"release (\d+)\.\d+", answer.output)
-    cuda = ask_python("import torch; print(torch.version.cuda or '')").output
-    text = (
-        f"{release[0] if release else answer.last_error} at {nvcc}, torch is for {cuda or 'CPUs'}"
-    )
-    major = cuda.split(".")[0]
-    if release is None or major in ("", release[1]):
-        yield Finding("ok", text)
-        return
-    fix = (
-        f"set CUDA_HOME to a toolkit of CUDA {major}, or take nvcc off PATH and unset CUDA_HOME:"
-        " what vLLM (FlashInfer) compiles at run time would fail or not load"
-    )
-    yield Finding("warn", text, fix)
