@@ -127,20 +127,15 @@ def run_numbers(run: Run) -> dict[str, Number]:
     """{name of a number: number} of what is known of a run."""
     facts = summarise_run(run)
     source = "Held-out" if facts["measured_on"] == "evaluation" else "Training"
+    ends = {
+        name: (facts[f"{name}_before"], facts[f"{name}_after"]) for name in ("accuracy", "length")
+    }
     seconds = facts["seconds"]
     per_step = seconds and round(seconds / facts["steps"], 6)
     rates = facts["generated_tokens_per_s"], facts["trained_tokens_per_s"]
     rows: dict[str, Number] = {
-        f"{source} accuracy": (
-            "{:.1%}".format,
-            "",
-            (facts["accuracy_before"], facts["accuracy_after"]),
-        ),
-        f"{source} length": (
-            "{:,.1f}".format,
-            "tokens",
-            (facts["length_before"], facts["length_after"]),
-        ),
+        f"{source} accuracy": ("{:.1%}".format, "", ends["accuracy"]),
+        f"{source} length": ("{:,.1f}".format, "tokens", ends["length"]),
         "Held-out loss": ("{:.4f}".format, "", evaluated_ends(run, "loss")),
         "Reward": ("{:.3f}".format, "", rollout_ends(run, "reward/mean")),
         **{
