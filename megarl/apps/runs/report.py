@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.page import (
     TEMPLATE,
     Chart,
@@ -78,7 +77,6 @@ def write_report(folder: Path, *, title: str, target: Path | None = None) -> Pat
             histograms=histograms(run),
             listings=listings(run),
             systems=systems(run),
-            processes=last_steps(folder),
             optimisation=optimisation(run),
             recipe=recipe.read_text(encoding="utf-8", errors="replace")
             if recipe.exists()
