@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.page import (
     Chart,
     Kind,
@@ -107,8 +106,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             {f"from step {int(one['step']) + 1:,}": [one] for one in read_starts(folders[0])}
         )
         run = runs[folders[0]]
-        only = {"histograms": histograms(run), "listings": listings(run)}
-        only |= {"processes": last_steps(folders[0]), "recipe": text}
+        only = {"histograms": histograms(run), "listings": listings(run), "recipe": text}
     else:
         groups, rows = grouped({folder: settings_of(folder) for folder in folders})
         starts = {
@@ -116,7 +114,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             for label, several in groups.items()
         }
         made_by = makers(starts, only_differing=True)
-        only = {"histograms": None, "listings": [], "processes": None, "recipe": None}
+        only = {"histograms": None, "listings": [], "recipe": None}
     drawn = {label: [runs[folder] for folder in several] for label, several in groups.items()}
     settings = {"groups": groups, "rows": rows, "are_compared": len(folders) > 1}
     return only | {
