@@ -371,7 +371,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_wrong_folder_is_one_error(words: list[str], said: str, folder: Path) -> None:
     places = [word if word[0] == "-" else str(folder.parent / word) for word in words]
     with pytest.raises(UserError) as error:
-        cli.dispatch("watch", places)
+        cli.plan(["watch", *places]).run()
     assert said in str(error.value)
 
 

@@ -1,46 +1,22 @@
-"""What `megarl launch` would start, computed before anything is started: trainer ranks, inference
-engines, and the GPU of each.
+"""What `megarl run` would start on GPUs, computed before anything is started: trainer ranks,
+inference engines, and the GPU of each.
 
-    arguments --parse_options--> Options,  recipe + Options --make_launch_plan--> LaunchPlan
+    recipe + Options --make_launch_plan--> LaunchPlan
     LaunchPlan + GPUs of the nodes --deal_gpus or deal_cpu--> Gpus
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import COMMANDS, AnyConfig, RunConfig
-from megarl.console import Arguments
+from megarl.config import AnyConfig, RunConfig
+from megarl.console import Options
 from megarl.parallel.layout import resolve
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S
 from megarl.trainer.places import RolePlace, role_places
-
-NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")
-SWITCHES = ("--cpu", "--dry-run", "--requeue")
-
-
-class Options(argparse.Namespace):
-    """Parsed command line of `megarl launch`: path of the recipe, an attribute for each option,
-    None or False where the option is not given, and `overrides` of the recipe's settings.
-    """
-
-    recipe: str
-    gpus_train: int | None = None
-    gpus_engine: int | None = None
-    port: int | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    cpu: bool = False
-    dry_run: bool = False
-    requeue: bool = False
-    overrides: Sequence[str] = ()
-    """The words behind `--`, such as `["--steps", "10"]`: settings that replace those of the
-    recipe, in the form that `megarl train` accepts."""
 
 
 @dataclass(frozen=True)
@@ -105,74 +81,17 @@ class Gpus:
     on_cpu: bool = False
 
 
-def whole_number(value: str) -> int:
-    """The number that the text `value` of an option is, from 1 to 99999. Raises argparse's error
-    for any other text.
-    """
-    if not re.fullmatch("[1-9][0-9]{0,4}", value):
-        raise argparse.ArgumentTypeError(f"is '{value}'; set it to a whole number of at least 1")
-    return int(value)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `megarl launch`, but not the recipe, to `parser`."""
-    for option in NUMBERS:
-        parser.add_argument(option, type=whole_number)
-    for option in SWITCHES:
-        parser.add_argument(option, action="store_true")
-
-
-def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse the words after `megarl launch`: the path of the recipe, options such as `--nodes 2`,
-    and behind `--` settings of the recipe, which become `overrides`. Returns an object with an
-    attribute for each option. Raises `UserError` for an unknown option or a wrong value, and
-    `ValueError` for options that exclude or need each other; the message says what to write
-    instead.
-    """
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    usage = (
-        "megarl launch --help names the options, and settings of the recipe go after -- (megarl"
-        " launch RECIPE.yaml --cpu -- --steps 10)"
-    )
-    parser = Arguments("megarl launch", usage)
-    parser.add_argument("recipe")
-    add_options(parser)
-    found = parser.parse_intermixed_args(words[:cut], Options())
-    found.overrides = words[cut + 1 :]
-    require(
-        found.dry_run or not (found.nodes or found.gpus_per_node),
-        "--nodes and --gpus-per-node plan a run without starting it: megarl launch starts this"
-        " node, or all nodes of a Slurm allocation; add --dry-run, which prints what to start on"
-        " each node",
-    )
-    require(
-        not (found.gpus_per_node and found.cpu),
-        "--gpus-per-node and --cpu exclude each other; leave one out",
-    )
-    require(
-        not found.nodes or found.gpus_per_node or found.cpu,
-        "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
-    )
-    return found
-
-
 def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
     """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and
     parallel layout (data, sequence, tensor) of each model (policy, critic, ...), and inference
     engines with their number of GPUs. A run on a fixed data set (fine-tuning, preferences, a reward
-    model) has ranks of one model and no engines. Raises `ValueError` if `--gpus-train` or
-    `--gpus-engine` contradict the recipe, or if ranks and layouts do not fit.
+    model) has ranks of one model and no engines. Raises `ValueError` if `--ranks`
+    contradicts the recipe, or if ranks and layouts do not fit.
     """
     training = config.training
     within_s = training.checkpoint.save_within_s
     num_ranks = count_ranks(config, options)
     if not isinstance(config, RunConfig):
-        require(
-            options.gpus_engine is None,
-            f"--gpus-engine is {options.gpus_engine}, but megarl {COMMANDS[type(config)]} has no"
-            " engines; leave it out",
-        )
         wanted = training.layout
         layout = resolve(
             data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
@@ -186,12 +105,6 @@ def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
         raise ValueError(f"{num_ranks} trainer ranks, one a GPU: {error}") from error
     policy = roles["policy"]
     engines, tensor = rollout.num_engines, rollout.engine.tensor
-    require(
-        options.gpus_engine in (None, engines * tensor),
-        f"--gpus-engine is {options.gpus_engine}, but rollout.num_engines {engines} x"
-        f" rollout.engine.tensor {tensor} needs {engines * tensor}; set --gpus-engine to"
-        f" {engines * tensor}, or rollout.num_engines to match",
-    )
     samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
     require(
         samples >= policy.layout.data,
@@ -241,36 +154,30 @@ def fewest_ranks(config: AnyConfig) -> int:
 
 
 def count_ranks(config: AnyConfig, options: Options) -> int:
-    """Number of trainer ranks of a run, of all its models together: `--gpus-train` or, without it,
-    the ranks of the policy (data x sequence x tensor parallelism) plus those that other models have
-    of their own, which settings such as `critic.ranks` list. Raises `ValueError` if the recipe
-    leaves the number open and `--gpus-train` is missing, if `--gpus-train` differs from that sum,
+    """Number of trainer ranks of a run, of all its models together: `--ranks` or, without it, the
+    fewest that the recipe allows. Raises `ValueError` if `--ranks` differs from the recipe's layout
+    and the ranks that other models have of their own, which settings such as `critic.ranks` list,
     or if such a list has a rank that is not below the number.
     """
-    layout, given = config.training.layout, options.gpus_train
+    layout = config.training.layout
     rest = layout.sequence * layout.tensor
     apart = ranks_apart(config)
     num_apart = len({rank for ranks in apart.values() for rank in ranks})
     beside = f", and {' and '.join(apart)} have {num_apart} ranks of their own" if apart else ""
-    num_ranks = given or (layout.data * rest and layout.data * rest + num_apart)
-    require(
-        num_ranks > 0,
-        "training.layout.data is 0, so the recipe leaves the number of ranks open; set"
-        " --gpus-train",
-    )
+    num_ranks = options.ranks or fewest_ranks(config)
     wanted = layout.data * rest + num_apart
     if layout.data and num_ranks != wanted:
         left = num_ranks - num_apart
         fits = left > 0 and left % rest == 0
         other = f", or training.layout.data to {left // rest}" if fits else ""
         raise ValueError(
-            f"--gpus-train is {num_ranks}, but training.layout is data {layout.data} x sequence"
+            f"--ranks is {num_ranks}, but training.layout is data {layout.data} x sequence"
             f" {layout.sequence} x tensor {layout.tensor} = {layout.data * rest} ranks, one a GPU"
-            f"{beside}; set --gpus-train to {wanted}{other}"
+            f"{beside}; set --ranks to {wanted}{other}"
         )
     require(
         num_ranks > num_apart,
-        f"--gpus-train is {num_ranks}, which leaves the policy no rank{beside}; set it to at least"
+        f"--ranks is {num_ranks}, which leaves the policy no rank{beside}; set it to at least"
         f" {num_apart + rest}",
     )
     for name, ranks in apart.items():

@@ -3,7 +3,7 @@ torchrun on every node that has trainer ranks.
 
     LaunchPlan, Gpus, Addresses --processes--> [Process(kind, node, command), ...]
 
-`megarl launch` starts these processes, here or through `srun`. A dry run prints their commands; for
+`megarl run` starts these processes, here or through `srun`. A dry run prints their commands; for
 several nodes outside Slurm, as commands to start by hand.
 """
 
@@ -13,12 +13,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, Options, ProgramCommand
+from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, ProgramCommand
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
+from megarl.console import Options
 from megarl.private_folder import MARK
+from megarl.recipe_paths import recipe_path
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
@@ -61,12 +62,12 @@ class Addresses:
     """Absolute path of the launch's private folder, which each node has in its own /tmp; empty for
     commands that the user starts by hand."""
     python: str = ""
-    """Path of the Python interpreter; empty to call the programs `ray` and `megarl` on PATH."""
+    """Path of the Python interpreter; empty to call the programs `ray` and `python` on PATH."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that `megarl launch` has to start: the number of its node, the command, and its
+    """A process that `megarl run` has to start: the number of its node, the command, and its
     kind, `ray` for a node of Ray, `ranks` for torchrun with all trainer ranks of the node.
     """
 
@@ -88,14 +89,11 @@ def refuse_port(options: Options, num_nodes: int) -> None:
     )
 
 
-def processes(
-    plan: LaunchPlan, gpus: Gpus, options: Options, command: str, at: Addresses
-) -> list[Process]:
+def processes(plan: LaunchPlan, gpus: Gpus, options: Options, at: Addresses) -> list[Process]:
     """Make the commands that start a run, in the order in which they have to run: Ray's head on
     node 0, Ray on the other nodes, then torchrun on each node with trainer ranks. Returns one
     object (node, command, kind) for each process. `plan`, `gpus`: the ranks and engines, and where
-    they are; `command`: the subcommand of megarl that the ranks run, such as "train" or "sft";
-    `at`: addresses and ports.
+    they are; `at`: addresses and ports.
     """
     engines = {gpu.node for one in gpus.engines for gpu in one}
     hosts = sorted({gpu.node for gpu in gpus.ranks})
@@ -104,7 +102,7 @@ def processes(
     joined = sorted({0} | engines | joining) if plan.num_engines else []
     rays = [Process("ray", node, _ray(node, plan, gpus, at)) for node in joined]
     ranks = [
-        Process("ranks", node, _torchrun(node, len(hosts), plan, gpus, options, command, at))
+        Process("ranks", node, _torchrun(node, len(hosts), plan, gpus, options, at))
         for node in hosts
     ]
     return rays + ranks
@@ -116,7 +114,7 @@ def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
     run, as `processes` returns them; `num_nodes`: number of its nodes.
     """
     lines = [
-        "megarl launch starts several nodes in an allocation of Slurm. Elsewhere, write the address"
+        "megarl run starts several nodes in an allocation of Slurm. Elsewhere, write the address"
         f" of node 0 for {HEAD},",
         "set RAY_AUTH_TOKEN to the same random text on every node, and start Ray, on node 0 first,"
         " then torchrun:",
@@ -153,14 +151,11 @@ def _torchrun(
     plan: LaunchPlan,
     gpus: Gpus,
     options: Options,
-    command: str,
     at: Addresses,
 ) -> ProgramCommand:
     """The command that starts the trainer ranks of a node."""
     mine = [gpu for gpu in gpus.ranks if gpu.node == node]
-    words = ["megarl", "torchrun"]
-    if at.python:
-        words = [at.python, "-m", "megarl.parallel.torchrun"]
+    words = [at.python or "python", "-m", "megarl.parallel.torchrun"]
     # Engines on other nodes connect to the address of rank 0, also where all ranks are on one.
     several = gpus.num_nodes > 1 or not at.python
     if several:
@@ -168,8 +163,8 @@ def _torchrun(
     words += ["--nproc-per-node", str(len(mine))]
     if several:
         words += ["--master-addr", at.head, "--master-port", str(at.torch_port)]
-    words += ["-m", "megarl", command] if at.python else [command]
-    words += [str(Path(options.recipe).resolve()), *options.overrides]
+    words += ["-m", "megarl", "run", str(recipe_path(options.recipe).resolve())]
+    words += options.overrides
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
     return _command(ray, joins, mine, plan, at, words)

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def placement(config: AnyConfig, plan: LaunchPlan, gpus: Gpus) -> str:
-    """The placement that `megarl launch` prints, as YAML: for each model (policy, critic, ...) and
+    """The placement that `megarl run` prints, as YAML: for each model (policy, critic, ...) and
     each engine of a run its ranks, GPUs and memory, then the GPUs that are free and `notes`.
     """
     notes: dict[str, None] = {}
