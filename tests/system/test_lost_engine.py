@@ -72,7 +72,7 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     tree["rollout"] |= {"engine": {"stall_timeout_s": 8}}
     tree["environment"] |= {"time_limit_s": 2}
     tree["evaluation"] |= {"every": 2}
-    command = [sys.executable, "-c", PHASES, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    command = [sys.executable, "-c", PHASES, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command)
     done = finish(process, mark, 400)
     assert done.code == 0, done.err[-3000:]
@@ -215,7 +215,7 @@ def test_the_run_goes_on_with_a_fresh_engine(
     tree["rollout"] |= {"engine": {"tensor": tensor}}
     tree["algorithm"] = {"correction": {"kind": "tis"}}
     tree["observe"] = {"batches": True}
-    command = [sys.executable, "-c", KILLER, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    command = [sys.executable, "-c", KILLER, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command, VICTIM=victim)
     done = finish(process, mark, 300)
     assert done.code == 0, done.err[-3000:]

@@ -41,6 +41,7 @@ from megarl.apps.runs.report_compare import (
 from megarl.apps.runs.report_rollouts import histograms, listings
 from megarl.console import Arguments, result
 from megarl.errors import UserError
+from megarl.files import UNFINISHED
 from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
 
 FILE, TOGETHER = "report.html", "compare.html"
@@ -72,7 +73,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        what = f"{error.filename or target} cannot be used: {error.strerror}"
+        if error.filename and not str(error.filename).endswith(UNFINISHED):
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+        what = f"{target} cannot be written: {error.strerror}"
         raise UserError(f"{what}; name another file with --out FILE") from error
     return 0
 
