@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     `UserError` for other words, for a folder that is none of a run, and if the file cannot be
     written.
     """
-    usage = "it needs one run folder, or several: megarl report RUN [RUN ...] [--out FILE]"
+    usage = "it needs one run folder: megarl report RUN [--out FILE], or several"
     parser = Arguments("megarl report", usage)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)
