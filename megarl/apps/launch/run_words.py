@@ -84,8 +84,8 @@ def _refuse_conflicts(options: Options, placed: list[str], *, is_rank: bool) -> 
     asked = options.given("check", "print_config")
     require(
         not (asked and placed),
-        f"{' and '.join(asked)} is not for a placement, which {' '.join(placed)} asks for; leave one"
-        " out, or take --dry-run, which checks the recipe too and prints the placement",
+        f"{' and '.join(asked)} is not for a placement, which {' '.join(placed)} asks for; leave"
+        " one out, or take --dry-run, which checks the recipe too and prints the placement",
     )
     starts = [*placed, *options.given("ranks")]
     require(
