@@ -31,7 +31,7 @@ from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
 
 if TYPE_CHECKING:
-    from megarl.config import AnyConfig
+    from megarl.config import AnyConfig, ServeRewardConfig
     from megarl.console import Options
 
 LONGEST_MESSAGE = 2000
@@ -187,7 +187,9 @@ def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
     return kind
 
 
-def run_recipe(command: Command, kind: type[AnyConfig], options: Options) -> int:
+def run_recipe(
+    command: Command, kind: type[AnyConfig | ServeRewardConfig], options: Options
+) -> int:
     """Run a command in this process: read the recipe as configuration class `kind`, check
     everything, and run until the end. Returns the exit code. Raises `UserError` for what the user
     can correct in recipe, data or machine.
@@ -203,7 +205,9 @@ def run_recipe(command: Command, kind: type[AnyConfig], options: Options) -> int
     if options.print_config:
         console.result(configs.dump(config).rstrip("\n"))
         return 0
-    work = command if command.run else TASKS[config.task]
+    work = command
+    if isinstance(config, configs.AnyConfig) and not command.run:
+        work = TASKS[config.task]
     with console.diverted(), ExitStack() as stack:
         stack.enter_context(run_folder())
         try:

@@ -208,7 +208,7 @@ class RunConfig(AnyRunConfig):
 
 
 TEACHER_ALONE = Without(
-    why="which a run of task: distill does not use: the policy learns from its teacher alone"
+    why="which task: distill does not use: the policy learns from its teacher alone"
 )
 
 

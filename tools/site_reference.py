@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def recipes() -> dict[str, type[Config]]:
+def recipes() -> Mapping[str, type[Config]]:
     """{name of a page: configuration class}: of each task, and of `megarl serve-reward`."""
     return configs.TASKS | {"serve-reward": configs.ServeRewardConfig}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megarl import signals
 
 if TYPE_CHECKING:
-    from megarl.schema import Config
+    from megarl.config import AnyConfig, ServeRewardConfig
 
 
 class TrainingTask(NamedTuple):
@@ -108,7 +108,7 @@ class Command:
         """Names of the options in `all_options`, such as "--dry-run"."""
         return [option.partition(" ")[0] for option in self.all_options]
 
-    def kinds(self) -> dict[str, type[Config]]:
+    def kinds(self) -> dict[str, type[AnyConfig | ServeRewardConfig]]:
         """{task: configuration class} of the recipes that the command takes; the task is "" for
         recipes without one. Empty for a command without recipe.
         """
