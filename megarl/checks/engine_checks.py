@@ -74,23 +74,11 @@ def check_placement(
         " the system lets it copy file descriptors (ptrace); remove that from the variable, or set"
         " weight_sync.transport to 'shared_memory'",
     )
-    require(
-        not (colocated and shares_gpus and transport == "point_to_point"),
-        "rollout.placement is 'colocated' and weight_sync.transport 'point_to_point', whose"
-        " messages NCCL sends: it refuses two ranks on one GPU; set weight_sync.transport to"
-        " 'cuda_ipc' or 'shared_memory' on one host, to 'disk' on several",
-    )
-    require(
-        (transport == "disk") == bool(config.weight_sync.folder),
-        f"weight_sync.transport is {transport!r} and weight_sync.folder is"
-        f" {config.weight_sync.folder!r}: a folder is for the transport 'disk', which needs one"
-        " that trainer and engines see under the same name",
-    )
     hosts = num_ranks // launcher.ranks_per_host() if started else hosts
     require(
-        hosts == 1 or transport in ("point_to_point", "disk"),
+        hosts == 1 or transport == "point_to_point",
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
-        f" {hosts}; set it to {'disk' if colocated and shares_gpus else 'point_to_point'!r}",
+        f" {hosts}; set it to 'point_to_point'",
     )
     require(
         not started or colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),

@@ -274,8 +274,6 @@ def check_places(config: RunConfig) -> None:
     )
     folder_checks.check_folder(config.folder, resume=bool(config.resume))
     folder_checks.check_time_to_save(config.training.checkpoint)
-    if config.weight_sync.folder:
-        folder_checks.check_writable(config.weight_sync.folder, setting="weight_sync.folder")
     folder_checks.check_observe(config.observe)
 
 

@@ -74,9 +74,7 @@ class BucketReceiver:
         """Seconds spent on the present version: {"wait": s, "digest": s, "install": s}."""
         self._digests: list[Digest] = []
 
-    def buckets(
-        self, version: int, timeout_s: float
-    ) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
+    def buckets(self, timeout_s: float) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
         """Iterate over the buckets (blocks of memory that are sent at once) of a weight version:
         (bucket, {engine parameter: flat tensor of the part of it in this bucket}). The `Bucket`
         says where in the parameter each part lies. Padding, such as vocabulary rows that no tensor
@@ -97,7 +95,7 @@ class BucketReceiver:
                     " weight_sync.timeout_s"
                 )
 
-        received = self.receiver.receive(version, watch)
+        received = self.receiver.receive(watch)
         while True:
             started_at = time.perf_counter()
             bucket, block = next(received, (None, None))

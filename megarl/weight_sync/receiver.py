@@ -146,7 +146,7 @@ class ReshardEngine(WeightTransferEngine):
         """Receive and install one weight version; raises errors, which the caller reports."""
         receiver, version = self._buckets, update_info.version
         modules = Modules(receiver.route.owned.sizes)
-        for bucket, buffers in receiver.buckets(version, update_info.timeout_s):
+        for bucket, buffers in receiver.buckets(update_info.timeout_s):
             started_at = time.perf_counter()
             rest, stored = self._write(buffers, bucket)
             for path, values in modules.complete(rest, bucket):

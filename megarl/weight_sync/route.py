@@ -56,7 +56,9 @@ class RouteSpec:
     one has another model."""
     local: bool = False
     """True if engine rank n (counted over all engines) is in the memory of trainer rank n, which
-    then sends what it can itself. Else each bucket is sent once for all engines."""
+    then sends what it can itself. Else all engines receive the same."""
+    shares_gpus: bool = False
+    """Whether engines and trainer ranks have the same GPUs: NCCL refuses two ranks on one."""
     one_host: bool = False
     """Whether all engines are on the host of trainer rank 0, so that loopback may suffice; only
     that rank knows."""
@@ -72,7 +74,7 @@ class RouteSpec:
     def destination(self, engine: int, rank: int) -> int:
         """Number of rank `rank` of engine `engine` among the plan's receivers, from 0.
 
-        Where each bucket is sent once for all engines, this is `rank` itself.
+        Where all engines receive the same, this is `rank` itself.
         """
         return engine * self.engine_tensor + rank if self.local else rank
 
@@ -112,7 +114,8 @@ class Route:
     tensors: list[str]
     """Tensor names in the parameter table's order, the order in which digests are listed."""
     written: int
-    """Bytes that all trainer ranks together write into other processes' memory for one version."""
+    """Bytes that all trainer ranks together write into other processes' memory for one version; a
+    transport may send them once for each engine."""
 
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:

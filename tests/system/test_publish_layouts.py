@@ -89,7 +89,6 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
                 WeightSyncConfig(
                     transport=transport,
                     probe_tolerance=BOUND,
-                    folder=f"{folder}/weights" if transport == "disk" else "",
                 ),
                 table=parameter_table(config.to_dict()),
                 policy=policy,
@@ -152,7 +151,7 @@ CASES = {
             num_key_value_heads=2,
             head_dim=32,
         ),
-        ["point_to_point", "disk"],
+        ["point_to_point", "point_to_point"],
         1,
     ),
 }

@@ -89,7 +89,7 @@ class Machine:
 
 def both_ends() -> tuple[Sender, Receiver]:
     spec = spec_of(ALONE, "shared_memory")
-    sender = Sender(Route.of_source(spec, table(), 0), Axis("world", 1, 0, (0,), None), "")
+    sender = Sender(Route.of_source(spec, table(), 0), Axis("world", 1, 0, (0,), None))
     route = Route.of_destination(spec, table(), spec.destination(0, 0))
     return sender, Receiver(route, 0, 0, sender.init_info())
 
@@ -122,8 +122,8 @@ def test_copies_are_waited_for_before_a_bucket_counts(
     monkeypatch.setattr(
         torch.Tensor, "copy_", machine.noted(torch.Tensor.copy_, "copy"), raising=True
     )
-    sender.begin(1, 1)
-    arriving = receiver.receive(1, never)
+    sender.begin(1)
+    arriving = receiver.receive(never)
     for bucket in route.buckets:
         placed = regions(sources, sender.reserve(bucket, never))
         found = [value for _, value in carried(placed)]

@@ -374,7 +374,7 @@ class Reader:
             self.ends[way] = receive.BucketReceiver(made, self.case.table, self.part)
         intake = self.ends[way]
         version = broadcast_object(0, self.case.wire)
-        for bucket, buffers in intake.buckets(version, self.case.task["deadline"]):
+        for bucket, buffers in intake.buckets(self.case.task["deadline"]):
             intake.digest(bucket, buffers)
             started_at = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())

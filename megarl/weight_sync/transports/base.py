@@ -9,7 +9,7 @@ digests and the engine's own parameters are not a transport's concern.
 One weight version, in calls:
 
     every trainer rank                              every engine rank
-    sender.begin(version, attempt)                  for bucket, block in receiver.receive(...):
+    sender.begin(attempt)                           for bucket, block in receiver.receive(...):
     for bucket in route.buckets:                        install block
         for copy, target in sender.reserve(...):
             write copy to target
@@ -41,15 +41,17 @@ GIVEN_UP = "another process gave this version up"
 class Sender(Protocol):
     """Interface of a trainer rank's half of a transport, the way in which weights get to engines.
     Weights are sent in buckets, blocks of memory on each engine rank. The constructor takes (this
-    rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`; the
-    setting `weight_sync.folder`). `watch` is a function that a method calls repeatedly while it
-    waits, and that raises to end the wait. Methods that wait raise `Aborted` if another process
-    gave the version up.
+    rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`).
+    `watch` is a function that a method calls repeatedly while it waits, and that raises to end the
+    wait. Methods that wait raise `Aborted` if another process gave the version up.
     """
 
     LOCAL: bool = False
     """True if engine rank n (counted over all engines) is in the memory of trainer rank n. Else
-    each bucket is sent once for all engines: they read the same memory, or pass it on."""
+    all engines receive the same."""
+
+    SENDS_TO_EACH: bool = False
+    """Whether trainer ranks send a version once for each engine."""
 
     def init_info(self) -> dict[str, Any]:
         """What an engine's `Receiver` needs to connect, as JSON-like data; rank 0 calls it and
@@ -57,9 +59,9 @@ class Sender(Protocol):
         """
         ...
 
-    def begin(self, version: int, attempt: int) -> None:
-        """Prepare to send a weight version, also after an aborted one. `attempt`: number of this
-        try, higher than those before.
+    def begin(self, attempt: int, *, anew: bool = False) -> None:
+        """Prepare to send a weight version. `attempt`: number of this try, higher than those
+        before. `anew`, on rank 0: engines will connect anew, as at first and after an abort.
 
         Rank 0 calls it first, when no rank is busy with an earlier attempt; the others call it
         after it has returned there.
@@ -90,19 +92,6 @@ class Sender(Protocol):
         ranks of the engine at position `engine` are known to have received."""
         ...
 
-    def lost(self) -> int | None:
-        """The position of an engine whose connection to another engine has ended during this
-        version: the other engine, which passed weights to it or got weights from it, has reported
-        it. None if no engine was reported.
-        """
-        return None
-
-    def relay(self, engine: int) -> int | None:
-        """The position of the engine that passes weights on to `engine`; None if trainer ranks send
-        to `engine` themselves.
-        """
-        return None
-
     def close(self) -> None:
         """Release what this rank has opened: memory, files, connections; called at the end."""
         ...
@@ -114,7 +103,7 @@ class Receiver(Protocol):
     among those that receive; tensor-parallel rank; what the sender's `init_info` returned).
     """
 
-    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def receive(self, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Iterate over the buckets (blocks of weights that are sent at once) of a version, in
         order: (bucket, its memory block, uint8 [bucket.num_bytes]), as each arrives. `watch` is
         called while waiting and raises to end that.

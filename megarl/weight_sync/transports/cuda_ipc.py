@@ -94,14 +94,12 @@ class Sender(shared_memory.Sender):
 
     LOCAL = True
 
-    def __init__(self, route: Route, axis: Axis, folder: str) -> None:
+    def __init__(self, route: Route, axis: Axis) -> None:
         """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
-        world.
-
-        `folder` is unused. Raises `ValueError` without a GPU.
+        world. Raises `ValueError` without a GPU.
         """
         _require_gpu()
-        super().__init__(route, axis, folder)
+        super().__init__(route, axis)
 
     def init_info(self) -> dict[str, Any]:
         """What the engine ranks need to connect to this sender, as a dict. Beside the entries of

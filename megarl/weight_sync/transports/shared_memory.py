@@ -229,12 +229,12 @@ class Sender(_End, base.Sender):
     memory that engine ranks of the same host read. Rank 0 makes the memory.
     """
 
-    def __init__(self, route: Route, axis: Axis, folder: str) -> None:
+    def __init__(self, route: Route, axis: Axis) -> None:
         """Make or open the shared memory. Collective over `axis`, the process group of all trainer
         ranks.
 
         `route`: which regions of tensors this trainer rank writes, and in which bucket (block of
-        weights that is sent at once). `folder` is unused.
+        weights that is sent at once).
         """
         self._route, self._axis = route, axis
         own = open_counters(route, axis.size) if axis.rank == 0 else None
@@ -247,9 +247,9 @@ class Sender(_End, base.Sender):
         """What receivers need, a dict: "path" of the shared memory, and "senders", their number."""
         return {"path": self._counters.path, "senders": self._axis.size}
 
-    def begin(self, version: int, attempt: int) -> None:
-        """Prepare to send a weight version: rank 0 resets all counters of written and read buckets.
-        The arguments are unused.
+    def begin(self, attempt: int, *, anew: bool = False) -> None:
+        """Prepare to send a weight version: rank 0 resets all counters of written and read
+        buckets.
         """
         if self._axis.rank == 0:
             self._counters.clear()
@@ -320,7 +320,7 @@ class Receiver(_End):
         self._slots = self._open(init_info)
         self._pinned = Pinned(self._counters.memory())
 
-    def receive(self, version: int, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def receive(self, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Iterate over the buckets (blocks of weights) of a version, each once all trainer ranks
         have written theirs: (bucket, its part of shared memory, uint8 [bucket.num_bytes], valid
         until the next). `watch` is called while waiting and raises to end that; raises `Aborted` if
