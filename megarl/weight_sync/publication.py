@@ -131,7 +131,7 @@ class Engines(Protocol):
         have connected. `info(position)`: the dict for the engine at that index of `members`, with
         "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides plan the
         transfer), "engine" (the index), "init_info" (what the transport's sender says, such as
-        addresses), and "table" (the model's parameter table as JSON text, or "").
+        addresses), and "table" (the model's parameter table as JSON text).
         """
         ...
 

@@ -140,7 +140,7 @@ class Publisher(Publication[SendsWeights]):
         if isinstance(error, EngineLost):
             parts, buckets = [], self.route.buckets
             for engine in error.engines:
-                number = min(self._sender.progress(engine), len(buckets) - 1)
+                number = max(0, min(self._sender.progress(engine), len(buckets) - 1))
                 parts.append(
                     f"engine {self.members[engine]} was lost while it received version {version},"
                     f" in bucket {number + 1} of {len(buckets)}, which begins with"
@@ -235,7 +235,7 @@ class Publisher(Publication[SendsWeights]):
             "transport": self.config.transport,
             "spec": asdict(self.route.spec),
             "init_info": self._sender.init_info(),
-            "table": table_to_json(self._table) if self._table[0].cut == "recorded" else "",
+            "table": table_to_json(self._table),
         }
         self.engines.connect(
             lambda position: info | {"engine": position}, timeout_s=self.config.timeout_s

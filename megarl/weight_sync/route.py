@@ -95,8 +95,7 @@ def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
 @dataclass(frozen=True)
 class Route:
     """One process's part in the transfer of weights: which regions of tensors it sends or receives,
-    and in which bucket (block of memory that is sent at once). Made by `of_source` and
-    `of_destination`.
+    and in which bucket. Made by `of_source` and `of_destination`.
 
     A trainer rank's route has the copies that it sends, an engine rank's those that it receives.
     """
@@ -120,8 +119,7 @@ class Route:
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
         """The `Route` of trainer rank `source`: which regions of tensors it sends, and in which
-        bucket (block of memory that is sent at once). `spec`: how trainer and engines split the
-        model. `table` lists the model's tensors.
+        bucket. `spec`: how trainer and engines split the model. `table` lists the model's tensors.
 
         Raises `ValueError` where `table` belongs to another model than `spec`, or where the
         trainer's or the engines' tensor-parallel degree cannot split a tensor.
@@ -132,11 +130,11 @@ class Route:
 
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:
-        """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket
-        (block of memory that is sent at once). `spec`: how trainer and engines split the model.
-        `table` lists the model's tensors. `destination`: the rank's number by `spec.destination`.
-        Raises `ValueError` where `table` belongs to another model than `spec`, or where a
-        tensor-parallel degree cannot split a tensor.
+        """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket.
+        `spec`: how trainer and engines split the model. `table` lists the model's tensors.
+        `destination`: the rank's number by `spec.destination`. Raises `ValueError` where `table`
+        belongs to another model than `spec`, or where a tensor-parallel degree cannot split a
+        tensor.
         """
         part = _plan(spec, table)
         owned = engine_rank_owned(table, destination % spec.engine_tensor, spec.engine_tensor)
@@ -148,9 +146,7 @@ class Route:
         return getattr(torch, self.spec.dtype)
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether `bucket`, a block of weights that is sent at once, is the last one of a weight
-        version.
-        """
+        """Whether `bucket` is the last one of a weight version."""
         return bucket.number == self.buckets[-1].number
 
     @cached_property
@@ -161,9 +157,9 @@ class Route:
         return max(bucket.num_bytes for bucket in self.buckets)
 
     def padding(self) -> list[list[Piece]]:
-        """For each bucket (block of weights that is sent at once), the parts of its flat buffers
-        that no tensor fills, such as rows that pad a vocabulary: the receiver sets them to zero.
-        `Piece.view(buffer)` gives such a part as a tensor.
+        """For each bucket, the parts of its flat buffers that no tensor fills, such as rows that
+        pad a vocabulary: the receiver sets them to zero. `Piece.view(buffer)` gives such a part as
+        a tensor.
         """
         zeros = [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
         return [
@@ -172,9 +168,8 @@ class Route:
         ]
 
     def first_tensor(self, number: int) -> str:
-        """Name, for error messages, of the first tensor in bucket (block of weights that is sent at
-        once) `number`, from 0. Where the bucket holds only padding, a tensor of a later bucket, or
-        else the model's last.
+        """Name, for error messages, of the first tensor in bucket `number`, from 0. Where the
+        bucket holds only padding, a tensor of a later bucket, or else the model's last.
         """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:

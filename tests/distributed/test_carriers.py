@@ -69,7 +69,9 @@ def attempt(
     and what was found.
     """
     route, started_at, problem, answers = sender._route, time.monotonic(), "", []
-    sources = scatter(whole_plan(route.spec, table()).sources[axis.rank], weights(version))
+    sources = scatter(
+        whole_plan(route.spec, table(route.spec.engine_tensor)).sources[axis.rank], weights(version)
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sources = {name: value.to(device) for name, value in sources.items()}
     digests = torch.zeros(route.spec.num_destinations, len(route.tensors), dtype=torch.int64)
@@ -135,7 +137,7 @@ def through(
     transport: str, case: Case, axis: Any, engines: Engines | None, faults: bool
 ) -> dict[str, Any]:
     """What one transport did: the attempts by name, and what was planned."""
-    route = Route.of_source(spec_of(case, transport), table(), axis.rank)
+    route = Route.of_source(spec_of(case, transport), table(case.engine_tensor), axis.rank)
     sender = TRANSPORTS[transport].Sender(route, axis)
     found: dict[str, Any] = {}
 
@@ -159,7 +161,7 @@ def through(
         for engine in range(case.engines)
         for rank in range(case.engine_tensor)
     ]
-    plan = whole_plan(route.spec, table())
+    plan = whole_plan(route.spec, table(route.spec.engine_tensor))
     found |= {"links": plan.links(route.dtype.itemsize), "written": route.written}
     found |= {"buckets": len(route.buckets), "destinations": destinations}
     barrier(axis)
@@ -291,7 +293,7 @@ def test_memory_of_gpus() -> None:
 def alone(transport: str) -> Any:
     """The only trainer rank's sender."""
     return TRANSPORTS[transport].Sender(
-        Route.of_source(spec_of(ALONE, transport), table(), 0),
+        Route.of_source(spec_of(ALONE, transport), table(ALONE.engine_tensor), 0),
         Axis("world", 1, 0, (0,), None),
     )
 

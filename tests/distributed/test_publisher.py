@@ -41,7 +41,7 @@ class Engine:
         self.dies_at, self.hangs = -1, False
 
     def connect(self, info: dict[str, Any]) -> None:
-        self.intake = BucketReceiver(InitInfo(**info), table(), 0)
+        self.intake = BucketReceiver(InitInfo(**info), 0)
         self.receiver: Any = self.intake.receiver
 
     def take(self, version: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from megarl.rollout.config import EngineConfig
 from megarl.rollout.inference_engine import Pulse
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-from megarl.weight_sync.families import parameter_table
 
 
 class TransformersEngine:
@@ -72,7 +71,7 @@ class TransformersEngine:
         return law.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     async def connect(self, info: dict[str, Any]) -> None:
-        self.weights = BucketReceiver(InitInfo(**info), parameter_table(self.hf.to_dict()), rank=0)
+        self.weights = BucketReceiver(InitInfo(**info), rank=0)
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
         in_thread = asyncio.get_running_loop().run_in_executor

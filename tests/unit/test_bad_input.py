@@ -107,9 +107,9 @@ rollout.engine.tensor: 4
 /model/config.json: {model_type: gemma, architectures: [GemmaForCausalLM], head_dim: 32}
     -> k_proj.bias | is not in a model of its config.json | fetch both again
 /model/config.json: {model_type: cohere2, architectures: [Cohere2ForCausalLM], head_dim: 32}
-    -> cohere2 has no parameter table | sliding window | FAMILIES in megarl/weight_sync/families.py
-/model/config.json: {model_type: qwen3, architectures: [Qwen3ForCausalLM], head_dim: 32,
-    attention_bias: true} -> attention_bias is true | no bias on o_proj | model.path
+    -> cohere2 | sliding windows that are a token longer in vLLM | set model.path to another
+/model/config.json: {layer_types: [sliding_attention, full_attention]}
+    -> qwen2 | a sliding window in some layers | set model.path to another
 rollout: {placement: colocated, num_engines: 2}
     -> 2 engine(s) | 2 engine ranks | policy has 1 ranks | set rollout.num_engines
 rollout: {placement: colocated, max_staleness: 1}, algorithm.old_logprobs: engine

@@ -20,9 +20,9 @@ from megarl.checks.engine_checks import check_placement
 from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.layout import Layout
+from megarl.parallel.tensor import Shard
 from megarl.trainer.config import LoraConfig, TrainingConfig
-from megarl.trainer.memory import role_memory
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.trainer.memory import SizedParameter, role_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -238,8 +238,9 @@ def test_adapters_and_offload(picture: Picture, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_adapters_of_a_layer_that_stays_whole(tensor: int) -> None:
     """The router of experts is whole on every tensor-parallel rank, and so is its adapter."""
-    router = ParameterSpec("model.layers.0.mlp.gate.weight", (8, 64), "whole", "")
-    query = ParameterSpec("model.layers.0.self_attn.q_proj.weight", (32, 64), "outputs", "")
+    router = SizedParameter("model.layers.0.mlp.gate.weight", (8, 64))
+    shard = None if tensor == 1 else Shard.even(0, 32, tensor)
+    query = SizedParameter("model.layers.0.self_attn.q_proj.weight", (32, 64), shard)
     training = TrainingConfig(precision="float32", zero_stage=0, lora=LoraConfig(rank=4))
     for table, frozen, adapter in (
         ([router], 8 * 64, 4 * 64 + 8 * 4),

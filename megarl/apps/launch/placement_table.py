@@ -6,7 +6,6 @@ recipe, LaunchPlan, Gpus --placement--> text: model, layout, ranks, GPUs and mem
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,19 @@ import yaml
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
 from megarl.config import AnyConfig, RewardModelConfig, RunConfig
+from megarl.schema import replace
 from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
-from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
+from megarl.trainer.memory import (
+    Memory,
+    SizedParameter,
+    engine_memory,
+    num_elements,
+    role_memory,
+    sized_parameters,
+    with_head,
+)
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import kept_memory, most_share
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import ParameterSpec
 
 WIDTH = 120
 """Most characters of a line of the text."""
@@ -53,8 +59,10 @@ def placement(config: AnyConfig, plan: LaunchPlan, gpus: Gpus) -> str:
     rows = {name: _role_row(name, config, plan, gpus, notes) for name in plan.roles}
     at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
     if isinstance(config, RunConfig):
-        if plan.colocated and not gpus.on_cpu and (table := _known_table(config.model, notes)):
-            kept = kept_memory(table, plan.roles["policy"].layout, config)
+        layout = plan.roles["policy"].layout
+        known = not gpus.on_cpu and plan.colocated and _known(config.model, layout.tensor, notes)
+        if known:
+            kept = kept_memory(known, layout, config)
             notes[
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
@@ -129,11 +137,10 @@ def _role_row(
         )
         notes[f"the reference is the policy {needs}"] = None
         return _row(status, model.path, None, degrees, place.ranks, mine, Memory(0))
-    table = _known_table(model, notes)
-    memory = None
-    if table is not None:
-        table = with_head(table, head)
-        memory = role_memory(table, layout, training, trains=trains)
+    parameters, memory = _known(model, layout.tensor, notes), None
+    if parameters is not None:
+        parameters = with_head(parameters, head)
+        memory = role_memory(parameters, layout, training, trains=trains)
         if memory.host:
             sums = training.offload_gradients == "step"
             what = "optimizer states are" if sums else "gradients and optimizer states are"
@@ -145,33 +152,33 @@ def _role_row(
         notes[
             "the policy's ranks also hold their rows of the teacher's output head, not counted"
         ] = None
-    return _row(status, model.path, table, degrees, place.ranks, mine, memory)
+    return _row(status, model.path, parameters, degrees, place.ranks, mine, memory)
 
 
 def _engine_row(
     number: int, config: RunConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
 ) -> Row:
     """The row of an inference engine."""
-    table, path = _known_table(config.model, notes), config.model.path
+    parameters, path = _known(config.model, 1, notes), config.model.path
     dtype = config.rollout.engine.dtype
-    memory = None if table is None else Memory(engine_memory(table, plan.tensor, dtype))
+    memory = parameters and Memory(engine_memory(parameters, plan.tensor, dtype))
     layout, mine = f"tensor {plan.tensor}", gpus.engines[number]
-    return _row("vLLM", path, table, layout, (), mine, memory)
+    return _row("vLLM", path, parameters, layout, (), mine, memory)
 
 
 def _row(
     status: str,
     model: str,
-    table: Sequence[ParameterSpec] | None,
+    parameters: Sequence[SizedParameter] | None,
     layout: str,
     ranks: Sequence[int],
     gpus: Sequence[Gpu],
     memory: Memory | None,
 ) -> Row:
-    """See `Row`. `table`: the model's parameters; None if they are not known, or not its own."""
+    """See `Row`. `parameters`: the model's; None if they are not known, or not its own."""
     row: Row = {"status": status, "model": model}
     if memory != Memory(0):
-        count = "?" if table is None else sum(num_elements(one.shape) for one in table)
+        count = "?" if parameters is None else sum(num_elements(one.shape) for one in parameters)
         row["parameters"] = count
     row["layout"] = layout
     if ranks:
@@ -184,38 +191,37 @@ def _row(
     return row | {"memory": sizes}
 
 
-def _known_table(model: ModelConfig, notes: dict[str, None]) -> list[ParameterSpec] | None:
-    """The parameters of a model whose config.json is on this machine; else None, with a note that
-    says why.
+def _known(model: ModelConfig, tensor: int, notes: dict[str, None]) -> list[SizedParameter] | None:
+    """The parameters, as `tensor` tensor-parallel ranks split them, of a model whose config.json is
+    on this machine; else None, with a note that says why.
     """
-    found = local_config(model.path)
-    if found is None:
+    folder = local_folder(model.path)
+    if folder is None:
         notes[
             f"? unknown: the config.json of {model.path} is not on this machine; set the path to a"
             " folder with it"
         ] = None
         return None
     try:
-        return parameter_table(found)
-    except (ValueError, KeyError, TypeError) as error:
+        return sized_parameters(replace(model, path=str(folder)), tensor)
+    except ValueError as error:
         notes[f"? unknown: {model.path}: {error}"] = None
         return None
 
 
-def local_config(path: str) -> dict[str, Any] | None:
-    """The content of a model's config.json as a dict. `path`: a folder, or a name on the Hugging
-    Face hub, looked up in the local cache without network. None if the file is missing or unusable.
+def local_folder(path: str) -> Path | None:
+    """The folder of a model's config.json. `path`: a folder, or a name on the Hugging Face hub,
+    looked up in the local cache without network. None if there is no such file.
     """
-    file = Path(path) / "config.json"
-    try:
-        if not file.is_file():
-            import huggingface_hub
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    import huggingface_hub
 
-            file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
-        found = json.loads(Path(file).read_text())
+    try:
+        file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return Path(file).parent
 
 
 def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> Iterator[str]:

@@ -69,8 +69,8 @@ class Sender(Protocol):
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The memory to which this rank must write its part of a bucket (block of weights that is
-        sent at once); waits until that memory is free.
+        """The memory to which this rank must write its part of a bucket; waits until that memory is
+        free.
 
         Returns a list of (copy: whose `taken` says which rectangle of which tensor to read, in
         elements; target: tensor [rows, columns] to write it to).
@@ -78,8 +78,8 @@ class Sender(Protocol):
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send a bucket (block of weights), after the memory that `reserve` returned for it has
-        been written. The call for the last bucket waits until the version is delivered.
+        """Send a bucket, after the memory that `reserve` returned for it has been written. The call
+        for the last bucket waits until the version is delivered.
         """
         ...
 
@@ -88,8 +88,8 @@ class Sender(Protocol):
         ...
 
     def progress(self, engine: int) -> int:
-        """Number of buckets (blocks of weights that are sent at once) of this version that all
-        ranks of the engine at position `engine` are known to have received."""
+        """Number of buckets of this version that all ranks of the engine at position `engine` are
+        known to have received; -1 if one is known not to have begun."""
         ...
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class Receiver(Protocol):
     """
 
     def receive(self, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets (blocks of weights that are sent at once) of a version, in
-        order: (bucket, its memory block, uint8 [bucket.num_bytes]), as each arrives. `watch` is
-        called while waiting and raises to end that.
+        """Iterate over the buckets of a version, in order: (bucket, its memory block, uint8
+        [bucket.num_bytes]), as each arrives. `watch` is called while waiting and raises to end
+        that.
 
         A block is valid until the next bucket is requested. Raises `Aborted` if another process
         gave the version up, or what `watch` raises.
@@ -154,19 +154,17 @@ there."""
 
 
 def outgoing(route: Route) -> list[dict[int, Message]]:
-    """What a trainer rank sends: for each bucket (block of weights that is sent at once), {engine
-    rank: message to it}, ascending. `route`: the trainer rank's. A message is the list of regions
-    that one rank sends another, each a `Copy`: the places of a rectangle of a tensor at the sending
-    and at the receiving rank.
+    """What a trainer rank sends: for each bucket, {engine rank: message to it}, ascending. `route`:
+    the trainer rank's. A message is the list of regions that one rank sends another, each a `Copy`:
+    the places of a rectangle of a tensor at the sending and at the receiving rank.
     """
     return [_by(copies, lambda copy: copy.destination) for copies in route.copies]
 
 
 def incoming(route: Route) -> list[dict[int, Message]]:
-    """What an engine rank receives: for each bucket (block of weights that is sent at once),
-    {trainer rank: message from it}, ascending. `route`: the engine rank's. A message is the list of
-    regions that one rank sends another, each a `Copy`: the places of a rectangle of a tensor at the
-    sending and at the receiving rank.
+    """What an engine rank receives: for each bucket, {trainer rank: message from it}, ascending.
+    `route`: the engine rank's. A message is the list of regions that one rank sends another, each a
+    `Copy`: the places of a rectangle of a tensor at the sending and at the receiving rank.
     """
     return [_by(copies, lambda copy: copy.source) for copies in route.copies]
 
@@ -177,7 +175,7 @@ def _by(copies: Sequence[Copy], peer: Callable[[Copy], int]) -> dict[int, Messag
 
 
 def length(message: Message) -> int:
-    """Number of elements of all tensor regions that a message, a list of regions, has."""
+    """Number of elements of all tensor regions that a message has."""
     return sum(copy.area for copy in message)
 
 
@@ -189,8 +187,8 @@ def longest(buckets: Sequence[dict[int, Message]]) -> int:
 
 
 def parts(message: Message, flat: torch.Tensor) -> list[tuple[Copy, torch.Tensor]]:
-    """Cut the flat buffer of a message, a list of tensor regions, into its regions: (region, view
-    [rows, columns] of its elements in `flat`) for each, in order.
+    """Cut the flat buffer of a message into its regions: (region, view [rows, columns] of its
+    elements in `flat`) for each, in order.
     """
     pieces, boxes = flat.split([copy.area for copy in message]), [one.taken.box for one in message]
     shaped = [piece.view(box.rows, box.columns) for piece, box in zip(pieces, boxes, strict=True)]
@@ -221,9 +219,8 @@ def reserved(
 
 
 def unpack(message: Message, flat: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy the tensor regions of a received message, a list of regions, to their places in a bucket
-    (block of weights that is sent at once). `flat`: the message's elements. `buffers`: {engine
-    parameter: flat tensor}, the bucket's, which is changed.
+    """Copy the tensor regions of a received message to their places in a bucket. `flat`: the
+    message's elements. `buffers`: {engine parameter: flat tensor}, the bucket's, which is changed.
     """
     for copy, part in parts(message, flat):
         copy.put.view(buffers[copy.put.buffer]).copy_(part)

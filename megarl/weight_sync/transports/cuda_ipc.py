@@ -109,9 +109,8 @@ class Sender(shared_memory.Sender):
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Note that this rank has written its part of `bucket` (block of weights), after a wait
-        until the GPUs have finished its copies. An engine rank reads a bucket once all trainer
-        ranks have noted it.
+        """Note that this rank has written its part of `bucket`, after a wait until the GPUs have
+        finished its copies. An engine rank reads a bucket once all trainer ranks have noted it.
         """
         _synchronize(*self._memories.values())
         super().commit(bucket, watch)

@@ -76,6 +76,8 @@ class Rendezvous:
         self.host, self.port = host, port
         self.poll_s = ABORT_POLL_S * max(1.0, members / FEW)
         """Seconds between two questions of this process to the store."""
+        self.report_s = self.poll_s if members > FEW else 0.0
+        """Seconds between two reports of progress."""
         self.attempt, self.group = 0, 0
         """Numbers of the present attempt and of its process group."""
         self._next_poll = 0.0
@@ -94,11 +96,11 @@ class Rendezvous:
         self.store.set(f"received/{name}", f"{self.attempt} {count}")
 
     def reported(self, name: str) -> int:
-        """The count that the rank called `name` has reported in this attempt, at first 0."""
+        """The count that the rank called `name` has reported in this attempt, -1 before it has."""
         if not self.store.check([f"received/{name}"]):
-            return 0
+            return -1
         attempt, count = map(int, self.store.get(f"received/{name}").split())
-        return count if attempt == self.attempt else 0
+        return count if attempt == self.attempt else -1
 
     def until(self, ready: Callable[[], bool], watch: Watch, pause_s: float = 2e-3) -> None:
         """Poll until `ready()` is true, with pauses of at most `pause_s` seconds; calls `watch`

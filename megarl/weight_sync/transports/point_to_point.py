@@ -120,7 +120,8 @@ class Sender(base.Sender):
 
     def progress(self, engine: int) -> int:
         """Number of buckets of this version that all ranks of the engine at position `engine` have
-        reported as received; of many processes not every bucket is reported.
+        reported as received, -1 before they have begun; of many processes not every bucket is
+        reported.
         """
         ranks = range(self._route.spec.engine_tensor)
         return min(self._meeting.reported(f"{engine}/{rank}") for rank in ranks)
@@ -168,6 +169,7 @@ class Receiver:
         """See `base.Receiver.receive`. While a bucket is used, the next one is received."""
         buckets = self._route.buckets
         self._meeting.follow()
+        self._meeting.report(self._name, 0)
         try:
             self._group.join(watch)
             self._start(buckets[0])
@@ -203,7 +205,7 @@ class Receiver:
 
     def _report(self, bucket: Bucket) -> None:
         """Tell the trainer how many buckets have arrived: in a large run not each one."""
-        now, spec = time.monotonic(), self._route.spec
+        now = time.monotonic()
         if self._route.is_last(bucket) or now >= self._next_report:
-            self._next_report = now + self._meeting.poll_s * (spec.engines > 1)
+            self._next_report = now + self._meeting.report_s
             self._meeting.report(self._name, bucket.number + 1)
