@@ -183,10 +183,10 @@ class EngineGroup:
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
         """Tell each engine of `members`, those that are to get weights, where its weights come
         from, and block until all have connected. `info(position)`: the dict for the engine at this
-        index of `members`, with "transport" (name of the way to send weights, such as "disk"),
+        index of `members`, with "transport" (name of the way to send weights),
         "spec" (fields of a `RouteSpec`: how trainer and engines split the model), "engine" (the
         index), "init_info" (addresses and other data of the sender), and "table" (JSON text that
-        lists the model's parameters, or "").
+        lists the model's parameters).
 
         Raises `EngineLost` if an engine is dead or has no answer within `timeout_s` seconds, and
         `RuntimeError` if a living engine cannot receive weights.

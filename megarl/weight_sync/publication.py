@@ -131,7 +131,7 @@ class Engines(Protocol):
         have connected. `info(position)`: the dict for the engine at that index of `members`, with
         "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides plan the
         transfer), "engine" (the index), "init_info" (what the transport's sender says, such as
-        addresses), and "table" (the model's parameter table as JSON text, or "").
+        addresses), and "table" (the model's parameter table as JSON text).
         """
         ...
 
@@ -228,7 +228,8 @@ class Publication(ABC, Generic[Model]):
         response must carry. More than one where engines receive the same weights in other pieces.
         """
         self._is_connected = False
-        """Whether all engines know the transport; new ones know nothing."""
+        """Whether all engines know the transport; new ones know nothing, and after a failed attempt
+        all connect anew."""
         self._number = 0
         """Number of the present attempt to send a version, on every rank."""
         self._doing = ""
@@ -254,6 +255,7 @@ class Publication(ABC, Generic[Model]):
                 failure, lost, verify = self._transfer(version)
                 if not failure:
                     failure, lost, metrics = self._conclude(version, verify)
+                self._is_connected &= not failure
                 if not lost:
                     metrics["publish/replaced"] = float(replaced)
                     break
@@ -273,7 +275,6 @@ class Publication(ABC, Generic[Model]):
         def regroup(engines: Engines) -> list[int]:
             if lost:
                 say(f"megarl: {failure}; replacing lost engines")
-                self._is_connected = False
                 engines.replace([self.members[position] for position in lost])
             elif engines.hold():
                 self._is_connected = False

@@ -17,13 +17,13 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import own_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
 from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import PLAIN, EngineConfig
 from megarl.types import Samples, Segment
 from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publisher import Publisher
 from support.tiny import VOCABULARY
@@ -75,6 +75,7 @@ class Side:
     ) -> None:
         """`dtype`: that of the engine; the trainer's is float32, of which is `probe_tolerance`."""
         self.folder, self.dtype, self._mesh = folder, dtype, mesh
+        self._on_cpu = device.type == "cpu"
         self.probe_tolerance = probe_tolerance if dtype == "float32" else 0.0
         self.policy, self.engines, self.version = PlainPolicy(folder, device), group, -1
         self.model = self.policy.model
@@ -86,7 +87,9 @@ class Side:
         """
         publisher = Publisher(
             WeightSyncConfig(probe_tolerance=self.probe_tolerance, **settings),
-            table=parameter_table(self.model.config.to_dict()),
+            table=recorded_table(
+                str(self.folder), self.model.config.to_dict(), 1, on_cpu=self._on_cpu
+            ),
             policy=self.policy,
             engines=self.engines,
             num_engines=1,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -33,16 +34,17 @@ from typing import Any
 
 import psutil
 import ray
-from common import Args, qwen2, run_tool, table
+from common import Args, qwen2, run_tool, table, write_config
 from peak_memory import Sampled, own_bytes
 from scale_actors import STEPS, Fleet, Member, Ranks, build
 
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.recorded_table import recorded_table
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import training_shards
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.memory import sized_parameters
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 
 FLEETS = 4
@@ -145,11 +147,13 @@ def plans(engines: int) -> dict[str, Any]:
     """What the plan of one publication costs a trainer rank and an engine rank: 64 trainer ranks
     (data 8 x tensor 8, ZeRO 3), engines of 8 ranks.
     """
-    table = parameter_table(MODEL)
+    with tempfile.TemporaryDirectory() as folder:
+        table = recorded_table(write_config(folder, MODEL), MODEL, 8, on_cpu=True)
+        sized = sized_parameters(ModelConfig(path=folder), 8)
     spec = RouteSpec(
         layout=Layout(8, 1, 8),
         zero_stage=3,
-        shards=training_shards(table, 8),
+        shards={one.name: one.shard for one in sized if one.shard is not None},
         engines=engines,
         engine_tensor=8,
         dtype="bfloat16",
