@@ -102,9 +102,8 @@ class RunInputs:
     """The tools that prompts show, in OpenAI's format: {"type": "function", "function": {name,
     description, parameters}}."""
     table: list[ParameterSpec] | None = None
-    """For each tensor of the model's checkpoint its name, shape and how tensor-parallel ranks split
-    it, by which weights are sent to engines; None in commands that send none. Where vLLM's loader
-    has to tell the table, the policy's first rank alone has it."""
+    """On the policy's first rank: what engines store of each tensor of the model's checkpoint, by
+    which weights are sent to them; None in commands that send none."""
 
     @property
     def num_rows(self) -> int:

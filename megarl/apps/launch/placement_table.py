@@ -4,7 +4,6 @@ ranks, GPUs and memory, then notes, and the commands that start it.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,19 @@ import yaml
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
 from megarl.config import RewardModelConfig, RunConfig
+from megarl.schema import replace
 from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
-from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
+from megarl.trainer.memory import (
+    Memory,
+    SizedParameter,
+    engine_memory,
+    num_elements,
+    role_memory,
+    sized_parameters,
+    with_head,
+)
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import kept_memory, most_share
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import ParameterSpec
 
 WIDTH = 120
 """Most characters of a line of the text, but for commands."""
@@ -61,18 +67,21 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     rows = {name: _role_row(name, plan, gpus, notes) for name in plan.roles}
     at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
     if isinstance(config, RunConfig):
-        table = known_table(config.model, notes)
-        if plan.colocated and not gpus.on_cpu and table:
-            kept = kept_memory(table, plan.roles["policy"].layout, config)
+        layout = plan.roles["policy"].layout
+        is_lent = plan.colocated and not gpus.on_cpu
+        split = known_parameters(config.model, layout.tensor, notes) if is_lent else None
+        if split:
+            kept = kept_memory(split, layout, config)
             notes.append(
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
                 f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
             )
         dtype = config.rollout.engine.dtype
-        memory = table and Memory(engine_memory(table, plan.tensor, dtype))
+        whole = known_parameters(config.model, 1, notes)
+        memory = whole and Memory(engine_memory(whole, plan.tensor, dtype))
         for number, own in enumerate(gpus.engines):
-            row = {"status": "vLLM", "model": config.model.path, "parameters": _count(table)}
+            row = {"status": "vLLM", "model": config.model.path, "parameters": _count(whole)}
             row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(own)}
             rows[f"engine {number}"] = row | {"memory": _sizes(memory)}
             at[f"engine {number}"] = own
@@ -82,18 +91,22 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     return rows | ({"notes": list(dict.fromkeys(notes))} if notes else {})
 
 
-def known_table(model: ModelConfig, notes: list[str]) -> list[ParameterSpec] | None:
-    """The parameters of a model whose config.json is on this machine; else None, with a note that
-    says why.
+def known_parameters(
+    model: ModelConfig, tensor: int, notes: list[str]
+) -> list[SizedParameter] | None:
+    """The parameters, as `tensor` tensor-parallel ranks split them, of a model whose config.json is
+    on this machine; else None, with a note that says why.
     """
-    try:
-        return parameter_table(local_config(model.path))
-    except OSError:
+    folder = local_folder(model.path)
+    if folder is None:
         missing = f"the config.json of {model.path} is not on this machine"
         notes.append(f"? unknown: {missing}; set the path to a folder with it")
-    except (ValueError, KeyError, TypeError) as error:
+        return None
+    try:
+        return sized_parameters(replace(model, path=str(folder)), tensor)
+    except ValueError as error:
         notes.append(f"? unknown: {model.path}: {error}")
-    return None
+        return None
 
 
 def compressed(numbers: Sequence[int | str]) -> str:
@@ -148,11 +161,11 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
         )
         memory = Memory(0)
     else:
-        table, memory = known_table(model, notes), None
-        if table is not None:
-            table = with_head(table, head)
-            memory = role_memory(table, layout, training, trains=trains)
-        row["parameters"] = _count(table)
+        parameters, memory = known_parameters(model, layout.tensor, notes), None
+        if parameters is not None:
+            parameters = with_head(parameters, head)
+            memory = role_memory(parameters, layout, training, trains=trains)
+        row["parameters"] = _count(parameters)
     if memory and memory.host:
         sums = training.offload_gradients == "step"
         what = "optimizer states are" if sums else "gradients and optimizer states are"
@@ -168,9 +181,11 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
     return row | {"memory": _sizes(memory)}
 
 
-def _count(table: Sequence[ParameterSpec] | None) -> int | str:
+def _count(parameters: Sequence[SizedParameter] | None) -> int | str:
     """The number of a model's parameters; "?" if they are not known."""
-    return "?" if table is None else sum(num_elements(one.shape) for one in table)
+    if parameters is None:
+        return "?"
+    return sum(num_elements(parameter.shape) for parameter in parameters)
 
 
 def _sizes(memory: Memory | None) -> dict[str, float] | str:
@@ -179,17 +194,19 @@ def _sizes(memory: Memory | None) -> dict[str, float] | str:
     return {name: round(getattr(memory, name) / GIB, 2) for name in names} if memory else "?"
 
 
-def local_config(path: str) -> dict[str, Any]:
-    """The content of a model's config.json. `path`: a folder, or a name on the Hugging Face hub,
-    looked up in the local cache without network. Raises `OSError` or `ValueError` if the file is
-    missing or unusable.
+def local_folder(path: str) -> Path | None:
+    """The folder of a model's config.json. `path`: a folder, or a name on the Hugging Face hub,
+    looked up in the local cache without network. None if there is no such file.
     """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        import huggingface_hub
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    import huggingface_hub
 
+    try:
         file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
-    return json.loads(Path(file).read_text())
+    except (OSError, ValueError):
+        return None
+    return Path(file).parent
 
 
 def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> list[str]:
