@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +76,8 @@ ENGINES: dict[str, Callable[..., InferenceEngine]] = {"vllm": Engine}
 
 
 class EngineActor(ChannelActor):
-    """Ray actor that holds one inference engine, which runs in the actor's process. Rank 0 calls
-    its methods through Ray; the rollout service sends it a `GenerateRequest` over ZeroMQ. The
+    """Ray actor that holds one inference engine, which runs in the actor's process. The rollout
+    service calls its methods through Ray, and sends it a `GenerateRequest` over ZeroMQ. The
     methods not explained here, such as `score`, `update` and `sleep`, call the engine's method of
     the same name with the same arguments and return its result.
     """
@@ -104,19 +103,16 @@ class EngineActor(ChannelActor):
         """
         return own_process()
 
-    async def start(self) -> dict[str, Any]:
-        """Start the engine, unless an earlier run has done so, and return once it is ready:
-        {"processes": [(host, process id, start time)] of the actor and all processes below it,
-        "seconds": that the start took}.
+    async def start(self) -> list[Process]:
+        """Start the engine, unless an earlier call has done so, and return once it is ready: the
+        processes of the actor and below it, each as (host, process id, start time).
         """
-        began = time.monotonic()
         async with self._start:  # a run that was ended may have begun it
             if not self._is_ready:
                 with activity("start of the engine", kind="load"):
                     await self.engine.start()
             self._is_ready = True
-        seconds = time.monotonic() - began
-        return {"processes": with_descendants(own_process()), "seconds": seconds}
+        return with_descendants(own_process())
 
     async def record(self, recording: Recording | None) -> None:
         """From now on, record in the folder of another run what this process does; None: no more.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -110,8 +111,8 @@ class Attempts:
     penalises_cut_off: bool = False
     """Whether the length penalty of a rollout that is cut off is -1, that at the token limit."""
 
-    progress: int = 0
-    """Answers that engines and environment have given so far."""
+    moved_at: float = field(default_factory=time.monotonic)
+    """When an engine or the environment has last given an answer."""
     scoring: Requests = field(default_factory=lambda: Requests("verdicts", kind="score"))
     """Records in the activity files that the environment is at work."""
 
@@ -175,7 +176,7 @@ class Attempts:
         if self.environment.has_start:
             with self.scoring:
                 first = await self.environment.begin(key, prompt)
-            self.progress += 1
+            self.moved_at = time.monotonic()
             if isinstance(first, Verdict):
                 return [], first
             if first is not None:
@@ -203,7 +204,7 @@ class Attempts:
                     *(key, prompt, replace(part, finish="stop") if is_short else part),
                     num_tokens=said,
                 )
-            self.progress += 2
+            self.moved_at = time.monotonic()
             if isinstance(answer, Verdict):
                 segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer

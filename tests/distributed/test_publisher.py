@@ -134,9 +134,6 @@ class Engines:
         self.members = list(range(len(self.engines)))
         return sorted(joins)
 
-    def let_go(self) -> None:
-        pass
-
     def admit(self) -> int:
         if self.admit_fails:
             raise RuntimeError("nobody home")

@@ -23,12 +23,10 @@ from megarl.activity.spans import Requests
 from megarl.cluster import channel as channel_module
 from megarl.cluster.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.cluster.remote import GenerateRequest, RemoteEngine
-from megarl.cluster.service_process import ServiceActor
 from megarl.errors import EngineLost, EngineUnreachable
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.inference_engine import Pauses
 from megarl.rollout.requests import EnginePool
-from megarl.rollout.waits import Waits
 from megarl.schema import replace
 from megarl.types import Prompt, Segment
 
@@ -329,21 +327,6 @@ async def test_a_process_that_is_stopped_goes_on_with_its_requests() -> None:
             assert found == [2 * n for n in range(200)] and len(processes) == 1
         finally:
             processes[0].kill()
-
-
-async def test_an_engine_that_is_named_twice_keeps_its_connection() -> None:
-    """Rank 0 asks again where it does not know whether the first call was heard."""
-    with channel() as made:
-        handles, actor = [Handle(), Handle()], ServiceActor.__new__(ServiceActor)
-        engine = RemoteEngine(handles[0], made)
-        actor._waits, actor.engines = Waits(), EnginePool([engine], RolloutConfig())
-        found = []
-        for _ in range(2):
-            actor.use_engine(0, handles[1])
-            found.append(actor.engines.engines[0])
-        first: Any = found[0]
-        assert found[1] is first is not engine
-        assert first.handle is handles[1]
 
 
 class Paused(ChannelActor):

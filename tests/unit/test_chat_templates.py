@@ -301,29 +301,26 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
 
 
 HALF = "a\ud800"
-HALVES: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
-    (PromptsConfig, "prompt", {"prompt": HALF}, {}),
-    (PromptsConfig, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])}, CHAT),
-    (PromptsConfig, "answer", {"answer": HALF}, {}),
-    (PromptsConfig, "tools", {"tools": [tool(HALF)]}, CHAT),
-    (DemonstrationsConfig, "response", {"response": HALF}, {}),
-    (DemonstrationsConfig, "text", {"text": HALF}, {"text_column": "text"}),
-    (DemonstrationsConfig, "messages", {"messages": [ASK, calling("f", city=HALF)]}, TALKS),
-    (PreferencesConfig, "rejected", {"rejected": HALF}, {}),
-    (PreferencesConfig, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
+HALVES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (PromptsConfig, {"prompt": json.dumps([ASK | {"content": HALF}])}, CHAT),
+    (PromptsConfig, {"answer": HALF}, {}),
+    (PromptsConfig, {"tools": [tool(HALF)]}, CHAT),
+    (DemonstrationsConfig, {"text": HALF}, {"text_column": "text"}),
+    (DemonstrationsConfig, {"messages": [ASK, calling("f", city=HALF)]}, TALKS),
+    (PreferencesConfig, {"chosen": [NO | {"content": HALF}]}, CHAT),
 ]
-"""(kind of data, column, what a row then has, settings)"""
+"""(kind of data, what a row then has, settings)"""
 
 
-@pytest.mark.parametrize(("kind", "column", "change", "settings"), HALVES)
+@pytest.mark.parametrize(("kind", "change", "settings"), HALVES)
 def test_half_of_a_character_is_named(
-    kind: Any, column: str, change: Any, settings: Any, tmp_path: Path
+    kind: Any, change: Any, settings: Any, tmp_path: Path
 ) -> None:
     row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "text": "abc"}
     row |= {"chosen": "b", "rejected": "c", "messages": [ASK, ANSWER]}
     source = written(tmp_path, row, row | change)
     place = r"^\S+rows.jsonl, line 2 \(row 1, .*\)"
-    with pytest.raises(ValueError, match=rf"{place}: column '{column}' holds half .*\(U\+D800\)"):
+    with pytest.raises(ValueError, match=rf"{place}: a text holds half .*\(U\+D800\)"):
         load(kind, source, tokenizer_of(CHATML), **settings)
 
 

@@ -217,7 +217,7 @@ class Readers:
     def poll(self, **_: Any) -> int:
         return 0
 
-    settle = admit = hold = let_go = poll
+    settle = admit = hold = poll
 
 
 class Trainer:
