@@ -44,11 +44,10 @@ def _runs_here(name: str) -> bool:
     """
     if name == "flash":
         return False
-    return name != "triton" or (
-        importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-    )
+    return name != "triton" or (importlib.util.find_spec("triton") is not None and INTERPRETED)
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_NAMES = [name for name in BLOCKS if _runs_here(name)]
 DTYPES = {
     name: [torch.float32] if name == "triton" else [torch.float32, torch.float64] for name in BLOCKS
@@ -56,7 +55,10 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("block", BLOCK_NAMES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [
+    pytest.param(name, marks=pytest.mark.nightly if INTERPRETED and name != "ring" else ())
+    for name in TRANSPORTS
+])  # fmt: skip
 def test_every_schedule_equals_dense_attention(transport: str, block: str) -> None:
     @settings(max_examples=4 if block == "triton" else 60, deadline=None, derandomize=True)
     @given(cases(width=16 if block == "triton" else None), st.sampled_from(DTYPES[block]))
