@@ -53,17 +53,14 @@ def test_without_a_command_it_says_how_it_is_used() -> None:
     assert done.code == 2 and "megarl torchrun --nproc-per-node N train" in done.err, done.err
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--nproc-per-node two", "two"),
-        ("--nnodes many", "many"),
-        ("--nprocesses 2", "--nprocesses"),
-        ("--max-restarts often", "--max-restarts"),
-        ("--nproc-per-node", "nproc"),
-        ("--numa-binding node", "cores beside its GPU"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    ("--nproc-per-node two", "two"),
+    ("--nnodes many", "many"),
+    ("--nprocesses 2", "--nprocesses"),
+    ("--max-restarts often", "--max-restarts"),
+    ("--nproc-per-node", "nproc"),
+    ("--numa-binding node", "cores beside its GPU"),
+])  # fmt: skip
 def test_torchruns_own_options_are_refused_in_one_line(
     options: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_remax_compares_with_greedy_responses_that_a_reward_model_scores(place: 
         assert row["mismatch/max_abs"] < PROBE_BOUND
 
 
+@pytest.mark.nightly
 def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     source = write_rows(place / "demonstrations.jsonl", rows)

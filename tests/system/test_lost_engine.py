@@ -63,6 +63,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.nightly
 def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     """One engine alone, so that everything waits for its replacement: while the trainer waits for
     rollouts or an evaluation, in the probe, and before the first byte of a version.

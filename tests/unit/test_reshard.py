@@ -50,8 +50,8 @@ from megarl.weight_sync.parameters import (
     training_shards,
 )
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
-MANY = settings(max_examples=150, deadline=None, derandomize=True)
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+MANY = settings(max_examples=60, deadline=None, derandomize=True)
 ITEMSIZE = 2
 
 
