@@ -205,8 +205,8 @@ class RolloutClient:
         too many responses.
         """
         for reference in pending:
-            with self._wait("responses") as span:
-                watch = self._progress_watch(span)
+            with self._wait("responses"):
+                watch = self._progress_watch("responses")
                 while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
                     watch()
             yield ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, "collecting responses")
@@ -217,8 +217,8 @@ class RolloutClient:
         """
         refs = list({one.ref: None for one in arrays})
         deadline = time.monotonic() + self._silence_s
-        with self._wait(f"token arrays of {what}") as span:
-            watch = self._progress_watch(span)
+        with self._wait(f"token arrays of {what}"):
+            watch = self._progress_watch(f"token arrays of {what}")
             while refs and time.monotonic() < deadline:
                 self._tell_stop()
                 if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
@@ -241,8 +241,8 @@ class RolloutClient:
         """
         count, reference, doing = 0, None, f"waiting for {what}"
         try:
-            with self._wait(what) as span:
-                watch = self._progress_watch(span)
+            with self._wait(what):
+                watch = self._progress_watch(what)
                 while True:
                     self._tell_stop()
                     reference = reference or call(count)
@@ -258,7 +258,7 @@ class RolloutClient:
                     if not isinstance(answer, PublishAgain):
                         return answer
                     publish_again()
-                    reference, count, watch = None, count + 1, self._progress_watch(span)
+                    reference, count, watch = None, count + 1, self._progress_watch(what)
         except ActorDied:
             if self.stop:
                 return None
@@ -268,11 +268,10 @@ class RolloutClient:
         """A context manager that records a wait for the rollout service."""
         return activity(what, kind="wait", of="service", deadline_s=self._silence_s)
 
-    def _progress_watch(self, span: Span) -> Callable[[], None]:
-        """A function to call in the wait `span` for rollouts: raises `RuntimeError` once they have
-        made no progress for `silence_s` seconds.
+    def _progress_watch(self, what: str) -> Callable[[], None]:
+        """A function to call in a wait for `what`: raises `RuntimeError` once rollouts have made no
+        progress for `silence_s` seconds.
         """
-        span.moved()
         began = time.monotonic()
         asks_at = began + min(self._poll_s, self._silence_s)
 
@@ -280,16 +279,15 @@ class RolloutClient:
             nonlocal asks_at
             if time.monotonic() < asks_at:
                 return
-            silent_s = self._ask(self._service.silent_s.remote, f"waiting for {span.what}")
+            silent_s = self._ask(self._service.silent_s.remote, f"waiting for {what}")
             now = time.monotonic()
             silent_s = min(silent_s, now - began)
-            span.moved(silent_s)
             left_s = self._silence_s - silent_s
             asks_at = now + min(self._poll_s, left_s)
             if left_s <= 0:
                 raise RuntimeError(
                     f"no engine has made a step and no response was judged for {self._silence_s:g}"
-                    f" s, while this rank waited for {span.what}; look at run.log for what engines"
+                    f" s, while this rank waited for {what}; look at run.log for what engines"
                     " and environment printed last"
                 )
 

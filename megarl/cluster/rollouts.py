@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
 from megarl.cluster.engines import EngineGroup

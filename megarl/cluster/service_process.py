@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from megarl.activity.recording import Recording, close_recording
+from megarl.activity.spans import Recording, close_recording
 from megarl.checkpoints.lease import Claim
 from megarl.cluster.channel import Channel
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
@@ -53,13 +53,11 @@ def service_arguments(
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
-    deadline_s = known["config"].request_timeout_s
     if recording is not None:
         recording.open("service")
     return known | {
         "engines": [
-            RemoteEngine(handle, channel, number=number, deadline_s=deadline_s)
-            for number, handle in enumerate(handles)
+            RemoteEngine(handle, channel, number=number) for number, handle in enumerate(handles)
         ],
         "environment": ServiceEnvironment(environment, codec, token),
         "ledger": Recorder(ledger, claim.problem if claim is not None else str),

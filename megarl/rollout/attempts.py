@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.activity.busy import Busy
+from megarl.activity.spans import Requests
 from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.types import Prompt, Segment, Verdict
 
@@ -112,7 +112,7 @@ class Attempts:
 
     progress: int = 0
     """Answers that engines and environment have given so far."""
-    scoring: Busy = field(default_factory=lambda: Busy("verdicts", kind="score"))
+    scoring: Requests = field(default_factory=lambda: Requests("verdicts", kind="score"))
     """Records in the activity files that the environment is at work."""
 
     def seed(self, *place: int | str) -> int:
@@ -173,7 +173,7 @@ class Attempts:
 
         segments: list[Segment] = []
         if self.environment.has_start:
-            with self.scoring.request():
+            with self.scoring:
                 first = await self.environment.begin(key, prompt)
             self.progress += 1
             if isinstance(first, Verdict):
@@ -198,7 +198,7 @@ class Attempts:
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             # A turn that its own limit has ended is no rollout that was cut off.
             is_short = part.finish == "length" and part.num_tokens < room
-            with self.scoring.request():
+            with self.scoring:
                 answer = await self.environment.step(
                     *(key, prompt, replace(part, finish="stop") if is_short else part),
                     num_tokens=said,

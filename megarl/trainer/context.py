@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Claim, Lease

@@ -11,7 +11,6 @@ import pytest
 from support.commands import ROOT, python
 
 from megarl import cli, config
-from megarl.activity.recording import Recording, SpanRecorder
 from megarl.command_line import pages
 from megarl.command_line.completion import candidates
 from megarl.command_line.settings import settings
@@ -129,7 +128,7 @@ WRONG = {
     "run r.yaml --dryrun": "unknown option '--dryrun'; did you mean --dry-run?",
     "run r.yaml --rank 2": "megarl run: unknown option '--rank'; did you mean --ranks?",
     "rollout r.yaml --nun 4": "unknown option '--nun'; did you mean --num?",
-    "timeline run --output=x": "unknown option '--output'; did you mean --out?",
+    "report run --output=x": "unknown option '--output'; did you mean --out?",
     "doctor --all": "unknown option '--all'; known are --json and --help",
     "launch r.yaml --dryrun": "unknown option '--dryrun'; did you mean --dry-run?",
     "torchrun --nproc-per-nod 2 train r.yaml": "did you mean --nproc-per-node?",
@@ -193,7 +192,7 @@ CANDIDATES = {
     ("run", "lau"): [],
     ("launch", "r.yaml", "--", "--step"): ["--steps"],
     ("train", "--help", "weight"): ["weight_sync."],
-    ("status", "run", "--"): ["--json", "--stacks", "--help"],
+    ("status", "run", "--"): ["--json", "--stacks", "--watch", "--help"],
     ("completion", "b"): ["bash"],
     ("train", "lau"): [],
     ("train", "r.yaml", "--folder", ""): [],
@@ -230,7 +229,7 @@ def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("folder: runs/mine\n")
     runs = [name for name, command in COMMANDS.items() if command.first == "RUN"]
-    assert len(runs) == 6
+    assert len(runs) == 4
     for name in runs:
         for path, what in (("none", "does not exist"), ("run/recipe.yaml", "is a file")):
             with pytest.raises(UserError, match=f"{path} {what}; name the run folder"):
@@ -241,14 +240,10 @@ def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
         cli.dispatch("eval", [str(tmp_path)])
 
 
-@pytest.mark.parametrize("name", ["report", "timeline"])
-def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """With what to set; another place may be a folder."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    recording = Recording(str(tmp_path / "activity"), "r")
-    recording.make(keep=True)
-    SpanRecorder(recording, "rank0").close()
-    command = cli.load(COMMANDS[name].run)
+    command = cli.load(COMMANDS["report"].run)
     for target in ("/dev/null/file", "/proc/file"):
         with pytest.raises(UserError, match=f"^{target} cannot be written: .*--out FILE$"):
             command([str(tmp_path), "--out", target])

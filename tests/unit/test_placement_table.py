@@ -79,9 +79,8 @@ def picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Picture:
 
 
 def rows_of(shown: str) -> dict[str, dict[str, Any]]:
-    """{role or engine: its entry} of a picture, and `notes`."""
-    text = shown[shown.index("# placement") :]
-    return yaml.safe_load(text[: text.index("\n\n")])
+    """{role or engine: its entry} of a plan, and `notes`."""
+    return yaml.safe_load(shown)["placement"]
 
 
 def numbers(text: str) -> list[int]:
@@ -150,10 +149,10 @@ def test_four_models_of_70b_apart(picture: Picture) -> None:
 
 def ray_of(shown: str) -> dict[int, int]:
     """{node: GPUs that Ray deals out there} of the printed commands that start Ray."""
-    parts = re.split(r"^node (\d+):$", shown, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^  # node (\d+)$", shown, flags=re.MULTILINE)[1:]
     found = {}
     for node, lines in zip(parts[::2], parts[1::2], strict=True):
-        if start := re.findall(r"ray start --num-gpus=(\d+)", lines):
+        if start := re.findall(r"ray.scripts.scripts start --num-gpus=(\d+)", lines):
             (found[int(node)],) = map(int, start)
     return found
 
@@ -166,7 +165,7 @@ def test_ray_accepts_the_printed_commands(picture: Picture, port: int | None) ->
 
     options = ["--port", str(port)] if port else []
     shown = picture(*CLUSTER, *options)
-    lines = re.findall(r"ray start (.*)", shown)
+    lines = re.findall(r"ray.scripts.scripts start (.*)", shown)
     assert len(lines) == 6
     for line in lines:
         read = start.make_context("start", shlex.split(line)).params
@@ -277,9 +276,7 @@ def test_shared_gpus_are_marked_and_added_up(picture: Picture) -> None:
 
 
 def test_ranks_beside_engines_on_every_node(picture: Picture) -> None:
-    """12 ranks and two engines of 2 on two nodes: six ranks and an engine on each. The critic's
-    tensor group is on both nodes then, which is said.
-    """
+    """12 ranks and two engines of 2 on two nodes: six ranks and an engine on each."""
     four = {"tensor": 4}
     changes: dict[str, Any] = {"training.layout": {"data": 1, **four}, "critic.layout": four}
     changes |= {"critic.ranks": [4, 5, 6, 7], "reference": {}, "rollout.engine.tensor": 2}
@@ -289,8 +286,6 @@ def test_ranks_beside_engines_on_every_node(picture: Picture) -> None:
     assert [rows[f"engine {n}"]["gpus"] for n in range(2)] == ["0: 6-7", "1: 6-7"]
     assert rows["critic"]["gpus"] == "0: 4-5; 1: 0-1"
     assert rows["free"]["gpus"] == "none"
-    notes = [note for note in rows["notes"] if "on several nodes" in note]
-    assert len(notes) == 1 and notes[0].startswith("critic: 1 of 1 tensor-parallel groups")
 
 
 def test_without_config_json_memory_is_unknown(picture: Picture) -> None:
@@ -304,8 +299,7 @@ def test_without_config_json_memory_is_unknown(picture: Picture) -> None:
 
 @pytest.mark.parametrize(("changes", "options", "says"), [
     ({"reference.ranks": [90, 91, 92, 93, 94, 95, 96, 97]}, CLUSTER,
-     "reference.ranks names rank 90, .* the run has 80 trainer ranks, numbered from 0 to 79"
-     " without gaps: 32 of the policy, .*; set reference.ranks to numbers below 80"),
+     "but this run has 80 ranks, counted from 0"),
     ({"reference.ranks": list(range(60, 68))}, CLUSTER,
      "two roles with ranks of their own share none; set others"),
     ({"reference.ranks": list(range(8))}, CLUSTER, "rank 0 is the policy's"),
@@ -315,16 +309,11 @@ def test_without_config_json_memory_is_unknown(picture: Picture) -> None:
      "reference.layout"),
     ({}, ("--nodes", "11", *CLUSTER[2:]), "need 96 GPUs, but --nodes 11 x .* are 88"),
     ({"rollout.engine.tensor": 16}, ("--nodes", "20", *CLUSTER[2:]), "an engine is on one node"),
-    ({}, ("--gpus-train", "40", *CLUSTER), "have 48 ranks of their own; set --gpus-train to 80"),
-    ({"training.layout": {"tensor": 8}}, CLUSTER, "set --gpus-train"),
-    ({"training.layout": {"tensor": 8}}, ("--gpus-train", "48", *CLUSTER),
-     "leaves the policy no rank, .*; set it to at least 56"),
+    ({}, ("--gpus-train", "88", *CLUSTER), "= 32 ranks, but this run has 40"),
     ({"weight_sync.transport": "shared_memory"}, CLUSTER, "set it to 'point_to_point'"),
     ({}, ("--nodes", "12"), "--nodes needs --gpus-per-node"),
     ({}, ("--cpu", *CLUSTER), "--gpus-per-node and --cpu exclude each other"),
     ({}, CLUSTER, "all nodes of a Slurm allocation; add --dry-run"),
-    *(({}, ("--port", port, *CLUSTER), f"^--port is {port}, which is .*; set --port to another")
-      for port in ("29500", "8265", "10001")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, changes: dict[str, Any], options: tuple[str, ...], says: str
