@@ -202,9 +202,7 @@ def engine_hosts(place: Path) -> list[str]:
     return [trace.host for trace in traces if re.fullmatch(r"engine\d", trace.name)]
 
 
-def test_slurm_tells_the_nodes(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_tells_the_nodes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.apps.launch import slurm
 
     monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
