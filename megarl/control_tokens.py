@@ -104,7 +104,8 @@ class ControlTokens:
         add_special_tokens: bool,
     ) -> list[int]:
         renamed = self._pattern.sub(lambda found: names[found[0]], text).replace(MARK, "")
-        made = plain.encode(renamed, add_special_tokens=add_special_tokens)
+        # A batch, as `encode` of a single text keeps Python's lock.
+        (made,) = plain.encode_batch_fast([renamed], add_special_tokens=add_special_tokens)
         pairs = zip(made.ids, made.special_tokens_mask, strict=True)
         return [one if is_added else numbers.get(one, one) for one, is_added in pairs]
 

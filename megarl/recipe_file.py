@@ -34,6 +34,8 @@ RENAMED = {
     "training.mini_batches": "training.num_mini_batches",
     "weight_sync.carrier": "weight_sync.transport",
     "publish": "weight_sync",
+    "weight_sync.folder": "needless, as no transport uses files; set weight_sync.transport to"
+    " shared_memory on one host, to point_to_point on several",
     "rollout.engines_per_relay": "needless, as no run has relays; leave it out",
 }
 """{key of older recipes: its present name}; old keys are refused with the new name in the

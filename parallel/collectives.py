@@ -30,21 +30,14 @@ for what another rank writes there."""
 _waited = itertools.count()
 """Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
-EARLIER_S = 2.0
-"""Seconds before a collective's deadline, but at most a tenth of the deadline, at which a rank that
-still waits is reported: at the deadline torch ends the process on GPUs."""
-
 
 def waits(doing: str, axis: Axis) -> Span:
     """A context manager to put around a collective operation of this rank. An operation that lasts
-    longer than a second is written to this process's activity trace, with its name (`doing`, such
-    as "all-reduce") and the ranks of `axis` (a group of ranks that communicate). If it still waits
-    shortly before the timeout of the axis, a report with the stacks of all processes is written to
-    RUN/waits-TIME.txt. Without a trace nothing is written.
+    longer than a second is written to this process's trace, with its name (`doing`, such as
+    "all-reduce"), the ranks of `axis` (a group of ranks that communicate) and its timeout.
     """
-    deadline_s = max(axis.timeout_s - EARLIER_S, 0.9 * axis.timeout_s)
     what = f"{doing} over {axis.name}"
-    return activity(what, kind="wait", of=axis.ranks, deadline_s=deadline_s, quiet=True)
+    return activity(what, kind="wait", of=axis.ranks, deadline_s=axis.timeout_s, quiet=True)
 
 
 def all_reduce(

@@ -71,7 +71,7 @@ class Orders:
         key = str(self._taken)
         began = moved_at = looked_at = time.monotonic()
         pause_s, found = 0.01, b""
-        with activity("orders", kind="wait", of=[0], deadline_s=self.silence_s) as span:
+        with activity("orders", kind="wait", of=[0], deadline_s=self.silence_s):
             while not self._store.check([key]):
                 time.sleep(pause_s)
                 pause_s, now = min(2 * pause_s, ASK_S), time.monotonic()
@@ -79,7 +79,6 @@ class Orders:
                     before, found, looked_at = found, self._count(), now
                     if found != before:
                         moved_at = now
-                        span.moved()
                 if now - moved_at > self.silence_s:
                     raise RuntimeError(
                         f"rank 0 has given no sign of life for {self.silence_s:g} s, while this"

@@ -103,7 +103,7 @@ PROCESSES: dict[str, tuple[Callable[[psutil.Process], bool], str]] = {
     "torchrun": (lambda process: "torchrun" in " ".join(process.cmdline()), r"taken over"),
 }
 """{kind of process: (whether a process below the run is one, how the run tells of its loss)}."""
-SUSPENDED = ("rank", "torchrun")
+SUSPENDED = ("rank", "torchrun", "raylet", "gcs")
 """Processes that nobody replaces, so that stopping them means that the run is suspended."""
 
 

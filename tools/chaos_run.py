@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import ROOT
 from processes import MARK, is_running, marked
 
-from megarl.activity.files import FOLDER, Life, read_lives
+from megarl.activity.files import ProcessTrace, newest_traces, read_traces
+from megarl.activity.spans import FOLDER
 
 PHASES = (
     *("evaluate", "checkpoint", "probe", "publish", "train", "start"),
@@ -106,9 +107,9 @@ class Run:
         start.
         """
         below = {one.pid for one in self.below()}
-        for life in read_lives(self.folder / FOLDER, only_last=True):
-            if life.process == "rank0" and life.steps and life.pid in below:
-                return life.pid, life.steps[-1]["args"]["step"]
+        for trace in newest_traces(read_traces(self.folder / FOLDER)):
+            if trace.name == "rank0" and trace.steps and trace.pid in below:
+                return trace.pid, trace.steps[-1]["args"]["step"]
         return 0, 0
 
     def below(self) -> list[psutil.Process]:
@@ -164,7 +165,8 @@ class Run:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.code is None:
-            if phase in phases_of(read_lives(self.folder / FOLDER, only_last=True), time.time()):
+            traces = newest_traces(read_traces(self.folder / FOLDER))
+            if phase in phases_of(traces, time.time()):
                 return True
             time.sleep(0.002)
         return False
@@ -173,17 +175,17 @@ class Run:
         """The phase in which the run was at a time, in seconds since the epoch, from what its
         processes have recorded.
         """
-        lives = read_lives(self.folder / FOLDER)
-        found = phases_of(lives, wall)
-        ranks = (life for life in lives if life.process == "rank0")
-        stepped = any(step["ts"] <= 1e6 * wall for life in ranks for step in life.steps)
+        traces = read_traces(self.folder / FOLDER)
+        found = phases_of(traces, wall)
+        ranks = (trace for trace in traces if trace.name == "rank0")
+        stepped = any(step["ts"] <= 1e6 * wall for trace in ranks for step in trace.steps)
         return next((one for one in PHASES if one in found), "between" if stepped else "start")
 
     def name_of(self, pid: int) -> str:
         """Name of the process in the run's records, such as "engine 0"; "" for one without any."""
-        for life in read_lives(self.folder / FOLDER):
-            if life.pid == pid:
-                return re.sub(r"(\d+)$", r" \1", life.process.partition("-")[0])
+        for trace in read_traces(self.folder / FOLDER):
+            if trace.pid == pid:
+                return re.sub(r"(\d+)$", r" \1", trace.name.partition("-")[0])
         return ""
 
 
@@ -197,14 +199,14 @@ def _kill(processes: list[psutil.Process]) -> list[str]:
     return titles
 
 
-def phases_of(lives: Iterable[Life], wall: float) -> set[str]:
+def phases_of(traces: Iterable[ProcessTrace], wall: float) -> set[str]:
     """The phases in which a run's processes were at a time, in seconds since the epoch."""
     found = set[str]()
-    for life in lives:
-        name = life.process.rstrip("0123456789")
-        if life.begin > wall or (life.last < wall and life.is_alive is False):
+    for trace in traces:
+        name = trace.name.rstrip("0123456789")
+        if trace.begin > wall or (trace.last < wall and trace.is_alive is False):
             continue
-        for span in life.spans.values():
+        for span in trace.spans.values():
             if not span["ts"] <= 1e6 * wall < span.get("end", 1e6 * wall + 1):
                 continue
             kind = span["cat"]

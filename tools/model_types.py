@@ -35,7 +35,6 @@ from megarl.trainer.packing import pack_shared
 from megarl.trainer.sharding import refuse_tensor, shard_model
 from megarl.trainer.weights import exported_names
 from megarl.types import Samples
-from megarl.weight_sync.families import FAMILIES, WITHOUT_TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference_models.md"
 MOST_WEIGHTS = 5_000_000
@@ -134,13 +133,11 @@ def cut(config: ModelConfig) -> str:
 
 
 def engine(kind: str, architecture: str) -> str:
-    """How weights of a type reach vLLM: a table of megarl's, vLLM's own loader, or not."""
+    """Whether weights of a type reach vLLM: "yes" or "no"."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    if kind in FAMILIES:
-        return "table"
-    has = architecture in ModelRegistry.get_supported_archs() and kind not in WITHOUT_TABLE
-    return "vLLM's loader" if has else "no"
+    has = architecture in ModelRegistry.get_supported_archs() and kind != "cohere2"
+    return "yes" if has else "no"
 
 
 def row(kind: str, ranks: ProcessMesh) -> tuple[str, ...]:

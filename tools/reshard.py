@@ -78,7 +78,7 @@ class Source:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {row.name: self.stores[0].dtypes[row.name] for row in self.model.table}
+        return {name: self.stores[0].dtypes[name] for name in self.model.shapes}
 
 
 def open_hugging_face(folder: Path) -> Source:
@@ -138,7 +138,7 @@ def move(source: Source, out: Path, fill: Callable[[Path], int]) -> dict[str, An
     return {
         "out": str(out),
         "parameters": source.model.parameters,
-        "tensors": len(source.model.table),
+        "tensors": len(source.model.shapes),
         "dtypes": sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}),
         "files": sorted(path.name for path in out.glob("*.safetensors")),
         "bytes": written,

@@ -7,10 +7,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +21,17 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from reshard_files import rank_files
 
+from megarl.checks.engine_checks import check_engine_tensor
+from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
-from megarl.trainer.sharding import refuse_tensor
-from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
-from megarl.weight_sync.parameters import ParameterSpec, engine_owned, training_shards
+from megarl.trainer.heads import use_score_head
+from megarl.trainer.sharding import refuse_tensor, shard_model
+from megarl.weight_sync.parameters import engine_owned
 
 HEAD = "lm_head.weight"
 RECOMPUTED = ".rotary_emb.inv_freq"
@@ -62,29 +67,41 @@ class Model:
     """What a config.json says of a model."""
 
     config: dict[str, Any]
-    table: list[ParameterSpec]
     settings: transformers.PretrainedConfig
 
-    @property
+    def empty(self) -> transformers.PreTrainedModel:
+        """The model without memory for weights."""
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(self.settings)
+            if "ForSequenceClassification" in str(self.config.get("architectures")):
+                use_score_head(model)
+        return model
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {row.name: row.shape for row in self.table}
+        return {name: tuple(one.shape) for name, one in self.empty().named_parameters()}
 
     @property
     def parameters(self) -> int:
-        return sum(torch.Size(row.shape).numel() for row in self.table)
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def owned(self, degrees: Degrees) -> list[Owned]:
         """What each rank of a training layout holds; raises `ValueError` where it cannot be cut
         so.
         """
-        refuse_tensor(self.settings, degrees.layout.tensor)
-        shards = training_shards(self.table, degrees.layout.tensor)
+        tensor = degrees.layout.tensor
+        refuse_tensor(self.settings, tensor)
+        shards = shard_model(self.empty(), Axis("tensor", tensor, 0, tuple(range(tensor)), None))
         return training_owned(self.shapes, shards, degrees.layout, degrees.zero_stage)
 
     def engine(self, tensor: int) -> list[Owned]:
         """What each rank of an engine holds; raises `ValueError` where it cannot be cut so."""
-        refuse_engine_tensor(self.config, tensor)
-        return engine_owned(self.table, tensor)
+        check_engine_tensor(self.settings, tensor)
+        on_cpu = not torch.cuda.is_available()
+        with tempfile.TemporaryDirectory() as folder:
+            self.settings.save_pretrained(folder)
+            table = recorded_table(folder, self.config, tensor, on_cpu=on_cpu)
+        return engine_owned(table, tensor)
 
 
 def load_model(path: Path) -> Model:
@@ -104,11 +121,13 @@ def as_model(config: Any, path: Path) -> Model:
             f"{path} does not say model_type, so it is no model's config.json; name one that is"
         )
     try:
-        return Model(config, parameter_table(config), transformers.AutoConfig.for_model(**config))
-    except (StrictDataclassError, TypeError) as error:
+        model = Model(config, transformers.AutoConfig.for_model(**config))
+        _ = model.shapes
+    except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} contradicts itself: {str(error).splitlines()[-1].strip()}; fetch it again"
         ) from None
+    return model
 
 
 def plan_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +144,7 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
     plan = make_plan(sources, destinations, {rank: rank for rank in range(count)})
     planned_s = time.perf_counter() - started
     return {
-        "model": {"type": model.config["model_type"], "tensors": len(model.table)}
+        "model": {"type": model.config["model_type"], "tensors": len(model.shapes)}
         | {"parameters": whole},
         "dtype": args.dtype,
         "source": {"layout": "{}, ZeRO {}".format(*args.source), **owned_bytes(sources, itemsize)},

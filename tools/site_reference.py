@@ -1,8 +1,8 @@
 """Reference pages of the documentation's site, of the code itself: a hook of mkdocs (mkdocs.yml).
 
 `reference/COMMAND.md` has every key of the recipe of a command, `commands.md` every command with
-its options, `messages.md` what megarl says of bad input, `families.md` the types of models whose
-parameter tables it has. The pages are made when the site is built, and no files of docs/.
+its options, `messages.md` what megarl says of bad input. The pages are made when the site is built,
+and no files of docs/.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, TASKS, Command
 from megarl.schema import FILE, Config, Of
-from megarl.weight_sync.families import FAMILIES, WITHOUT_TABLE
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
     pages = {name: _recipe_page(name, kind) for name, kind in recipes().items()}
-    own = {"commands": _commands_page(), "messages": _messages_page(), "families": _families_page()}
+    own = {"commands": _commands_page(), "messages": _messages_page()}
     for name, lines in {**pages, **own}.items():
         content = "\n".join(lines) + "\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
@@ -122,32 +121,3 @@ def _messages_page() -> Iterator[str]:
     """The lines of the page about messages."""
     for line in errors_page(Path(__file__).resolve().parents[1]):
         yield f"* {_cell(line[2:])}" if line.startswith("* ") else line
-
-
-def _families_page() -> Iterator[str]:
-    """The lines of the page about types of models."""
-    yield from ("# Model families", "", "The `model_type` of a `config.json` whose weights megarl")
-    yield "names, cuts and sends to engines by a table of its own. The parameters of another type"
-    yield "are recorded from vLLM's loader, where they can be."
-    yield from (
-        "",
-        "| model_type | its tensors, where they differ from Llama's | refused where vLLM differs |",
-        "|---|---|---|",
-    )
-    for name, family in FAMILIES.items():
-        has = {
-            "biases of query, key and value": family.qkv_bias is True,
-            f"biases of query, key and value by `{family.qkv_bias}`": isinstance(
-                family.qkv_bias, str
-            ),
-            "norms of heads": family.head_norms,
-            "stacked projections": family.stacked,
-            "experts": family.experts,
-            f"{family.activation[1]} as activation": family.activation[1] != "silu",
-            f"{len(family.layer_norms)} norms a layer": len(family.layer_norms) != 2,
-        }
-        refused = [one.__name__.replace("_", " ") for one in family.differs]
-        cells = [f"`{name}`", ", ".join(key for key, value in has.items() if value)]
-        yield f"| {' | '.join([*cells, ', '.join(refused)])} |"
-    yield from ("", "No engine and trainer compute the same with these:", "")
-    yield from (f"* `{name}`: {_cell(why)}" for name, why in WITHOUT_TABLE.items())

@@ -1,13 +1,9 @@
-"""Processes of this machine, as the Linux kernel tells of them: identity, state and descendants."""
+"""Identity and state of this machine's processes, as the Linux kernel tells them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 """{letter of a process's state in /proc/PID/stat: what it means}, of stopped processes."""
@@ -37,17 +33,6 @@ def condition(process: int, started: str) -> str:
     """
     state, since = _stat(process)
     return STOPPED.get(state, "alive") if since == started != "" else "gone"
-
-
-def below(process: int, without: frozenset[int]) -> Iterator[psutil.Process]:
-    """Iterate over all descendants of the process with the id `process`, without the processes
-    whose ids are in `without` and their descendants.
-    """
-    with suppress(psutil.Error):  # it has ended meanwhile
-        for child in psutil.Process(process).children():
-            if child.pid not in without:
-                yield child
-                yield from below(child.pid, without)
 
 
 def _stat(process: int) -> tuple[str, str]:

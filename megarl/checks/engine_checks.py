@@ -18,10 +18,9 @@ from megarl.parallel.layout import Layout
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.inference_engine import InferenceEngine
 from megarl.schema import is_own, require, shortened
+from megarl.trainer.memory import SizedParameter
 from megarl.trainer.sharding import kv_heads
 from megarl.trainer.working_memory import kept_memory, most_share
-from megarl.weight_sync.families import FAMILIES
-from megarl.weight_sync.parameters import ParameterSpec
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that the CPU attention of vLLM 0.32 is compiled for."""
@@ -74,23 +73,11 @@ def check_placement(
         " the system lets it copy file descriptors (ptrace); remove that from the variable, or set"
         " weight_sync.transport to 'shared_memory'",
     )
-    require(
-        not (colocated and shares_gpus and transport == "point_to_point"),
-        "rollout.placement is 'colocated' and weight_sync.transport 'point_to_point', whose"
-        " messages NCCL sends: it refuses two ranks on one GPU; set weight_sync.transport to"
-        " 'cuda_ipc' or 'shared_memory' on one host, to 'disk' on several",
-    )
-    require(
-        (transport == "disk") == bool(config.weight_sync.folder),
-        f"weight_sync.transport is {transport!r} and weight_sync.folder is"
-        f" {config.weight_sync.folder!r}: a folder is for the transport 'disk', which needs one"
-        " that trainer and engines see under the same name",
-    )
     hosts = num_ranks // launcher.ranks_per_host() if started else hosts
     require(
-        hosts == 1 or transport in ("point_to_point", "disk"),
+        hosts == 1 or transport == "point_to_point",
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
-        f" {hosts}; set it to {'disk' if colocated and shares_gpus else 'point_to_point'!r}",
+        f" {hosts}; set it to 'point_to_point'",
     )
     require(
         not started or colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
@@ -149,25 +136,43 @@ def check_engine_model(hf: transformers.PretrainedConfig) -> None:
         f"config.json of model.path has architectures {shortened(str(names))}, which generate no"
         " text; set model.path to a causal language model (...ForCausalLM)",
     )
-    if (family := FAMILIES.get(hf.model_type)) is not None:
-        setting, wanted = family.activation
-        activation = getattr(hf.get_text_config(), setting, wanted)
-        require(
-            activation == wanted,
-            f"config.json of model.path has {setting} {activation!r}, but vLLM has only {wanted!r}"
-            f" for model type {hf.model_type}; choose another model",
-        )
+    windows = set(getattr(hf, "layer_types", None) or ())
+    differs = {
+        "cohere2": "has sliding windows that are a token longer in vLLM than in transformers",
+        **dict.fromkeys(
+            ("qwen2", "qwen3") if len(windows) > 1 else (),
+            "has a sliding window in some layers, and vLLM in all layers or in none",
+        ),
+    }
+    require(
+        hf.model_type not in differs,
+        f"model type {hf.model_type} of model.path {differs.get(hf.model_type)}: engines would"
+        " sample from another model; set model.path to another",
+    )
+
+
+def check_engine_tensor(hf: transformers.PretrainedConfig, tensor: int) -> None:
+    """Raise `ValueError` if vLLM cannot split the attention of the model with the configuration
+    `hf` over `tensor` tensor-parallel ranks. What else does not fit is told as the parameter table
+    is recorded.
+    """
+    heads = hf.get_text_config().num_attention_heads
+    require(
+        heads % tensor == 0,
+        f"rollout.engine.tensor is {tensor}, which does not divide the model's"
+        f" num_attention_heads = {heads}; set it to a divisor",
+    )
 
 
 def check_gpu_share(
-    config: RunConfig, table: Sequence[ParameterSpec], layout: Layout, gpu_bytes: int
+    config: RunConfig, parameters: Sequence[SizedParameter], layout: Layout, gpu_bytes: int
 ) -> None:
     """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` bytes has
     room for a colocated inference engine (`rollout.engine.gpu_memory_utilization`) beside what the
-    policy keeps there. `table`: the policy's parameters with shapes and how tensor-parallel ranks
-    split them; `layout`: its degrees of parallelism.
+    policy keeps there. `parameters`: the policy's; `layout`: its degrees of parallelism.
     """
-    share, kept = config.rollout.engine.gpu_memory_utilization, kept_memory(table, layout, config)
+    share = config.rollout.engine.gpu_memory_utilization
+    kept = kept_memory(parameters, layout, config)
     require(
         config.rollout.placement != "colocated" or share * gpu_bytes + kept <= gpu_bytes,
         f"rollout.engine.gpu_memory_utilization is {share:g} of a GPU of {gpu_bytes / 2**30:.1f}"

@@ -7,24 +7,22 @@ The whole checks read all of these later; here a mistake is told within a second
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import io
 import symtable
 import unicodedata
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from megarl.config import AnyConfig, PreferenceConfig
-from megarl.data.chats import as_written
+from megarl.config import AnyConfig
 from megarl.data.config import (
     DataSetConfig,
     DemonstrationsConfig,
     PreferencesConfig,
     PromptsConfig,
 )
-from megarl.data.forms import demonstrations_as_read, preferences_form, prompts_as_read
+from megarl.data.forms import as_read
 from megarl.data.hub import refuse_no_folder
 from megarl.data.rows import Cells, format_of, read_rows
 from megarl.environments.user_code import split_name
@@ -72,7 +70,7 @@ def check_named_files(
             parts = value.parts if isinstance(value, PromptsConfig) else [value]
             for number, part in enumerate(parts):
                 in_mixture = isinstance(value, PromptsConfig) and value.sources
-                _check_data(part, f"{key}.sources[{number}]" if in_mixture else key, config)
+                _check_data(part, f"{key}.sources[{number}]" if in_mixture else key)
         elif is_own(value) and key.rpartition(".")[2] in CODE:
             check_own_code(str(value), key)
 
@@ -96,7 +94,7 @@ def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _settings(value, key)
 
 
-def _check_data(section: Any, setting: str, config: AnyConfig) -> None:
+def _check_data(section: Any, setting: str) -> None:
     """Raise `ValueError` if the rows of a data set are not there, or their first row lacks a column
     that the recipe names. Data sets of the hub, those that `datasets` has saved, and those that a
     program makes are left to the whole checks.
@@ -110,15 +108,9 @@ def _check_data(section: Any, setting: str, config: AnyConfig) -> None:
     if not is_read:
         refuse_no_folder(section.source, f"{setting}.source")
         return
-    as_read: Callable[..., Any] = prompts_as_read
-    if isinstance(section, DemonstrationsConfig):
-        as_read = demonstrations_as_read
-    elif isinstance(section, PreferencesConfig):
-        single = isinstance(config, PreferenceConfig) and config.loss.method == "kto"
-        as_read = cast("Any", functools.partial(preferences_form, single=single))
     with contextlib.redirect_stderr(io.StringIO()):  # the whole checks print what they recognise
         table = read_rows(section.source, section.split, 1, setting)
-        section, table = as_read(section, as_written(table, section.tools_column), setting)
+        section, table = as_read(section, table, setting)
     cells = Cells(section, setting, table.rows[0], table.places[0])
     for name in _columns(section):
         cells.value(name)

@@ -24,6 +24,7 @@ from megarl.cluster.recorded_table import recorded_table
 from megarl.config import AnyConfig, RunConfig, with_steps
 from megarl.config_checks import sources, with_hidden
 from megarl.data.source import PromptList, load_prompts
+from megarl.environments.user_code import function_of
 from megarl.lookup import AGENTS, of_app
 from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import launcher
@@ -31,17 +32,18 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
+from megarl.rollout.engine import Engine
 from megarl.schema import is_own, replace, require
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.memory import sized_parameters
 from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.places import RolePlace, policy_ranks, reference_adapter
 from megarl.trainer.precision import has_bfloat16
 from megarl.trainer.weights import base_digest
 from megarl.types import Prompt
-from megarl.weight_sync.families import needs_recording, parameter_table, refuse_engine_tensor
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weight_sync.parameters import ParameterSpec, plain_table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -117,7 +119,7 @@ def check_run(
     layout_checks.check_positions(config, hf, roles, longest)
     if new:
         model_checks.check_export(config.model, tokenizer, hf)
-    table = _check_engines(config, hf, layout, num_ranks, started=started) if new else None
+        _check_engines(config, hf, layout, num_ranks, started=started)
     check_weights(config.model)
     warn(model_checks.check_published_adapters(config))
     if local_device().type == "cpu":
@@ -139,6 +141,7 @@ def check_run(
     ends = _ends_of_turns(config, tokenizer)
     data = prompts.fingerprint if prompts is not None else ""
     found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
+    records = new and (not started or launcher.rank() == ranks[0])  # which tells the others
     return RunInputs(
         layout,
         tokenizer,
@@ -151,7 +154,7 @@ def check_run(
         ranks=ranks,
         roles=roles,
         tools=tools,
-        table=table,
+        table=engine_table(config, hf) if records else None,
     )
 
 
@@ -169,26 +172,37 @@ def _check_engines(
     num_ranks: int,
     *,
     started: bool,
-) -> list[ParameterSpec] | None:
-    """The model's parameter table; None where vLLM's loader has to tell it, and this rank is not
-    the policy's first, which asks. Raises `ValueError` unless the engines fit the model, the
-    policy's layout and the devices; `num_ranks` and `started`: see `check_run`.
+) -> None:
+    """Raise `ValueError` unless the engines fit the model, the policy's layout and the devices;
+    `num_ranks` and `started`: see `check_run`.
     """
-    on_gpus, tensor, table = local_device().type == "cuda", config.rollout.engine.tensor, None
-    lora = config.training.lora
-    records = not started or launcher.rank() == policy_ranks(config, num_ranks)[0]
-    if not needs_recording(hf.to_dict()):
-        table = parameter_table(hf.to_dict())
-        refuse_engine_tensor(hf.to_dict(), tensor)
-    elif records and not (lora.is_on and lora.publish == "adapter"):
-        table = recorded_table(config.model.path, tensor, on_cpu=not on_gpus)
-    if on_gpus and table is not None:
+    on_gpus, engine = local_device().type == "cuda", config.rollout.engine
+    if not is_own(engine.kind):
+        engine_checks.check_engine_tensor(hf, engine.tensor)
+    if on_gpus:
         gpu = torch.cuda.get_device_properties(local_device())
-        engine_checks.check_gpu_share(config, table, layout, gpu.total_memory)
+        parameters = sized_parameters(config.model, layout.tensor)
+        engine_checks.check_gpu_share(config, parameters, layout, gpu.total_memory)
     engine_checks.check_placement(
         config, layout.size, num_ranks, shares_gpus=on_gpus, started=started
     )
-    return table
+
+
+def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec] | None:
+    """What the recipe's engines store of each tensor of the policy; None where only adapters are
+    sent. An engine of the user's own that is not megarl's for vLLM stores tensors as they are in
+    the checkpoint. Raises `ValueError` if weights cannot be sent to vLLM's engines.
+    """
+    lora, engine = config.training.lora, config.rollout.engine
+    if lora.is_on and lora.publish == "adapter":
+        return None
+    if is_own(engine.kind):
+        own = function_of(engine.kind, {}, "rollout.engine.kind", is_class=True)
+        if not issubclass(own, Engine):  # pyright: ignore[reportArgumentType]
+            parameters = sized_parameters(config.model, 1)
+            return plain_table({one.name: one.shape for one in parameters}, engine.tensor)
+    on_cpu = local_device().type == "cpu"
+    return recorded_table(config.model.path, hf.to_dict(), engine.tensor, on_cpu=on_cpu)
 
 
 def _check_shared_prompts(config: RunConfig, longest: int) -> None:
@@ -274,8 +288,6 @@ def check_places(config: RunConfig) -> None:
     )
     folder_checks.check_folder(config.folder, resume=bool(config.resume))
     folder_checks.check_time_to_save(config.training.checkpoint)
-    if config.weight_sync.folder:
-        folder_checks.check_writable(config.weight_sync.folder, setting="weight_sync.folder")
     folder_checks.check_observe(config.observe)
 
 

@@ -4,13 +4,14 @@ the actor.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.errors import ProcessLost, UserError
@@ -29,6 +30,9 @@ UNREACHABLE_S = 15.0
 POLL_S = 0.5
 """Seconds between two looks at what is waited for: an engine that starts, a service that is away.
 """
+
+GOES_ON = "`--resume auto` goes on from the newest checkpoint"
+"""What the user does after an error that ends a run."""
 
 KILL_S = 5.0
 """Seconds that Ray gets to kill an actor. On a node whose raylet hangs, `ray.kill` may never
@@ -59,26 +63,42 @@ def ask(which: str, reference: Any, timeout_s: float, doing: str, fix: str = "")
     name; `doing`, what the call does; `fix`, advice for a late actor.
 
     Raises `RuntimeError` with the actor's name and the reason if the call failed or is late,
-    `ActorDied` if the actor died, `ActorUnreachable` if it may be alive, and `UserError` unchanged
-    if the call raised one.
+    `ActorDied` if the actor died, `ActorUnreachable` if it may be alive, and `UserError` or
+    `ProcessLost` unchanged if the call raised one.
     """
     try:
         return ray.get(reference, timeout=max(0.0, timeout_s))
-    except GetTimeoutError:
-        raise RuntimeError(
-            f"{which} did not answer within {timeout_s:g} s ({doing}{fix and '; '}{fix})"
-        ) from None
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from None
-        raise RuntimeError(f"{which} failed ({doing}): {error.cause}") from error
-    except DEATHS as error:
-        is_away = isinstance(error, ActorUnavailableError)
-        raise (ActorUnreachable if is_away else ActorDied)(
-            f"{which} {'cannot be reached' if is_away else 'died'} ({doing}):"
-            f" {why_dead(error)} See run.log for what it printed last;"
-            " `--resume auto` goes on from the newest checkpoint"
-        ) from error
+    except (TimeoutError, RayTaskError, *DEATHS) as error:
+        raise explained(error, which, timeout_s, doing, fix) from error
+
+
+async def await_answer(
+    which: str, reference: Any, timeout_s: float, doing: str, fix: str = ""
+) -> Any:
+    """As `ask`, as a coroutine in an event loop."""
+    try:
+        async with asyncio.timeout(timeout_s):  # `wait_for` may lose a cancellation
+            return await reference
+    except (TimeoutError, RayTaskError, *DEATHS) as error:
+        raise explained(error, which, timeout_s, doing, fix) from error
+
+
+def explained(
+    error: Exception, which: str, timeout_s: float, doing: str, fix: str = ""
+) -> Exception:
+    """The exception that `ask` raises for one of Ray."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, UserError | ProcessLost):
+            return type(error.cause)(str(error.cause))
+        return RuntimeError(f"{which} failed ({doing}): {error.cause}")
+    if isinstance(error, TimeoutError):
+        fix = fix and f"; {fix}"
+        return RuntimeError(f"{which} did not answer within {timeout_s:g} s ({doing}{fix})")
+    is_away = isinstance(error, ActorUnavailableError)
+    return (ActorUnreachable if is_away else ActorDied)(
+        f"{which} {'cannot be reached' if is_away else 'died'} ({doing}):"
+        f" {why_dead(error)} See run.log for what it printed last; {GOES_ON}"
+    )
 
 
 def ask_service(call: Callable[[], Any], doing: str) -> Any:

@@ -30,7 +30,7 @@ import zmq
 from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
-from megarl.activity.busy import Busy
+from megarl.activity.spans import Requests
 from megarl.cluster.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.errors import EngineLost, EngineUnreachable
 
@@ -208,11 +208,11 @@ class Remote:
     request after the connection has ended.
     """
 
-    def __init__(self, channel: Channel, handle: Any, busy: Busy) -> None:
+    def __init__(self, channel: Channel, handle: Any, requests: Requests) -> None:
         """`channel`: this process's socket. `handle`: Ray handle of the actor, whose class is a
-        `ChannelActor`. `busy`: records how long this process waits for answers.
+        `ChannelActor`. `requests`: records that this process waits for answers.
         """
-        self.channel, self._handle, self._busy = channel, handle, busy
+        self.channel, self._handle, self._requests = channel, handle, requests
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         """{number of a request: its answer}."""
@@ -235,7 +235,7 @@ class Remote:
         self._send([number, *packed(request)])
         answer = self._pending[number] = loop.create_future()
         try:
-            with self._busy.request():
+            with self._requests:
                 return await answer
         except asyncio.CancelledError:
             self._send([number])
@@ -305,11 +305,14 @@ class ChannelActor(abc.ABC):
         to connect to. `route`: random bytes that name the connection. Raises `ConnectionError` if
         there is no connection within `CONNECT_S` (60) seconds.
         """
-        busy, serving = Busy("responses", kind="generate"), dict[bytes, asyncio.Task[None]]()
+        requests, serving = (
+            Requests("responses", kind="generate"),
+            dict[bytes, asyncio.Task[None]](),
+        )
 
         async def answer(number: bytes, frames: list[bytes]) -> None:
             try:
-                with busy.request():
+                with requests:
                     made = packed(await self.serve(unpacked(frames)))
             except Exception as error:
                 made = packed(Failure(type(error).__name__, str(error)))

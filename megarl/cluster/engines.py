@@ -1,388 +1,414 @@
-"""All inference engines of a run as one object on trainer rank 0: calls to all of them with
-deadlines, errors that number the engines that are lost, and the start of new engines in their
-place.
+"""The inference engines of a run, in the process of the rollout service, which owns them.
+
+    starting -> ready, without weights -> serving -> lost -> starting ...
+
+A coroutine for each engine starts it, asks every `BEAT_S` seconds for a sign of life, and replaces
+it when it dies or hangs, while the others go on. A new engine serves requests once a publication,
+the sending of a weight version by the trainer's ranks, has reached it. A run whose last engine with
+weights is lost ends. Rank 0 calls engines through `megarl.cluster.engine_client`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
+import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from megarl.cluster.answers import Answers
-from megarl.cluster.asking import KILL_S, POLL_S, ActorDied, ask, ask_service, done_within
+from megarl.cluster.asking import GOES_ON, KILL_S, ActorDied, await_answer, done_within
+from megarl.cluster.deaths import DEATHS, ENGINE_DEAD, why_dead
+from megarl.cluster.placement import Seat, kept_engines
+from megarl.cluster.process_env import KEPT_ENGINES
 from megarl.cluster.processes import Process, end, with_descendants
+from megarl.cluster.remote import EngineActor
 from megarl.console import say
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.rollout.config import ENGINE_STARTS
+from megarl.rollout.inference_engine import Pulse
 
 ActorHandle = Any
 """A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
 
+BEAT_S, MOST_BEATS = 1.0, 32
+"""Least seconds between two signs of life of an engine, and most signs in that time: those of
+hundreds of engines would take much of the service's time."""
+FIRST_PULSE = Pulse(-1, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
+"""In the place of that before an engine's first one."""
+LOOK_S = 0.05
+"""Seconds between two looks at the engines of a call that waits for some to be ready."""
 
-class EngineGroup:
-    """All inference engines of a run, Ray actors numbered from 0, as trainer rank 0 controls them.
 
-    Each call to the engines ends within its time limit, and its error names the engine that failed.
-    A publication is the sending of the trainer's weights to all engines that run. Two threads of
-    rank 0 use this object: the training loop, and the supervisor, which looks for dead engines
-    (`megarl.cluster.supervisor`). From `hold` or `sleep` to `let_go` only the training loop starts
-    engines in the place of dead ones; at other times only the supervisor does.
+@dataclass(frozen=True)
+class EngineStarts:
+    """How the engines of a run are started, and the Ray actors of the first ones. Called with the
+    number of an engine, it makes another actor.
+    """
+
+    seats: Sequence[Seat]
+    """Where each engine runs."""
+    arguments: dict[str, Any]
+    """Keyword arguments of `EngineActor`, the same for all, with `environment`, variables of the
+    engines' processes, and `recording`, the run's folder of activity files or None."""
+    timeout_s: float
+    """Seconds that an engine may take to be ready."""
+    stall_s: float
+    """Seconds without progress after which an engine is taken for hung."""
+    takes_turns: bool = False
+    """Whether engines sleep and wake with a colocated trainer, all together: none starts meanwhile,
+    and a publication waits for all."""
+    namespace: str | None = field(default_factory=lambda: os.environ.get(KEPT_ENGINES))
+    """Ray namespace of engines that stay after the run; None for engines that end with it."""
+    first: list[ActorHandle] = field(default_factory=list)
+    """Actors that have begun to start, one for each engine. Ray ends them with these handles."""
+
+    def begin(self) -> EngineStarts:
+        """Begin to start all engines, without waiting, and take those that earlier runs have left.
+        Returns the object itself.
+        """
+        kept = kept_engines(self.arguments["recording"])
+        for number in range(len(self.seats)):
+            self.first.append(kept[number] if number in kept else self(number))
+            self.first[number].start.remote()
+        return self
+
+    @property
+    def serves_at_once(self) -> bool:
+        """Whether an engine that is ready has its weights, read from disk."""
+        return self.arguments["load"] and not self.arguments["adapter_rank"]
+
+    def __call__(self, number: int) -> ActorHandle:
+        """Make the Ray actor of engine `number`, which is not started yet."""
+        seat = self.seats[number]
+        options: dict[str, Any] = {"max_concurrency": 100_000} | seat.options
+        if self.namespace:
+            name = f"{number}-{secrets.token_hex(4)}"
+            options |= {"name": name, "namespace": self.namespace, "lifetime": "detached"}
+        environment = self.arguments["environment"] | seat.environment
+        own = self.arguments | {"number": number, "environment": environment}
+        return ray.remote(EngineActor).options(**options).remote(**own)
+
+
+@dataclass
+class CallOutcome:
+    """What came of a call to an engine."""
+
+    answer: Any = None
+    problem: str = ""
+    """The error's message; "late" if there is no answer in time."""
+    is_lost: bool = False
+    """Whether the engine is dead or late."""
+
+    @staticmethod
+    def of(call: asyncio.Future[Any]) -> CallOutcome:
+        """The outcome of a Ray call, which may still run."""
+        if not call.done():
+            return CallOutcome(None, "late", is_lost=True)
+        error = call.exception()
+        if error is None:
+            return CallOutcome(call.result())
+        if isinstance(error, DEATHS):
+            return CallOutcome(None, f"its process died ({why_dead(error)})", is_lost=True)
+        cause = getattr(error, "cause", error)
+        if type(cause).__name__ == ENGINE_DEAD:
+            return CallOutcome(None, "one of its processes died", is_lost=True)
+        return CallOutcome(None, str(cause) or repr(cause))
+
+
+@dataclass(eq=False)
+class ManagedEngine:
+    """One engine, which keeps its number when its actor is replaced."""
+
+    number: int
+    handle: ActorHandle
+    state: Literal["starting", "ready", "lost", "given up"] = "starting"
+    has_weights: bool = False
+    """Whether the rollout service sends it requests."""
+    born: asyncio.Future[Any] | None = None
+    """The actor's process, as (host name, process id, start time)."""
+    processes: list[Process] = field(default_factory=list)
+    """This process and all below it, once the engine is ready."""
+    watch: asyncio.Task[str] | None = None
+    """Ends with the reason why the engine is to be replaced."""
+
+
+class EngineManager:
+    """Starts, watches and replaces the engines of a run, and calls them for trainer rank 0. Create
+    and use it in one event loop.
     """
 
     def __init__(
         self,
-        count: int,
-        start: Callable[[int], ActorHandle],
-        timeout_s: float,
+        starts: EngineStarts,
         *,
-        fewest: int | None = None,
+        use: Callable[[int, ActorHandle], None],
+        fail: Callable[[str], Awaitable[None]],
     ) -> None:
-        """Begin to start `count` engines, without waiting. `start(number)` makes the Ray actor of
-        an engine and returns its handle. `timeout_s`: seconds that an engine may take to be ready.
-        `fewest`: number of engines that a publication needs and waits for; the run goes on while as
-        many can be started. None: all.
+        """Begin to watch the engines `starts.first`. `use(number, actor)`: is called when an engine
+        that has replaced another can serve requests. `fail(reason)`: ends the run.
         """
-        self._start, self._timeout_s = start, timeout_s
-        self._fewest = count if fewest is None else fewest
-        self.members = list(range(count))
-        """Numbers of the engines that get weights in the present publication, ascending."""
-        self.given_up: set[int] = set()
-        """Numbers of the engines without which the run goes on, since they cannot be started."""
-        self._failures = dict.fromkeys(range(count), 0)
-        """{engine: starts in a row that have failed}."""
-        self.handles = [start(number) for number in range(count)]
-        self.starting = {
-            number: handle.start.remote() for number, handle in enumerate(self.handles)
-        }
-        """{engine: Ray object reference} of the engines that are starting. A reference is ready
-        when the start has ended: {"processes": the engine's, "seconds": that it took}, or the
-        start's error."""
-        self._started_at = dict.fromkeys(self.starting, time.monotonic())
-        self._processes: dict[int, list[Process]] = {}
-        self.fresh: set[int] = set()
-        """Numbers of the engines that have replaced others and get no requests yet from the rollout
-        service, because they lack the current weights or the service was not told of them."""
-        self.dead: set[int] = set()
-        """Numbers of the engines that have died or were killed, and are not yet started again."""
-        self._replaced = 0
-        self.preemptions = 0
-        """Times that engines have pushed a running request out of a full key-value cache so far, as
-        the supervisor has heard."""
-        self._born = {number: handle.process.remote() for number, handle in enumerate(self.handles)}
-        """{engine number: object reference of its actor's process}."""
-        self._is_under_way = False
-        """Whether all engines have been ready once."""
-        self.broken = ""
-        """Why no engine can be started any more; empty as long as it is possible."""
-        self.is_held = False
-        self.lock = threading.RLock()
-        """Held by the thread that starts or kills engines, or changes `is_held`."""
-        self.service: ActorHandle = None
-        """The rollout service, which `admit` tells of replaced engines; None for a run without one.
+        self._starts, self._use, self._fail = starts, use, fail
+        self.engines = [ManagedEngine(*pair) for pair in enumerate(starts.first)]
+        self.moved_at = time.monotonic()
+        """When an engine has last made a step."""
+        self.failure = ""
+        """Why no engine can be used any more."""
+        self._deadline = time.monotonic() + starts.timeout_s
+        """Until when all engines must have been ready once."""
+        self._is_under_way = self._is_published = False
+        """Whether all engines have been ready once, and whether some got weights."""
+        self._members: dict[int, ActorHandle] = {}
+        """{number: actor} of the engines of the present publication."""
+        self._calls: list[asyncio.Future[Any]] = []
+        """The newest call to each of them."""
+        self._notices = list[str]()
+        """Lines for the user that rank 0 has not shown yet."""
+        self._replaced = self._preemptions = 0
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._beat_s = BEAT_S * max(1.0, len(self.engines) / MOST_BEATS)
+        self._lives = [asyncio.create_task(self._keep(one)) for one in self.engines]
+
+    # ------------------------------------------------------------------------ the life of an engine
+
+    async def _keep(self, engine: ManagedEngine) -> None:
+        """Follow the start of an engine, watch it and replace it, until the run or the engine
+        cannot go on.
         """
-
-    def wait(self) -> float:
-        """Block until every starting engine is ready. An engine whose process dies meanwhile is
-        started again, up to `ENGINE_STARTS` (3) times; so is, after the first call, one whose start
-        fails in another way. Returns the seconds of the slowest start. Raises `RuntimeError` if an
-        engine is not ready within one start's time limit, or has failed too often.
-        """
-        slowest, deadline = 0.0, time.monotonic() + self._timeout_s
-        again: type[RuntimeError] = RuntimeError if self._is_under_way else ActorDied
-        for number in range(len(self.handles)):
-            while number in self.starting:
-                left_s = deadline - time.monotonic()
-                try:
-                    slowest = max(slowest, self.finish_start(number, left_s))
-                except again as error:
-                    if time.monotonic() > deadline or self.broken:
-                        raise
-                    self.start_failed(number, str(error), fewest=len(self.handles))
-        self._is_under_way = True
-        return slowest
-
-    def finish_start(self, number: int, timeout_s: float) -> float:
-        """Block until the starting engine `number` is ready, at most `timeout_s` seconds; returns
-        its start-up time in seconds. Raises `ActorDied` if its process dies, and `RuntimeError` if
-        it cannot start or is late.
-        """
-        reference, deadline = self.starting[number], time.monotonic() + timeout_s
-        while not ray.wait([reference], timeout=POLL_S)[0]:
-            if self.broken:
-                raise RuntimeError(f"engine {number} cannot start: {self.broken}")
-            if time.monotonic() > deadline:
-                raise self._late(f"engine {number} did not answer")
-        answer = ask(f"engine {number}", reference, POLL_S, "starting")
-        del self.starting[number]
-        self._failures[number] = 0
-        self._processes[number] = answer["processes"]
-        return answer["seconds"]
-
-    def follow_starts(self) -> None:
-        """Note, without waiting, which engines have finished starting, and start those again whose
-        start has failed or takes too long. Raises `RuntimeError` if fewer engines than the run
-        needs can be started.
-        """
-        for number, reference in list(self.starting.items()):
-            if ray.wait([reference], timeout=0)[0]:
-                try:
-                    seconds = self.finish_start(number, POLL_S)
-                    say(f"megarl: engine {number} is ready again after {seconds:.0f} s")
-                except RuntimeError as error:
-                    self.start_failed(number, str(error))
-            elif time.monotonic() - self._started_at[number] > self._timeout_s:
-                self.start_failed(number, str(self._late(f"engine {number} did not answer")))
-
-    @property
-    def replaceable(self) -> set[int]:
-        """Numbers of the dead engines that are to be replaced: all but those given up after 3
-        failed starts in a row.
-        """
-        return self.dead - self.given_up
-
-    @property
-    def missing(self) -> int:
-        """Number of the run's engines that are dead or starting, and so do not receive the weights
-        that the trainer is sending.
-        """
-        return len(self.handles) - len(self.members)
-
-    def start_failed(self, number: int, problem: str, fewest: int | None = None) -> None:
-        """Start engine `number` again after a failed start, without waiting; or give the engine up
-        after 3 failures in a row, and go on without it. `problem`: why the start failed, a sentence
-        for the log. Raises `RuntimeError` if fewer than `fewest` engines are left then (None: the
-        number that must be ready to receive weights).
-        """
-        self._failures[number] += 1
-        if self._failures[number] < ENGINE_STARTS:
-            say(f"megarl: {problem}; it is started again")
-            self.restart([number])
-            return
-        reason = f"{ENGINE_STARTS} starts of engine {number} failed; the last: {problem}"
-        self.kill(number, self.handles[number])
-        left = len(self.handles) - len(self.given_up) - 1
-        if left < (self._fewest if fewest is None else fewest):
-            raise RuntimeError(reason)
-        with self.lock:
-            self.given_up.add(number)
-            self.fresh.discard(number)
-        say(
-            f"megarl: warning: {reason}; the run goes on with {left} of {len(self.handles)} engines"
-        )
-
-    def is_one_host(self) -> bool:
-        """Whether the Ray cluster has only one node, this host, so that all engines run here."""
-        return sum(node["Alive"] for node in ray.nodes()) == 1
-
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Tell each engine of `members`, those that are to get weights, where its weights come
-        from, and block until all have connected. `info(position)`: the dict for the engine at this
-        index of `members`, with "transport" (name of the way to send weights, such as "disk"),
-        "spec" (fields of a `RouteSpec`: how trainer and engines split the model), "engine" (the
-        index), "init_info" (addresses and other data of the sender), and "table" (JSON text that
-        lists the model's parameters, or "").
-
-        Raises `EngineLost` if an engine is dead or has no answer within `timeout_s` seconds, and
-        `RuntimeError` if a living engine cannot receive weights.
-        """
-        handles = enumerate(self._members())
-        answers = Answers([handle.connect.remote(info(position)) for position, handle in handles])
-        refused = answers.refused(timeout_s=timeout_s)
-        if refused:  # it lives, and another in its place would say the same
-            raise RuntimeError(
-                "; ".join(
-                    f"engine {self.members[position]} cannot take weights in: {why}"
-                    for position, why in refused.items()
-                )
-            )
-
-    def update(self, version: int, *, timeout_s: float) -> Answers:
-        """Have every engine of `members` (those that are to get weights) begin to receive the
-        weights of `version`; returns at once. `result` of the returned `Answers` waits, and gives
-        for each engine a list with a dict for each of its ranks: "version", "digests" (an int64 for
-        each tensor), "seconds" and "problem" (error message or ""). An engine itself gives up after
-        `timeout_s` seconds.
-        """
-        return Answers([one.update.remote(version, timeout_s) for one in self._members()])
-
-    def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Answers:
-        """Have every engine of `members` (those that are to get weights) begin to load LoRA
-        adapters as the weights of `version`; returns at once. `files`: {file name: content} in
-        PEFT's format. `result` of the returned `Answers` waits, and gives for each engine
-        {"version", "receipt": digest of the adapters, as hex text}. `timeout_s` is unused.
-        """
-        shared = ray.put(files)
-        return Answers([one.load_adapter.remote(version, shared) for one in self._members()])
-
-    def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory for a colocated trainer, and block until it has:
-        first until all starting engines are ready, then at most `timeout_s` seconds. Generation
-        pauses until the trainer sends weights again. An engine that is dead or late is killed, and
-        replaced when weights are sent; until then no engine is started. Raises `RuntimeError` if a
-        living engine fails.
-        """
-        with self.lock:
-            self.is_held = True
-        self.wait()
-        self._each("sleep", timeout_s)
-
-    def wake(self, *, timeout_s: float) -> None:
-        """Have every engine allocate its GPU memory for weights again, uninitialised, and block
-        until it has, at most `timeout_s` seconds. An engine that dies or is late here is killed,
-        and replaced when the trainer next sends weights; generation goes on after that. Raises
-        `RuntimeError` if a living engine fails.
-        """
-        self._each("wake", timeout_s)
-
-    def score(
-        self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
-    ) -> list[list[float]]:
-        """Have every engine of `members` (those that get the present weights) score one sequence:
-        for each engine, the log-probs of `token_ids[1:]`, each given the tokens before it, at
-        temperature 1. With `adapted` False without LoRA adapters. Raises `EngineLost` if an engine
-        is dead, fails or has no answer within `timeout_s` seconds.
-        """
-        answers = Answers([one.score.remote(token_ids, adapted) for one in self._members()])
-        return answers.result(timeout_s=timeout_s)
-
-    def processes(self) -> list[Process]:
-        """The processes of all engines that are ready, each as (host name, process id, start time
-        in seconds since 1970).
-        """
-        return [process for found in self._processes.values() for process in found]
-
-    def pids(self, number: int) -> list[int]:
-        """Process ids of engine `number`, which is ready: its Ray actor first, then vLLM's
-        processes.
-        """
-        return [pid for _, pid, _ in self._processes[number]]
-
-    def hold(self) -> list[int]:
-        """Begin to send a weight version to the engines: from now until `let_go` only the caller
-        starts engines in the place of dead ones, not the supervisor thread. Begins to start new
-        ones for those that are dead, and sets `members` to the engines that are ready; blocks while
-        these are fewer than the run needs. Returns the numbers of the engines of `members` that are
-        new and have no weights yet. Raises `RuntimeError` if too few engines can be started in
-        time.
-        """
-        with self.lock:
-            self.is_held = True
-        self._find_members()
-        return sorted(self.fresh & set(self.members))
-
-    def _find_members(self) -> None:
-        """Set `members`; see `hold`. Raises `RuntimeError` if too few engines are ready within one
-        start's time limit, or can be started.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            self.restart(sorted(self.replaceable))
-            self.follow_starts()
-            away = self.dead | self.starting.keys()
-            self.members = [one for one in range(len(self.handles)) if one not in away]
-            if len(self.members) >= self._fewest:
-                return
-            if self.broken:
-                raise RuntimeError(f"an engine cannot start: {self.broken}")
-            if time.monotonic() > deadline:
-                first = f"engine {min(away)} did not answer"
-                raise self._late(first if self.members else "no engine is ready")
-            ray.wait(list(self.starting.values()), timeout=POLL_S)
-
-    def _late(self, what: str) -> RuntimeError:
-        """The error of a start that took too long. `what`: what has not happened in time."""
-        return RuntimeError(
-            f"{what} within {self._timeout_s:g} s (starting; raise rollout.engine.start_timeout_s)"
-        )
-
-    def _members(self) -> list[ActorHandle]:
-        """The actor of each member."""
-        return [self.handles[number] for number in self.members]
-
-    def let_go(self) -> None:
-        """End what `hold` or `sleep` began: from now on the supervisor, a thread of rank 0 that
-        looks for dead engines, starts new engines in the place of dead ones again.
-        """
-        with self.lock:
-            self.is_held = False
-
-    def kill(self, number: int, handle: ActorHandle) -> None:
-        """Kill the processes of engine `number`, which then counts as dead and is not started again
-        by this call. Does nothing if another actor than `handle` has this number by now.
-        """
-        with self.lock:
-            if self.handles[number] is not handle:
-                return
-            self.dead.add(number)
-            self.starting.pop(number, None)
-            processes = self._processes.pop(number, None) or self._begun(number)
-        done_within(KILL_S, partial(ray.kill, handle))
-        end(processes, patience_s=0.0)
-
-    def restart(self, numbers: Sequence[int]) -> None:
-        """Kill what is left of the engines with these `numbers`, and begin to start new ones under
-        the same numbers, without waiting until they are ready.
-        """
-        for number in numbers:
-            self.kill(number, self.handles[number])
-        with self.lock:
-            for number in numbers:
-                self.handles[number] = self._start(number)
-                self.starting[number] = self.handles[number].start.remote()
-                self._born[number] = self.handles[number].process.remote()
-                self.fresh.add(number)
-                self._started_at[number] = time.monotonic()
-                self._replaced += 1
-                self.dead.discard(number)
-
-    def replace(self, numbers: Sequence[int]) -> None:
-        """Kill what is left of the engines with these `numbers`, and begin to start new engines
-        under the same numbers, all at once. Sets `members` to the engines that are ready; blocks
-        while these are fewer than the run needs. Raises `RuntimeError` if too few engines can be
-        started in time.
-        """
-        self.restart(numbers)
-        self._find_members()
-
-    def _begun(self, number: int) -> list[Process]:
-        """The processes so far of engine `number`, whose start has not ended."""
-        with contextlib.suppress(Exception):
-            return with_descendants(ray.get(self._born[number], timeout=0))
-        return []
-
-    def admit(self) -> int:
-        """Tell the rollout service to send requests to the engines of `members` (those that get the
-        present weights) that have replaced others. Call it once they have the current weights;
-        blocks until the service has answered. Returns how many engines were replaced in the run so
-        far.
-        """
-        fresh = sorted((self.fresh & set(self.members)) - self.starting.keys() - self.dead)
-        if self.service is not None:
-            for number in fresh:
-                tell = partial(self.service.use_engine.remote, number, self.handles[number])
-                ask_service(tell, "hearing of fresh engines")
-        self.fresh.difference_update(fresh)
-        return self._replaced
-
-    def _each(self, method: str, timeout_s: float) -> None:
-        """Call `method` of every engine and wait. Engines that are dead or late are killed. Raises
-        `RuntimeError` if a living engine fails.
-        """
-        handles = list(self.handles)
-        answers = Answers([getattr(handle, method).remote() for handle in handles])
+        failures = 0
         try:
-            refused = answers.refused(timeout_s=timeout_s)
-        except EngineLost as lost:
-            say(f"megarl: {method} of engines {lost.engines}: {lost}; they are replaced")
-            for number in lost.engines:
-                self.kill(number, handles[number])
-            return
-        if refused:
-            failed = (f"engine {number} failed: {why}" for number, why in refused.items())
-            raise RuntimeError("; ".join(failed))
+            while failures < ENGINE_STARTS and not self.failure:
+                if problem := await self._start(engine):
+                    failures += 1
+                    fate = "it is started again"
+                else:
+                    failures, problem = 0, await self._lost(engine)
+                    fate = "it is replaced"
+                engine.state, engine.has_weights = "lost", False
+                await self._end(engine)
+                if failures == ENGINE_STARTS:
+                    self._give_up(engine, problem)
+                    return
+                self._say(f"megarl: {problem}; {fate}")
+                self._replaced += 1
+                if self._is_published and not any(one.has_weights for one in self.engines):
+                    raise RuntimeError(f"no engine is left that has weights; {GOES_ON}")
+                await self._may_start.wait()
+                engine.handle, engine.state = self._starts(engine.number), "starting"
+        except Exception as error:
+            self.failure = self.failure or str(error) or repr(error)
+            await self._fail(self.failure)
+
+    async def _start(self, engine: ManagedEngine) -> str:
+        """Wait until a starting engine is ready. Returns why it cannot start, or "". Raises
+        `RuntimeError` at the start of the run if its process lives.
+        """
+        began, timeout_s = time.monotonic(), self._starts.timeout_s
+        if not self._is_under_way:
+            timeout_s = self._deadline - began
+        fix, name = "raise rollout.engine.start_timeout_s", f"engine {engine.number}"
+        engine.born = asyncio.ensure_future(engine.handle.process.remote())
+        try:
+            started = engine.handle.start.remote()
+            engine.processes = await await_answer(name, started, timeout_s, "starting", fix)
+        except RuntimeError as error:
+            if not self._is_under_way and not isinstance(error, ActorDied):
+                raise
+            return str(error)
+        engine.state, engine.has_weights = "ready", self._starts.serves_at_once
+        if engine.has_weights:
+            self._use(engine.number, engine.handle)
+        if self._is_under_way:
+            self._say(f"megarl: {name} is ready again after {time.monotonic() - began:.0f} s")
+        self._is_under_way |= all(one.state == "ready" for one in self.engines)
+        return ""
+
+    async def _lost(self, engine: ManagedEngine) -> str:
+        """Wait until a ready engine is lost, and return why."""
+        engine.watch = asyncio.create_task(self._watch(engine))
+        await asyncio.wait([engine.watch])
+        problem = "is lost" if engine.watch.cancelled() else engine.watch.result()
+        return f"engine {engine.number} {problem}"
+
+    async def _watch(self, engine: ManagedEngine) -> str:
+        """Ask an engine for signs of life until it dies or hangs. Returns why it is to be replaced,
+        as a phrase that continues "engine 3".
+        """
+        last, moved_at, stall_s = FIRST_PULSE, time.monotonic(), self._starts.stall_s
+        while True:
+            try:
+                async with asyncio.timeout(stall_s):  # `wait_for` may lose a cancellation
+                    pulse = await engine.handle.pulse.remote()
+            except (TimeoutError, ActorUnavailableError):  # the latter may be for a moment
+                pulse = None
+            except DEATHS as error:
+                problem = f"is dead ({why_dead(error)})"
+                if isinstance(error, OutOfMemoryError):  # another one would be ended as well
+                    reason = f"engine {engine.number} {problem}; {GOES_ON}"
+                    raise RuntimeError(reason) from error
+                return problem
+            now = time.monotonic()
+            if pulse is not None:
+                if pulse.is_dead:
+                    return "has lost one of vLLM's processes"
+                has_moved = pulse.steps != last.steps
+                self.moved_at = now if has_moved else self.moved_at
+                if has_moved or pulse.is_paused or not pulse.requests:
+                    moved_at = now
+                self._preemptions += pulse.preemptions - last.preemptions
+                last = pulse
+            if now - moved_at > stall_s:
+                silent = f"for {now - moved_at:.0f} s"
+                if pulse is None:
+                    return f"has not said {silent} that it lives"
+                return f"has made no step {silent}, with {pulse.requests} requests open"
+            await asyncio.sleep(self._beat_s)
+
+    async def _end(self, engine: ManagedEngine) -> None:
+        """Kill the processes of an engine; those of other hosts by Ray alone."""
+        processes, engine.processes = engine.processes, []
+        if not processes and engine.born is not None:
+            born = CallOutcome.of(engine.born).answer
+            processes = with_descendants(born) if born is not None else []
+
+        def kill() -> None:
+            done_within(KILL_S, partial(ray.kill, engine.handle))
+            end(processes, patience_s=0.0)
+
+        await asyncio.to_thread(kill)
+
+    def _give_up(self, engine: ManagedEngine, problem: str) -> None:
+        """Go on without an engine that cannot be started; raises `RuntimeError` if that is
+        impossible.
+        """
+        engine.state = "given up"
+        reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
+        left = sum(one.state != "given up" for one in self.engines)
+        if not left or self._starts.takes_turns or not self._is_under_way:
+            raise RuntimeError(reason)
+        count = len(self.engines)
+        self._say(f"megarl: warning: {reason}; the run goes on with {left} of {count} engines")
+
+    def _say(self, line: str) -> None:
+        """Write a line to the log of this process, and have rank 0 show it to the user."""
+        say(line)
+        self._notices.append(line)
+
+    # ---------------------------------------------------------------------------- calls of rank 0
+
+    async def ready(self) -> str:
+        """Wait until all engines have been ready once; returns why one cannot start, or ""."""
+        with contextlib.suppress(ProcessLost):
+            await self._until(lambda: self._is_under_way)
+        return self.failure
+
+    async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
+        """Begin a publication, or an attempt at it after the engines with the numbers `lost` have
+        failed, which are replaced. Engines that take turns with the trainer are all waited for.
+        Returns (numbers of the engines that are ready and take part, of those that have no weights
+        yet, lines to show to the user). Raises `ProcessLost` if no engine is ready.
+        """
+        for number in lost:
+            self._lose(number)
+        self._may_start.set()
+        if self._starts.takes_turns:
+            await self._until(lambda: all(one.state == "ready" for one in self.engines))
+        members = [one for one in self.engines if one.state == "ready"]
+        if self.failure or not members:
+            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
+        self._members = {one.number: one.handle for one in members}
+        notices, self._notices = self._notices, []
+        fresh = [one.number for one in members if not one.has_weights]
+        return [*self._members], fresh, notices
+
+    async def admit(self) -> tuple[int, int]:
+        """Have the engines of the publication serve requests, since they have the weights. Returns
+        (number of engines replaced in the run so far, times that engines have pushed a running
+        request out of a full key-value cache).
+        """
+        self._is_published = True
+        for number, handle in self._members.items():
+            engine = self.engines[number]
+            if engine.handle is handle and engine.state == "ready" and not engine.has_weights:
+                engine.has_weights = True
+                self._use(number, handle)
+        return self._replaced, self._preemptions
+
+    async def call(
+        self,
+        method: str,
+        arguments: list[tuple[Any, ...]],
+        timeout_s: float,
+        until: str = asyncio.FIRST_EXCEPTION,
+    ) -> list[CallOutcome]:
+        """Call a method of each engine of the publication, with one of `arguments` each, and wait
+        at most `timeout_s` seconds, or until one fails. Returns a `CallOutcome` for each.
+        """
+        calls = zip(self._members.values(), arguments, strict=True)
+        self._calls = [
+            asyncio.ensure_future(getattr(handle, method).remote(*words)) for handle, words in calls
+        ]
+        return await self.settled(timeout_s, until)
+
+    async def settled(
+        self, timeout_s: float, until: str = asyncio.ALL_COMPLETED
+    ) -> list[CallOutcome]:
+        """Wait at most `timeout_s` seconds until the newest call has ended on all engines, and
+        return a `CallOutcome` for each.
+        """
+        await asyncio.wait(self._calls, timeout=timeout_s, return_when=until)
+        return [CallOutcome.of(call) for call in self._calls]
+
+    async def sleep(self, timeout_s: float) -> list[str]:
+        """Have all engines free their GPU memory, once none starts any more; until `hold` no engine
+        is started. Engines that are dead or late are replaced then. Returns what living engines
+        have failed by.
+        """
+        self._may_start.clear()
+        await self._until(lambda: all(one.state != "starting" for one in self.engines))
+        return await self._each("sleep", timeout_s)
+
+    async def wake(self, timeout_s: float) -> list[str]:
+        """Have all engines allocate the memory of their weights again; see `sleep`."""
+        return await self._each("wake", timeout_s)
+
+    async def _each(self, method: str, timeout_s: float) -> list[str]:
+        self._members = {one.number: one.handle for one in self.engines if one.state == "ready"}
+        nothing = [()] * len(self._members)
+        outcomes = await self.call(method, nothing, timeout_s, asyncio.ALL_COMPLETED)
+        failed = list[str]()
+        for number, outcome in zip([*self._members], outcomes, strict=True):
+            if outcome.is_lost:
+                self._lose(number)
+            elif outcome.problem:
+                failed.append(f"engine {number} failed: {outcome.problem}")
+        return failed
+
+    def _lose(self, number: int) -> None:
+        """Have an engine of the publication replaced, unless it was already."""
+        engine = self.engines[number]
+        if engine.handle is self._members.get(number) and engine.watch is not None:
+            engine.state, engine.has_weights = "lost", False
+            engine.watch.cancel()
+
+    async def _until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            if self.failure:
+                raise ProcessLost(self.failure)
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Replace no engine any more, and stop those that do not stay after the run."""
+        for life in [*self._lives, *(one.watch for one in self.engines if one.watch)]:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        if self._starts.namespace is None and self.engines:
+            stops = [asyncio.ensure_future(one.handle.stop.remote()) for one in self.engines]
+            await asyncio.wait(stops)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.cluster.process_env import ENGINE_RANKS, KEPT_ENGINES
 
 SLIVER = 0.001

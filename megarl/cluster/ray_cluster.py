@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,12 @@ from ray._private import ray_constants, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.asking import KILL_S, THE_SERVICE, ask, done_within
-from megarl.cluster.engines import ActorHandle, EngineGroup
-from megarl.cluster.placement import Seat, kept_engines
-from megarl.cluster.process_env import KEPT_ENGINES, use_cluster_token, without_variable
+from megarl.cluster.engines import ActorHandle
+from megarl.cluster.process_env import use_cluster_token, without_variable
 from megarl.cluster.processes import Process, end, with_descendants
 from megarl.cluster.ray_address import ray_address
-from megarl.cluster.remote import EngineActor
 from megarl.cluster.rollout_client import SERVICE
 from megarl.cluster.service_process import ServiceActor
-from megarl.cluster.supervisor import EngineSupervisor
 from megarl.console import say
 from megarl.errors import UserError
 from megarl.private_folder import refuse_open, run_folder
@@ -171,8 +167,6 @@ class Cluster:
         use_cluster_token(token)
         self.namespace = namespace
         self._owned: list[ActorHandle] = []
-        self._groups: list[EngineGroup] = []
-        self._supervisors: list[EngineSupervisor] = []
         self._service_ready: Any = None
         self._stack = contextlib.ExitStack()
         # Ray puts handlers of its own in place, which end the process on the spot.
@@ -209,55 +203,6 @@ class Cluster:
             signal.signal(number, handler)
         self.address: str = ray.get_runtime_context().gcs_address
 
-    def start_engines(
-        self,
-        seats: Sequence[Seat],
-        *,
-        timeout_s: float,
-        environment: dict[str, str],
-        fewest: int | None = None,
-        **arguments: Any,
-    ) -> EngineGroup:
-        """Start a Ray actor with an inference engine on every seat (reserved place), and return at
-        once; call `.wait()` on the result before use. `timeout_s`: seconds that an engine may take
-        to be ready. `environment`: variables to set in the engines' processes. `fewest`: number of
-        engines with which the run can go on if others cannot be started; None: all. `arguments`:
-        keyword arguments of the engine class (`megarl.rollout.engine.Engine`), the same for all.
-        """
-
-        namespace, kept = os.environ.get(KEPT_ENGINES), kept_engines(arguments.get("recording"))
-
-        def start(number: int) -> ActorHandle:
-            if (handle := kept.pop(number, None)) is not None:
-                return handle
-            options: dict[str, Any] = {"max_concurrency": 100_000} | seats[number].options
-            if namespace:
-                name = f"{number}-{secrets.token_hex(4)}"
-                options |= {"name": name, "namespace": namespace, "lifetime": "detached"}
-            handle = (
-                ray.remote(EngineActor)
-                .options(**options)
-                .remote(
-                    number=number, environment=environment | seats[number].environment, **arguments
-                )
-            )
-            if not namespace:
-                self._owned.append(handle)
-            return handle
-
-        group = EngineGroup(len(seats), start, timeout_s, fewest=fewest)
-        if not namespace:
-            self._groups.append(group)
-        return group
-
-    def supervise(self, engines: EngineGroup, config: RolloutConfig, *, loads: bool) -> None:
-        """Start a thread that watches started engines from now on, and replaces those that die or
-        hang; returns at once. `loads`: the engines read their weights from disk and the trainer
-        sends none, so that a new engine serves requests as soon as it is ready.
-        """
-        stall_s = config.engine.stall_timeout_s
-        self._supervisors.append(EngineSupervisor(engines, stall_s=stall_s, loads=loads))
-
     def start_service(self, arguments: Callable[[], dict[str, Any]]) -> ActorHandle:
         """Start the rollout service as a Ray actor named "rollouts", on this process's node, and
         return its handle at once; call `wait_for_service` before use. `arguments`: is pickled and
@@ -283,16 +228,12 @@ class Cluster:
         ask(THE_SERVICE, self._service_ready, timeout_s, "starting", fix)
 
     def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the actors that this process started, then end Ray, then kill the processes of vLLM
-        that still run; blocks. `stop_timeout_s`: seconds that actors get to stop by themselves.
+        """Stop the rollout service with its engines, then end Ray; blocks. `stop_timeout_s`:
+        seconds that they get to stop by themselves.
         """
-        for supervisor in self._supervisors:
-            supervisor.close(stop_timeout_s)
         done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
         self._owned = []
         shut_down()
-        left = [process for group in self._groups for process in group.processes()]
-        end(left, patience_s=LINGER_S)
         self._stack.close()
 
     def _stop_actors(self, stop_timeout_s: float) -> None:

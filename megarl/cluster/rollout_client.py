@@ -24,7 +24,6 @@ from megarl.cluster.asking import (
 from megarl.cluster.stored_arrays import StoredArrays, fetch
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
-from megarl.rollout.waits import PublishAgain
 from megarl.signals import Stop
 from megarl.types import Cursor, Group, Prompt, StepBatch, TokenArrays
 
@@ -87,13 +86,10 @@ class RolloutClient:
         started = self._service.start.remote(receipts)
         ask(THE_SERVICE, started, SERVICE_TIMEOUT_S, "starting rollouts")
 
-    def take(self, step: int, publish_again: Callable[[], object]) -> StepBatch | None:
+    def take(self, step: int) -> StepBatch | None:
         """Wait until the batch of `step` is complete, and return the samples that this rank trains
         on: a `StepBatch`, with token ids, log-probs and rewards for each mini-batch. None if the
         run is to end before that step, by a signal (`stop`) or by `stop_early`.
-
-        `publish_again`: sends the trainer's present weights to all engines, by collectives. It is
-        called while waiting, on all ranks alike, whenever an engine was replaced meanwhile.
 
         Raises `RuntimeError` if generation has failed, if there is no progress for `silence_s`
         seconds, if the token arrays of the samples do not arrive within that time, or if the
@@ -101,9 +97,8 @@ class RolloutClient:
         responses.
         """
         plan = self._await(
-            lambda count: self._service.take.remote(step, self._data_rank, count),
+            lambda: self._service.take.remote(step, self._data_rank),
             f"rollouts of step {step + 1}",
-            publish_again,
         )
         if plan is None:
             return None
@@ -138,27 +133,22 @@ class RolloutClient:
         what = f"segments of {len(groups)} finished groups that step {step} has not used"
         return with_arrays(groups, self._fetch(what, stored)) if stored else []
 
-    def evaluate(
-        self, temperature: float, name: str, publish_again: Callable[[], object]
-    ) -> Evaluated | None:
+    def evaluate(self, temperature: float, name: str) -> Evaluated | None:
         """Have one response to each held-out problem generated and scored, and wait for the result.
         All ranks may call it and get the same result, (metrics, transcripts). Metrics are {name:
         value}. Transcripts are a list with a dict for each of the first 128 problems: "prompt",
         "response", "reward", "correct", "tokens" (generated) and others. None if the run is to end,
         by a signal (`stop`) or by `stop_early`.
 
-        `name`: of the evaluation, which decides the sampling seeds. `publish_again`: sends the
-        trainer's present weights to all engines, by collectives. It is called while waiting, on all
-        ranks alike, whenever an engine was replaced meanwhile.
+        `name`: of the evaluation, which decides the sampling seeds.
 
         Raises `RuntimeError` if generation has failed, if there is no progress for `silence_s`
         seconds, or if the service died and `stop` is false. Raises `UserError` if the verifier
         failed for too many responses.
         """
         return self._await(
-            lambda count: self._service.evaluate.remote(temperature, name, count),
+            lambda: self._service.evaluate.remote(temperature, name),
             f"responses of evaluation '{name}'",
-            publish_again,
         )
 
     def stop_early(self) -> None:
@@ -205,8 +195,8 @@ class RolloutClient:
         too many responses.
         """
         for reference in pending:
-            with self._wait("responses") as span:
-                watch = self._progress_watch(span)
+            with self._wait("responses"):
+                watch = self._progress_watch("responses")
                 while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
                     watch()
             yield ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, "collecting responses")
@@ -217,8 +207,8 @@ class RolloutClient:
         """
         refs = list({one.ref: None for one in arrays})
         deadline = time.monotonic() + self._silence_s
-        with self._wait(f"token arrays of {what}") as span:
-            watch = self._progress_watch(span)
+        with self._wait(f"token arrays of {what}"):
+            watch = self._progress_watch(f"token arrays of {what}")
             while refs and time.monotonic() < deadline:
                 self._tell_stop()
                 if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
@@ -232,33 +222,26 @@ class RolloutClient:
             self._ask(lambda: self._service.interrupt.remote(False), "ending the run")
             self._is_told = True
 
-    def _await(
-        self, call: Callable[[int], Any], what: str, publish_again: Callable[[], object]
-    ) -> Any:
-        """The answer to `call`, which gets the number of publications so far; before and while
-        waiting, tells the service if the run is to end. None if the service is dead by then:
-        torchrun passes a signal on to Ray's processes too, which may end before this one.
+    def _await(self, call: Callable[[], Any], what: str) -> Any:
+        """The answer to `call`; before and while waiting, tells the service if the run is to end.
+        None if the service is dead by then: torchrun passes a signal on to Ray's processes too,
+        which may end before this one.
         """
-        count, reference, doing = 0, None, f"waiting for {what}"
+        reference, doing = None, f"waiting for {what}"
         try:
-            with self._wait(what) as span:
-                watch = self._progress_watch(span)
+            with self._wait(what):
+                watch = self._progress_watch(what)
                 while True:
                     self._tell_stop()
-                    reference = reference or call(count)
+                    reference = reference or call()
                     if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
                         watch()
                         continue
                     try:
-                        answer = ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, doing)
+                        return ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, doing)
                     except ActorUnreachable:  # asked again, unless it stays away
-                        self._ask(self._service.progress.remote, doing)
+                        self._ask(self._service.silent_s.remote, doing)
                         reference = None
-                        continue
-                    if not isinstance(answer, PublishAgain):
-                        return answer
-                    publish_again()
-                    reference, count, watch = None, count + 1, self._progress_watch(span)
         except ActorDied:
             if self.stop:
                 return None
@@ -268,11 +251,10 @@ class RolloutClient:
         """A context manager that records a wait for the rollout service."""
         return activity(what, kind="wait", of="service", deadline_s=self._silence_s)
 
-    def _progress_watch(self, span: Span) -> Callable[[], None]:
-        """A function to call in the wait `span` for rollouts: raises `RuntimeError` once they have
-        made no progress for `silence_s` seconds.
+    def _progress_watch(self, what: str) -> Callable[[], None]:
+        """A function to call in a wait for `what`: raises `RuntimeError` once rollouts have made no
+        progress for `silence_s` seconds.
         """
-        span.moved()
         began = time.monotonic()
         asks_at = began + min(self._poll_s, self._silence_s)
 
@@ -280,16 +262,15 @@ class RolloutClient:
             nonlocal asks_at
             if time.monotonic() < asks_at:
                 return
-            silent_s = self._ask(self._service.silent_s.remote, f"waiting for {span.what}")
+            silent_s = self._ask(self._service.silent_s.remote, f"waiting for {what}")
             now = time.monotonic()
             silent_s = min(silent_s, now - began)
-            span.moved(silent_s)
             left_s = self._silence_s - silent_s
             asks_at = now + min(self._poll_s, left_s)
             if left_s <= 0:
                 raise RuntimeError(
                     f"no engine has made a step and no response was judged for {self._silence_s:g}"
-                    f" s, while this rank waited for {span.what}; look at run.log for what engines"
+                    f" s, while this rank waited for {what}; look at run.log for what engines"
                     " and environment printed last"
                 )
 

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engine_client import EngineClient
+from megarl.cluster.engines import EngineStarts
 from megarl.cluster.placement import RankPlace, own_seats, shared_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token
 from megarl.cluster.ray_cluster import Cluster, object_store_bytes
 from megarl.cluster.service_process import service_arguments
 from megarl.cluster.stored_arrays import store
 from megarl.config import RunConfig, made_with
-from megarl.config_checks import TELL_S, with_hidden
+from megarl.config_checks import with_hidden
 from megarl.console import say
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
@@ -54,20 +54,16 @@ class Generation:
     config: RunConfig
     mesh: ProcessMesh
     cluster: Cluster | None
-    engines: EngineGroup | None
+    engines: EngineClient | None
 
     def wait(self) -> None:
-        """On rank 0, block until engines and rollout service are ready, then start to watch the
-        engines; other ranks return at once. Raises `RuntimeError` if one fails, or is not ready
-        within `rollout.engine.start_timeout_s` seconds.
+        """On rank 0, block until rollout service and engines are ready; other ranks return at once.
+        Raises `RuntimeError` if one fails, or is not ready within `rollout.engine.start_timeout_s`
+        seconds.
         """
         if self.cluster is not None and self.engines is not None:
-            began, timeout_s = time.monotonic(), self.config.rollout.engine.start_timeout_s
+            self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
             self.engines.wait()
-            # It starts beside the engines, under the same deadline.
-            left_s = timeout_s - (time.monotonic() - began)
-            self.cluster.wait_for_service(max(left_s, TELL_S / 2))
-            self.cluster.supervise(self.engines, self.config.rollout, loads=False)
 
     def join(self, stack: ExitStack) -> None:
         """Have all other ranks join the Ray cluster of rank 0. All ranks call it together; it
@@ -85,14 +81,14 @@ class Generation:
         """Have colocated engines free their GPU memory for training, and block until they have. All
         ranks call it together. Raises `RuntimeError` on every rank if an engine fails.
         """
-        self._ask_engines("putting the engines to sleep", EngineGroup.sleep)
+        self._ask_engines("putting the engines to sleep", EngineClient.sleep)
 
     def wake(self) -> None:
         """Have colocated engines allocate the memory of their weights again, uninitialised, and
         block until they have. The values come when the trainer next sends its weights. All ranks
         call it together. Raises `RuntimeError` on every rank if an engine fails.
         """
-        self._ask_engines("waking the engines up", EngineGroup.wake)
+        self._ask_engines("waking the engines up", EngineClient.wake)
 
     def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
         """Run a call to the engines on rank 0; an error is raised on every rank."""
@@ -127,8 +123,7 @@ def start_generation(
     recording = Recording.of(config.folder, run_id, enabled=config.observe.activity)
     lora = config.training.lora
     adapts = lora.is_on and lora.publish == "adapter"
-    engines = start_engines(
-        cluster,
+    starts = start_engines(
         config,
         inputs.stop_token_ids,
         on_cpu=on_cpu,
@@ -137,7 +132,7 @@ def start_generation(
         adapter_rank=lora.rank if adapts else 0,
         recording=recording,
     )
-    start_service(config, cluster, engines, inputs, records=True, recording=recording)
+    engines = start_service(config, cluster, starts, inputs, records=True, recording=recording)
     return Generation(config, mesh, cluster, engines)
 
 
@@ -163,7 +158,6 @@ def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> li
 
 
 def start_engines(
-    cluster: Cluster,
     config: RunConfig,
     stop_token_ids: list[int],
     *,
@@ -172,9 +166,9 @@ def start_engines(
     load: bool = False,
     adapter_rank: int = 0,
     recording: Recording | None = None,
-) -> EngineGroup:
-    """Begin to start the engines that `config` asks for, and return without waiting; call `.wait()`
-    on the result before use. Called on rank 0.
+) -> EngineStarts:
+    """Begin to start the engines that `config` asks for in the Ray cluster that this process has
+    joined, and return without waiting. Called on rank 0.
 
     `stop_token_ids`: tokens that end a response. `ranks`: host and GPU of each trainer rank, whose
     GPUs colocated engines use; empty where nothing is trained. `load`: engines read the model's
@@ -190,11 +184,7 @@ def start_engines(
         seats = own_seats(
             count, tensor=engine.tensor, gpus=not on_cpu, timeout_s=engine.start_timeout_s
         )
-    return cluster.start_engines(
-        seats,
-        timeout_s=engine.start_timeout_s,
-        # Colocated engines sleep and wake with the trainer, all together.
-        fewest=None if config.rollout.placement == "colocated" else 1,
+    arguments: dict[str, Any] = dict(
         load=load,
         adapter_rank=adapter_rank,
         recording=recording,
@@ -215,25 +205,26 @@ def start_engines(
             kv_cache_gib=engine.kv_cache_gib,
         ),
     )
+    timeouts = engine.start_timeout_s, engine.stall_timeout_s
+    return EngineStarts(seats, arguments, *timeouts, takes_turns=shares).begin()
 
 
 def start_service(
     config: RunConfig,
     cluster: Cluster,
-    engines: EngineGroup,
+    engines: EngineStarts,
     inputs: RunInputs,
     *,
     records: bool = False,
     recording: Recording | None = None,
-) -> None:
-    """Begin to start the rollout service in a Ray actor, and set `engines.service` to its handle.
-    Called on rank 0; does not wait (`Cluster.wait_for_service` does). The prompts of `inputs`,
-    which only rank 0 has, are moved to the service, so that they are read and tokenised only once;
-    so are the position and the finished groups of the checkpoint to resume from, if there is one.
+) -> EngineClient:
+    """Begin to start the rollout service in a Ray actor, which takes the engines over; returns what
+    rank 0 calls these by. Called on rank 0; does not wait (`Cluster.wait_for_service` does). The
+    prompts of `inputs`, which only rank 0 has, are moved to the service, and so are position and
+    finished groups of the checkpoint to resume from, if there is one.
 
-    `records`: whether the service records what becomes of every group of rollouts in the ledger, a
-    file of the run folder. `recording`: the run's folder of activity files, to which service and
-    environment write what they do; None: they write none.
+    `records`: whether the service writes the ledger of the run folder. `recording`: the run's
+    folder of activity files; None: service and environment write none.
     """
     assert inputs.prompts is not None
     step, cursor, carried = 0, START, list[Group]()
@@ -282,11 +273,11 @@ def start_service(
         chats=bool(config.environment.session) and config.prompts.parts[0].template == "chat",
         allows_control=config.environment.control_tokens,
     )
-    engines.service = cluster.start_service(
+    service = cluster.start_service(
         functools.partial(
             service_arguments,
             known,
-            handles=list(engines.handles),
+            engines=engines,
             environment=environment,
             codec=codec,
             token=client_token(config.environment),
@@ -295,3 +286,4 @@ def start_service(
             recording=recording,
         )
     )
+    return EngineClient(service, engines)

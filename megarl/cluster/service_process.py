@@ -4,23 +4,27 @@ while engines and trainer ranks need the CPU.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from megarl.activity.recording import Recording, close_recording
+from megarl.activity.spans import Recording, close_recording
 from megarl.checkpoints.lease import Claim
 from megarl.cluster.channel import Channel
+from megarl.cluster.engines import EngineManager, EngineStarts
 from megarl.cluster.remote import RemoteEngine, die_with_raylet
 from megarl.cluster.stored_arrays import loaded, stored
 from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.errors import ProcessLost
 from megarl.ledger.recorder import Recorder
 from megarl.private_folder import MARK
 from megarl.rollout.service import RolloutService
@@ -30,7 +34,7 @@ from megarl.types import Segment
 def service_arguments(
     known: dict[str, Any],
     *,
-    handles: list[Any],
+    engines: EngineStarts,
     environment: EnvironmentConfig,
     codec: Codec,
     token: Token | None,
@@ -42,8 +46,8 @@ def service_arguments(
     environment score rollouts, and deals them out to trainer ranks; to be called in the service's
     process, since some of the arguments cannot be pickled.
 
-    `known`: the arguments that can be pickled, made by rank 0. `handles`: the Ray actors of the
-    engines. `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which
+    `known`: the arguments that can be pickled, made by rank 0. `engines`: how they are
+    started. `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which
     only rank 0 can read; None for none. `ledger`: the file that records what becomes of each group
     (all rollouts of one prompt); None for no record. `claim`: this run's claim to its folder; if
     another run has taken the folder over, the service fails instead of writing. None: not checked.
@@ -53,14 +57,14 @@ def service_arguments(
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
-    deadline_s = known["config"].request_timeout_s
     if recording is not None:
         recording.open("service")
     return known | {
         "engines": [
-            RemoteEngine(handle, channel, number=number, deadline_s=deadline_s)
-            for number, handle in enumerate(handles)
+            RemoteEngine(handle, channel, number=number)
+            for number, handle in enumerate(engines.first)
         ],
+        "starts": engines,
         "environment": ServiceEnvironment(environment, codec, token),
         "ledger": Recorder(ledger, claim.problem if claim is not None else str),
         "keep": stored,
@@ -84,10 +88,12 @@ look through them for a tenth of its time."""
 
 
 class ServiceActor(RolloutService):
-    """The rollout service as a Ray actor. Trainer ranks call its methods through `RolloutClient`;
-    some are also called by the thread on rank 0 that replaces dead engines. `build()` must be
-    called first: it makes the service in the actor, since verifiers cannot be pickled.
+    """The rollout service as a Ray actor, which owns the engines. Trainer ranks call its methods
+    through `RolloutClient`, rank 0 calls engines through `EngineClient`. `build()` must be called
+    first: it makes the service in the actor, since verifiers cannot be pickled.
     """
+
+    manager: EngineManager | None = None
 
     def __init__(self, arguments: Callable[[], dict[str, Any]]) -> None:
         """`arguments`: returns the keyword arguments of `RolloutService`, in the actor."""
@@ -96,6 +102,8 @@ class ServiceActor(RolloutService):
 
     async def build(self) -> None:
         arguments = self._arguments()
+        if starts := arguments.pop("starts", None):
+            self.manager = EngineManager(starts, use=self._use_engine, fail=self._fail)
         super().__init__(**arguments)
         self._environment: Environment = arguments["environment"]
         await self._environment.start()
@@ -104,24 +112,32 @@ class ServiceActor(RolloutService):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLD)
 
-    def silent_s(self) -> float:
-        """Seconds since the service last learned of progress: a step of an engine, or an answer of
-        an engine or of the environment.
-        """
-        self.progress()
-        return self.moved.silent_s
+    async def _fail(self, reason: str) -> None:
+        await self._waits.fail(ProcessLost(reason))
 
-    def use_engine(self, number: int, engine: Any) -> None:
-        """From now on send the requests of engine `number` to `engine`, the Ray actor of a new
-        engine that has the current weights. A second call with the same actor changes nothing, so a
-        caller may repeat a call whose answer was lost.
-        """
+    def _use_engine(self, number: int, actor: Any) -> None:
+        """From now on send the requests of engine `number` to `actor`."""
         known = self.engines.engines[number]
         assert isinstance(known, RemoteEngine)
-        if known.handle != engine:
-            super().use_engine(number, known.replaced_by(engine))
+        if known.handle != actor:
+            self.engines.replace(number, known.replaced_by(actor))
+
+    async def engine_call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `EngineManager`."""
+        return await getattr(self.manager, method)(*arguments)
+
+    def silent_s(self) -> float:
+        """Seconds since the last progress: a step of an engine, or an answer of an engine or of the
+        environment.
+        """
+        moved_at = self.manager.moved_at if self.manager else 0.0
+        return time.monotonic() - max(moved_at, self._attempts.moved_at)
 
     async def stop(self) -> None:
+        stops = [self.manager.close()] if self.manager else []
+        await asyncio.gather(self._stop(), *stops)
+        close_recording()
+
+    async def _stop(self) -> None:
         await super().stop()
         await self._environment.close()
-        close_recording()

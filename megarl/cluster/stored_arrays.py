@@ -33,10 +33,9 @@ class StoredArrays:
 
 
 def store(groups: Sequence[Group]) -> list[Group]:
-    """Put the token arrays (ids and log-probs) of `groups` (all rollouts of a prompt each, which
-    consist of segments) into Ray's object store. Returns new groups in which each `Segment.arrays`
-    is a `StoredArrays`, a reference. Blocks. The stored arrays are lost when the calling process
-    ends.
+    """Put the token arrays (ids and log-probs) of `groups` into Ray's object store. Returns new
+    groups in which each `Segment.arrays` is a `StoredArrays`, a reference. Blocks. The stored
+    arrays are lost when the calling process ends.
     """
     parts, found = segments_of(groups), list[StoredArrays]()
     for start in range(0, len(parts), MAX_BATCH):
@@ -47,9 +46,9 @@ def store(groups: Sequence[Group]) -> list[Group]:
 
 
 async def stored(group: Group) -> Group:
-    """Coroutine: put the token arrays (ids and log-probs) of one group (all rollouts of a prompt,
-    which consist of segments) into Ray's object store, in a thread, so that the event loop goes on.
-    Returns a new group in which each `Segment.arrays` is a `StoredArrays`, a reference.
+    """Coroutine: put the token arrays (ids and log-probs) of one group into Ray's object store, in
+    a thread, so that the event loop goes on. Returns a new group in which each `Segment.arrays` is
+    a `StoredArrays`, a reference.
     """
     return (await asyncio.to_thread(store, [group]))[0]
 

@@ -230,7 +230,7 @@ COMMANDS = {
     ),
     "report": Command(
         summary="write a run folder's report.html again, or compare runs on one page",
-        run="megarl.apps.runs.report_compare:main",
+        run="megarl.apps.runs.report:main",
         first="RUN",
         options={"--out FILE": "where to write (default: RUN/report.html, or compare.html)"},
         about="Several run folders are compared; those that differ in the seed alone are one band.",
@@ -268,29 +268,10 @@ COMMANDS = {
         first="RUN",
         options={
             "--json": "one JSON object in place of the table",
-            "--stacks": "also the Python stacks of all threads",
+            "--stacks": "also the Python stacks of this machine's processes",
+            "--watch": "again each second, until the run has ended",
         },
         example="runs/mine --stacks",
-        docs="docs/activity.md",
-    ),
-    "watch": Command(
-        summary="a live view of a run in the terminal",
-        run="megarl.apps.runs.watch:main",
-        first="RUN",
-        options={"--once": "print the view once, as it does where standard output is no terminal"},
-        about=(
-            "Only the run folder is read, which may be on a shared disk, and nothing is written."
-            " Ends with Ctrl-C, or when the run has finished."
-        ),
-        example="runs/mine",
-        docs="docs/howto/watch.md",
-    ),
-    "timeline": Command(
-        summary="what the processes of a run did, for Perfetto",
-        run="megarl.apps.runs.timeline:main",
-        first="RUN",
-        options={"--out FILE": "where to write (default: RUN/timeline.json)"},
-        example="runs/mine --out trace.json",
         docs="docs/activity.md",
     ),
     "doctor": Command(

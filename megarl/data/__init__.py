@@ -1,7 +1,7 @@
 """Data: rows of a data set become prompts, demonstrations or preferences, rendered and tokenised.
 
-    rows            files and data sets of the hub -> rows -> values of columns; digests of rows
-    made            rows that a program makes
+    rows            files, data sets of the hub and programs -> rows -> values; digests of rows
+    forms           the columns of other libraries, in one table
     chats           values that hold chats, and the tools of a row
     reading         rows -> texts -> token ids: what all kinds of data have in common
     order           which row is used as number n

@@ -10,58 +10,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat_template import ChatTemplate, Tools, Turn
-from megarl.data.rows import Cells, Row, Table, kind_of, text_of
+from megarl.data.rows import Cells, kind_of, text_of
 from megarl.data.tokens import TokenLists, tokenised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-JSON_FILE = re.compile(
-    r"\.jsonl?(?:\.gz)?(?:, line \d+)? \(row \d+, counted from 0\)$", re.IGNORECASE
-)
-"""End of the place of a row of a JSON file, whose nulls are those of its author."""
-
-
-def as_written(table: Table, tools_column: str) -> Table:
-    """A copy of a table without the null values that Arrow (parquet files, data sets of the hub)
-    adds inside tools and chat turns, by giving every object of a column the same keys. Not changed
-    are rows of JSON files, values that are JSON text, and nulls of the turns' own keys.
-    `tools_column`: name of the column with tools.
-    """
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: changed(one) for key, one in value.items()}
-        turns = isinstance(value, list) and all(
-            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value
-        )
-        if not turns:
-            return value
-        # The keys of turns themselves may be null in any file; see `turns_of`.
-        return [{key: _bare(one) for key, one in turn.items()} for turn in value]
-
-    rows: list[Row] = []
-    for row, place in zip(table.rows, table.places, strict=True):
-        if not JSON_FILE.search(place):
-            row = changed(row) | {key: _bare(row[key]) for key in {tools_column} & row.keys()}
-        rows.append(row)
-    return replace(table, rows=rows)
-
-
-def _bare(value: Any) -> Any:
-    """A value without the nulls of the objects in it."""
-    if isinstance(value, list):
-        return [_bare(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _bare(one) for key, one in value.items() if one is not None}
-    return value
 
 
 def parsed_chat(value: Any) -> Any:

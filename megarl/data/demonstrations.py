@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
 from megarl.data import chats
 from megarl.data.config import DemonstrationsConfig
-from megarl.data.forms import demonstrations_as_read
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
 from megarl.data.rows import Cells, fingerprint, text_of
@@ -90,7 +89,7 @@ def load_demonstrations(
     row with a missing column, an empty response or, if the recipe does not allow it, too many
     tokens.
     """
-    data = Reading(config, tokenizer, seed, setting, demonstrations_as_read)
+    data = Reading(config, tokenizer, seed, setting)
     config, masks = data.config, None
     ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     make = _conversation if config.messages_column else _pair
@@ -136,7 +135,7 @@ def load_demonstrations(
 
 def _pair(cells: Cells[DemonstrationsConfig], template: ChatTemplate | None) -> list[Example]:
     """A prompt with its response."""
-    asked = cells.value("prompt_column")
+    asked = chats.parsed_chat(cells.value("prompt_column"))
     tools = chats.tools_of(cells) if template is not None else []
     answer = _answer(cells)
     # Turns of one text alone are the same data as that text.

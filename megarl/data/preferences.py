@@ -10,10 +10,10 @@ examples.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,9 @@ import xxhash
 from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, tags_of, without_end
 from megarl.data import chats
 from megarl.data.config import PreferencesConfig
-from megarl.data.forms import preferences_as_read, value_or_none
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
-from megarl.data.rows import Cells, fingerprint, text_of
+from megarl.data.rows import Cells, Row, column, fingerprint, text_of
 from megarl.data.tokens import TokenLists, response_tokens
 from megarl.files import canonical_json
 from megarl.schema import require, shortened
@@ -142,9 +141,22 @@ def load_preferences(
     missing column, an empty response, two equal responses or, if the recipe does not allow it, too
     many tokens.
     """
-    as_read = partial(preferences_as_read, single=single)
-    data = Reading(config, tokenizer, seed, setting, as_read)
+    data = Reading(config, tokenizer, seed, setting)
     config = data.config
+    require(
+        single or not config.response_column,
+        f"{data.source} has single responses with a label (columns 'prompt', 'completion',"
+        f" 'label'), on which only KTO trains; set loss.method to 'kto', or {setting}.source to"
+        " pairs",
+    )
+    sides = (config.chosen_column, config.rejected_column)
+    sides = (config.response_column,) if config.response_column else sides
+    require(
+        not all(_repeats_prompt(cells, sides) for cells in data.rows),
+        f"{data.source}: {' and '.join(map(repr, sides))} begin with the text of"
+        f" '{config.prompt_column}', which would be read twice; cut it off, or drop the column"
+        f" '{config.prompt_column}'",
+    )
     ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     rows = [_judged(cells, data.template) for cells in data.rows]
     desirable = {row.label for row in rows}
@@ -187,6 +199,23 @@ def load_preferences(
         fingerprint(settings, marks),
         data.warning,
     )
+
+
+def _repeats_prompt(cells: Cells[PreferencesConfig], sides: Sequence[str]) -> bool:
+    """Whether the texts of the columns `sides` begin with that of the prompt's column."""
+    asked, *replies = (
+        _value_or_none(cells.row, name) for name in (cells.config.prompt_column, *sides)
+    )
+    if not (isinstance(asked, str) and asked.strip()):
+        return False
+    return all(isinstance(reply, str) and reply.startswith(asked) for reply in replies)
+
+
+def _value_or_none(row: Row, name: str) -> Any:
+    """As `column`, but None if there is no such column."""
+    with contextlib.suppress(ValueError):
+        return column(row, name, place="", setting="")
+    return None
 
 
 def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> Judged:
@@ -246,7 +275,7 @@ def _joined(cells: Cells[PreferencesConfig], reply: list[Turn], side: str) -> li
     """
     named = cells.config.prompt_column
     goes_on = reply[0]["role"] in ("assistant", "tool")
-    has_no_prompt = not named or (not goes_on and value_or_none(cells.row, named) is None)
+    has_no_prompt = not named or (not goes_on and _value_or_none(cells.row, named) is None)
     if len(reply) > 1 and has_no_prompt:
         return reply
     asked = chats.turns_of(cells, "prompt_column", role="user")

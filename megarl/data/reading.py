@@ -7,7 +7,7 @@ in common, and what is refused in all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -15,10 +15,10 @@ import numpy as np
 from megarl import console
 from megarl.chat_template import ChatTemplate
 from megarl.control_tokens import unmarked
-from megarl.data.chats import as_written, from_json
 from megarl.data.config import PromptsConfig
+from megarl.data.forms import as_read
 from megarl.data.order import Order
-from megarl.data.rows import NOT_TEXT, C, Cells, Table, read_rows
+from megarl.data.rows import NOT_TEXT, C, Cells, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
 from megarl.schema import require, shortened
 from megarl.third_party import opening
@@ -48,16 +48,13 @@ class Reading(Generic[C]):
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         setting: str,
-        as_read: Callable[[C, Table, str], tuple[C, Table]],
     ) -> None:
         """`seed`: of shuffling. `setting`: name of the section that `config` is, for messages.
-        `as_read`: a function (section, table, setting) -> (section, table) that recognises data
-        sets with other column names, such as `megarl.data.forms.prompts_as_read`. Raises
-        `ValueError` for a source that cannot be read or a chat template that does not fit.
+        Raises `ValueError` for a source that cannot be read or a chat template that does not fit.
         """
         subset, arguments = getattr(config, "subset", ""), getattr(config, "arguments", None)
         table = read_rows(config.source, config.split, config.limit, setting, subset, arguments)
-        self.config, table = as_read(config, as_written(table, config.tools_column), setting)
+        self.config, table = as_read(config, table, setting)
         self.tokenizer, self.setting, self.seed = tokenizer, setting, seed
         self.template = self._chat_template()
         self.source = table.source
@@ -141,7 +138,7 @@ class Reading(Generic[C]):
 
     def check_texts(self, *texts: Sequence[str]) -> None:
         """Check marked texts, before they are tokenised: each of `texts` is a list with one text
-        for every row. Raises `ValueError`, naming row and column, if a text holds half of a
+        for every row. Raises `ValueError`, naming the row, if a text holds half of a
         surrogate pair, which UTF-8 cannot encode, or a placeholder (`<image>`) of a column with
         images, sound or video. If rows have such columns without a placeholder, one line on
         standard error says that the model is not shown them.
@@ -160,11 +157,9 @@ class Reading(Generic[C]):
                     " the row",
                 )
             if half := next(filter(None, map(HALF.search, here)), None):
-                held = [name for name, value in row.items() if _has_half(value)]
-                where = f"column '{', '.join(held)}'" if held else "the text"
                 raise ValueError(
-                    f"{cells.place}: {where} holds half of a surrogate pair"
-                    f" (U+{ord(half[0]):04X}), which is no character; mend the text or drop the row"
+                    f"{cells.place}: a text holds half of a surrogate pair (U+{ord(half[0]):04X}),"
+                    " which is no character; mend the text or drop the row"
                 )
             unseen += [names] if names else []
         if unseen:
@@ -277,13 +272,3 @@ def _loses(text: str, again: str) -> bool:
 def picked(items: Sequence[T], rows: Sequence[int]) -> list[T]:
     """A list of the items at the indices `rows`, in that order."""
     return [items[row] for row in rows]
-
-
-def _has_half(value: Any) -> bool:
-    """Whether a text in `value`, or in the JSON that it is the text of, has a half pair."""
-    value = from_json(value)
-    if isinstance(value, dict):
-        return any(map(_has_half, [*value, *value.values()]))
-    if isinstance(value, list):
-        return any(map(_has_half, value))
-    return isinstance(value, str) and HALF.search(value) is not None

@@ -21,7 +21,6 @@ from megarl.chat_template import ChatTemplate, Tools
 from megarl.control_tokens import unmarked
 from megarl.data.chats import check_question, plain_prompt, tools_of, turns_of
 from megarl.data.config import PromptsConfig, exact
-from megarl.data.forms import prompts_as_read
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.reading import Reading, picked
 from megarl.data.rows import Cells, fingerprint, kind_of, text_of
@@ -162,7 +161,7 @@ def _load_source(
         f"{setting}.template is '{config.template}', but environment.tools are shown to the model"
         f" by its chat template; set {setting}.template to 'chat'",
     )
-    data = Reading(config, tokenizer, seed, setting, prompts_as_read)
+    data = Reading(config, tokenizer, seed, setting)
     config = data.config
     if config.unique:  # the first row of each prompt is kept
         first: dict[str, Cells[PromptsConfig]] = {}

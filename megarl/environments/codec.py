@@ -118,8 +118,9 @@ class Codec:
         """
         if MARK in text and self.control is not None:
             return self.control.ids(text, add_special_tokens=False)
-        made = self.tokenizer.encode(text, add_special_tokens=False)
-        return list(made.ids if self.is_bare else made)
+        if self.is_bare:  # a batch, as `encode` of a single text keeps Python's lock
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def reply(self, text: str, last: int | None = None) -> str:
         """The marked text of a turn of the user that replies to the model with `text`, from behind

@@ -121,14 +121,13 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
     ) as cluster:
         with console.phase(f"engines of {config.model.path}"):
             stops = inputs.stop_token_ids
-            engines = start_engines(cluster, config, stops, on_cpu=on_cpu, load=True)
-            start_service(config, cluster, engines, inputs)
-            engines.wait()
+            starts = start_engines(config, stops, on_cpu=on_cpu, load=True)
+            engines = start_service(config, cluster, starts, inputs)
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
+            engines.wait()
         probe = 2 * prompt.token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
         refuse_broken(scores, config.model.path)
-        cluster.supervise(engines, config.rollout, loads=True)
         yield
 
 

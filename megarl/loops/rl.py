@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +132,7 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
     for step in range(first, config.steps):
         started_at = time.monotonic()
         step_begins(step + 1, step)
-        batch = rollouts.take(step, partial(publish, parts, step))
+        batch = rollouts.take(step)
         if batch is None:
             return step, saved
         taken_at = time.monotonic()
@@ -401,7 +400,7 @@ def _evaluate(parts: Parts, step: int) -> bool:
         if is_evaluated(parts, step, name):
             continue
         with activity(f"evaluation '{name}' after step {step}", kind="evaluate"):
-            found = parts.rollouts.evaluate(temperature, name, partial(publish, parts, step))
+            found = parts.rollouts.evaluate(temperature, name)
         if found is None:
             if parts.observer is not None:
                 console.say(

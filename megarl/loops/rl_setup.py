@@ -268,6 +268,7 @@ def make_publisher(
         mesh=mesh,
         dtype=engine.dtype,
         probe=probe,
+        shares_gpus=config.rollout.placement == "colocated",
     )
 
 

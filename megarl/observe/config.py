@@ -69,8 +69,8 @@ class ObserveConfig(Config):
     """Write the batch that each step trains on to the run folder's `batches/`, 13 bytes a token,
     for `megarl replay`."""
     activity: bool = True
-    """Record what each process does in the run folder's `activity/`, for `megarl status`, `megarl
-    timeline` and reports of waits that pass their deadline."""
+    """Record what each process does in the run folder's `activity/`, for `megarl status` and
+    Perfetto."""
 
 
 class EarlyStopConfig(Config):

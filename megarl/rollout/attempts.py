@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.activity.busy import Busy
+from megarl.activity.spans import Requests
 from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.types import Prompt, Segment, Verdict
 
@@ -110,9 +111,9 @@ class Attempts:
     penalises_cut_off: bool = False
     """Whether the length penalty of a rollout that is cut off is -1, that at the token limit."""
 
-    progress: int = 0
-    """Answers that engines and environment have given so far."""
-    scoring: Busy = field(default_factory=lambda: Busy("verdicts", kind="score"))
+    moved_at: float = field(default_factory=time.monotonic)
+    """When an engine or the environment has last given an answer."""
+    scoring: Requests = field(default_factory=lambda: Requests("verdicts", kind="score"))
     """Records in the activity files that the environment is at work."""
 
     def seed(self, *place: int | str) -> int:
@@ -173,9 +174,9 @@ class Attempts:
 
         segments: list[Segment] = []
         if self.environment.has_start:
-            with self.scoring.request():
+            with self.scoring:
                 first = await self.environment.begin(key, prompt)
-            self.progress += 1
+            self.moved_at = time.monotonic()
             if isinstance(first, Verdict):
                 return [], first
             if first is not None:
@@ -198,12 +199,12 @@ class Attempts:
             said = sum(one.num_tokens for one in segments if one.kind == "model")
             # A turn that its own limit has ended is no rollout that was cut off.
             is_short = part.finish == "length" and part.num_tokens < room
-            with self.scoring.request():
+            with self.scoring:
                 answer = await self.environment.step(
                     *(key, prompt, replace(part, finish="stop") if is_short else part),
                     num_tokens=said,
                 )
-            self.progress += 2
+            self.moved_at = time.monotonic()
             if isinstance(answer, Verdict):
                 segments[-1] = replace(part, finish=answer.finish or part.finish)
                 return segments, answer

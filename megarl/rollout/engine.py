@@ -258,7 +258,7 @@ class Engine(VllmProcess):
         dict with "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides
         plan the transfer), "engine" (the engine's position among those that receive), "init_info"
         (what the transport's sender says, such as addresses), and "table" (the model's parameter
-        table as JSON text, or ""). Raises `RuntimeError` if a rank cannot receive weights.
+        table as JSON text). Raises `RuntimeError` if a rank cannot receive weights.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

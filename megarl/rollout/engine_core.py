@@ -30,7 +30,7 @@ from multiprocessing.context import (
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.private_folder import shared_name
 from megarl.quick_imports import quick_imports
 

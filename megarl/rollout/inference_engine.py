@@ -87,7 +87,7 @@ class InferenceEngine(Protocol):
         """Connect to the trainer, which will send weights. `info`: a dict with "transport" (its
         name), "spec" (the fields of a `RouteSpec`, by which both sides plan the transfer), "engine"
         (the engine's position among those that receive), "init_info" (what the transport's sender
-        says, such as addresses), and "table" (the model's parameter table as JSON text, or "").
+        says, such as addresses), and "table" (the model's parameter table as JSON text).
         Raises `RuntimeError` if weights cannot be received.
         """
         ...

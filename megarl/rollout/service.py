@@ -29,7 +29,7 @@ from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
-from megarl.rollout.waits import PublishAgain, WaitProgress, Waits
+from megarl.rollout.waits import Waits
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
@@ -193,7 +193,6 @@ class RolloutService:
             penalises_cut_off=truncated == "penalise",
         )
         self._waits = Waits()
-        self.moved = WaitProgress()
         self.ledger, self._keep = ledger or Recorder(), keep
         self._finished = FinishedGroups()
         self._carried = list(carried)
@@ -219,34 +218,6 @@ class RolloutService:
         too."""
 
     # ------------------------------------------------------------------------- asked by the trainer
-
-    def use_engine(self, number: int, engine: EngineHandle) -> None:
-        """From now on send the requests for engine number `number` to `engine`, a new one that has
-        the current weights.
-        """
-        self._waits.rejoins.engines.discard(number)
-        self.engines.replace(number, engine)
-
-    async def engine_is_ready(self, number: int) -> None:
-        """Note that a new engine with number `number`, which replaces a dead one, runs and has no
-        weights yet. Trainer ranks that wait for rollouts are told to send the current weights
-        again; if none waits, the engine gets the next version with all others.
-        """
-        self._waits.rejoins.engines.add(number)
-        await self._waits.notify()
-
-    async def fail(self, reason: str) -> None:
-        """End generation: every wait for rollouts, present and later ones, raises a `RuntimeError`
-        with `reason`.
-        """
-        await self._waits.fail(RuntimeError(reason))
-
-    def progress(self, engine_steps: int = 0) -> int:
-        """Number of engine steps and of answers by engines and environment so far: if it has grown
-        since the last call, rollouts have made progress. `engine_steps`: steps that all engines
-        have made since the last call, which are added.
-        """
-        return self.moved.add(engine_steps, self._attempts.progress)
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
         """Start to generate, once the weights with which the run begins are on the engines; returns
@@ -291,22 +262,14 @@ class RolloutService:
         """Whether the run ends because its metric is good enough, and not by a signal."""
         return self._is_early_stop
 
-    async def take(
-        self, step: int, data_rank: int, publications: int = 0
-    ) -> SharePlan | PublishAgain | None:
+    async def take(self, step: int, data_rank: int) -> SharePlan | None:
         """Wait until the batch of `step` is complete and return the samples that `data_rank` trains
         on, a `SharePlan`: without their token arrays, which `megarl.rollout.batch.assemble` adds.
         None if the run was interrupted before any rank took that step. Raises `RuntimeError` if
         generation has failed, and `UserError` if the verifier failed for at least the fraction
         `environment.max_failure_share` of a step's responses.
-
-        Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
-        engines, together with the other ranks, and to call again. `publications`: how often it has
-        done so since its first call for this step.
         """
-        again = await self._waits.until(f"step {step}", publications, lambda: step in self._ready)
-        if again is not None:
-            return again
+        await self._waits.until(lambda: step in self._ready)
         if self._waits.is_interrupted and step > self._taken:
             return None
         self._waits.raise_failure()
@@ -365,18 +328,12 @@ class RolloutService:
         await self.ledger.durable()
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
-    async def evaluate(
-        self, temperature: float, name: str, publications: int = 0
-    ) -> Evaluated | PublishAgain | None:
+    async def evaluate(self, temperature: float, name: str) -> Evaluated | None:
         """Generate and score one response to each held-out problem with the present weights.
         Returns (metrics {name: value}, a list with a dict for each of the first 128 problems:
         "prompt", "response", "reward" and others); None if the run was interrupted. Every rank may
         call it, and all get the result of the one evaluation of this `name` and weight version.
         Raises `RuntimeError` and `UserError` as `take` does.
-
-        Returns `PublishAgain` if a new engine lacks weights: the rank is to send its weights to the
-        engines, together with the other ranks, and to call again. `publications`: how often it has
-        done so since its first call for this evaluation.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
@@ -384,9 +341,9 @@ class RolloutService:
             work = self._waits.noticed(lambda: evaluate_problems(*asked))
             self._evaluations[key] = asyncio.create_task(work)
         task = self._evaluations[key]
-        again = await self._waits.until(f"{name} {key[1]}", publications, task.done)
-        if again is not None or (self._waits.is_interrupted and key not in self._given):
-            return again
+        await self._waits.until(task.done)
+        if self._waits.is_interrupted and key not in self._given:
+            return None
         if not task.done():
             self._waits.raise_failure()
         self._given.add(key)

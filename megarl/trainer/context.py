@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from transformers import PreTrainedTokenizerBase
 
 from megarl import console, signals
-from megarl.activity.recording import Recording
+from megarl.activity.spans import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Claim, Lease
@@ -102,9 +102,8 @@ class RunInputs:
     """The tools that prompts show, in OpenAI's format: {"type": "function", "function": {name,
     description, parameters}}."""
     table: list[ParameterSpec] | None = None
-    """For each tensor of the model's checkpoint its name, shape and how tensor-parallel ranks split
-    it, by which weights are sent to engines; None in commands that send none. Where vLLM's loader
-    has to tell the table, the policy's first rank alone has it."""
+    """On the policy's first rank: what engines store of each tensor of the model's checkpoint, by
+    which weights are sent to them; None in commands that send none."""
 
     @property
     def num_rows(self) -> int:

@@ -1,10 +1,8 @@
 """Memory that a model needs on a GPU, computed from its config.json before anything is started.
 
-    parameter table, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
-    parameter table, tensor             --engine_memory--> bytes of an engine's weights on a GPU
-
-A parameter table lists the tensors of a model's checkpoint: name, shape, and how tensor-parallel
-ranks split each.
+    model, tensor              --sized_parameters--> its parameters on a tensor-parallel rank
+    parameters, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
+    parameters, tensor           --engine_memory--> bytes of an engine's weights on a GPU
 
 Bytes of one parameter, by part; a part is divided over data x sequence ranks from the ZeRO stage in
 the last column on (arXiv:1910.02054):
@@ -25,11 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import LoraConfig, TrainingConfig
-from megarl.weight_sync.parameters import VOCAB_PADDING, ParameterSpec
+from megarl.parallel.mesh import Axis
+from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight by dtype."""
@@ -37,6 +36,39 @@ GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES = 4, 4, 8
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """Elements at which ZeRO 3 begins a new part of the optimizer state (`sub_group_size`)."""
 OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
+
+
+@dataclass(frozen=True)
+class SizedParameter:
+    """A model's parameter: its name, its whole shape, and how the trainer's tensor-parallel ranks
+    split it (None: each has all of it).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None = None
+
+    @property
+    def on_rank(self) -> int:
+        """The largest number of elements that any tensor-parallel rank has."""
+        if self.shard is None:
+            return num_elements(self.shape)
+        return num_elements(self.shape) // self.shard.whole * max(self.shard.lengths)
+
+
+def sized_parameters(config: ModelConfig, tensor: int) -> list[SizedParameter]:
+    """The parameters of the causal language model that `config.path` names, as `tensor`
+    tensor-parallel trainer ranks split them; no weights are read. Raises `ValueError` if the model
+    cannot be built or split.
+    """
+    # Imported here: the modules of transformers take seconds.
+    from megarl.trainer.loading import empty_model
+    from megarl.trainer.sharding import shard_model
+
+    model = empty_model(config)
+    shards = shard_model(model, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
+    shapes = whole_shapes(model, shards)
+    return [SizedParameter(name, shape, shards.get(name)) for name, shape in shapes.items()]
 
 
 @dataclass(frozen=True)
@@ -59,17 +91,16 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
 
-def with_head(table: Sequence[ParameterSpec], head: str) -> list[ParameterSpec]:
-    """The parameters of a model with the head `head`, as a new list made of `table`, which lists a
-    causal language model's: "logprobs" keeps the output head, "value" and "scalar" have a score
-    head [1, hidden size] instead, "states" has no head.
+def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedParameter]:
+    """The parameters of a model with the head `head`, as a new list made of a causal language
+    model's: "logprobs" keeps the output head, "value" and "scalar" have a score head [1, hidden
+    size] instead, "states" has no head.
     """
-    kept = [one for one in table if one.name not in (OUTPUT_HEAD, SCORE_HEAD)]
     if head == "logprobs":
-        return kept + [one for one in table if one.name == OUTPUT_HEAD]
+        return [*parameters]
+    kept = [one for one in parameters if one.name != OUTPUT_HEAD]
     if head in ("value", "scalar"):
-        width = table[0].shape[-1]
-        kept.append(ParameterSpec(SCORE_HEAD, (1, width), "whole", SCORE_HEAD))
+        kept.append(SizedParameter(SCORE_HEAD, (1, parameters[0].shape[-1])))
     return kept
 
 
@@ -79,19 +110,22 @@ def num_elements(shape: Sequence[int]) -> int:
 
 
 def role_memory(
-    table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig, *, trains: bool
+    parameters: Sequence[SizedParameter],
+    layout: Layout,
+    training: TrainingConfig,
+    *,
+    trains: bool,
 ) -> Memory:
     """Bytes of weights, gradients and optimizer state on the rank that needs most, for one model of
-    a run. `table`: the model's parameters with shapes and how tensor-parallel ranks split them.
-    `layout`: its degrees of parallelism. `training`: ZeRO stage, dtype, LoRA and offloading. With
-    `trains` False only weights are counted, with those of a LoRA adapter only if
+    a run. `layout`: its degrees of parallelism. `training`: ZeRO stage, dtype, LoRA and offloading.
+    With `trains` False only weights are counted, with those of a LoRA adapter only if
     `training.lora.adapter` names one.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
-    weights = [on_rank(one, layout.tensor) for one in table]
-    adapters = [size for one in table for size in _adapter(one, layout.tensor, lora)]
-    trained = trained_elements(table, layout, training) if trains else []
+    weights = [one.on_rank for one in parameters]
+    adapters = [size for one in parameters for size in _adapter(one, lora)]
+    trained = trained_elements(parameters, training) if trains else []
 
     def bytes_of(sizes: Sequence[int], each: int, divided_from: int) -> int:
         divisor = sharing if stage >= divided_from else 1
@@ -110,17 +144,15 @@ def role_memory(
     return Memory(found.weights, sums, host=host_memory(trained, layout, training))
 
 
-def trained_elements(
-    table: Sequence[ParameterSpec], layout: Layout, training: TrainingConfig
-) -> list[int]:
-    """Number of elements of each trained parameter on one tensor-parallel rank: of every parameter
-    in `table`, or with LoRA of the adapters and of a score head. ZeRO divides them further, which
-    is not counted here.
+def trained_elements(parameters: Sequence[SizedParameter], training: TrainingConfig) -> list[int]:
+    """Number of elements of each trained parameter on one tensor-parallel rank: of every one, or
+    with LoRA of the adapters and of a score head. ZeRO divides them further, which is not counted
+    here.
     """
     if not training.lora.is_on:
-        return [on_rank(one, layout.tensor) for one in table]
-    adapters = [size for one in table for size in _adapter(one, layout.tensor, training.lora)]
-    heads = [on_rank(one, layout.tensor) for one in table if one.name == SCORE_HEAD]
+        return [one.on_rank for one in parameters]
+    adapters = [size for one in parameters for size in _adapter(one, training.lora)]
+    heads = [one.on_rank for one in parameters if one.name == SCORE_HEAD]
     return adapters + heads
 
 
@@ -164,39 +196,15 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def engine_memory(table: Sequence[ParameterSpec], tensor: int, dtype: str) -> int:
-    """Bytes of a model's weights on each of the `tensor` GPUs over which an inference engine splits
-    it. `table`: the model's parameters with shapes and how they are split. `dtype`: "float32",
-    "bfloat16" or "float16".
+def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str) -> int:
+    """About how many bytes of weights each of the `tensor` GPUs of an inference engine has: every
+    matrix is split evenly, without padding. `dtype`: "float32", "bfloat16" or "float16".
     """
-    return BYTES[dtype] * sum(on_rank(one, tensor, is_engine=True) for one in table)
+    sizes = [num_elements(one.shape) / (tensor if len(one.shape) > 1 else 1) for one in parameters]
+    return math.ceil(BYTES[dtype] * sum(sizes))
 
 
-def on_rank(one: ParameterSpec, tensor: int, *, is_engine: bool = False) -> int:
-    """The largest number of elements of parameter `one` that any of `tensor` tensor-parallel ranks
-    has. `is_engine`: the ranks are vLLM's, which pads the vocabulary, rather than the trainer's.
-    """
-    whole = num_elements(one.shape)
-    if tensor == 1 or one.cut == "whole" or (one.cut == "sections" and not is_engine):
-        return whole
-    if one.cut == "sections":
-        layers = (
-            replace(one, shape=(rows, *one.shape[1:]), cut=cut, heads=heads)
-            for rows, cut, heads in one.sections
-        )
-        return sum(on_rank(layer, tensor, is_engine=True) for layer in layers)
-    if one.cut == "vocab":
-        rows = one.shape[0]
-        if is_engine:
-            rows = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
-        return -(-rows // tensor) * (whole // one.shape[0])
-    if one.cut == "kv_heads" and one.heads % tensor:
-        # Trainer ranks hold all heads, an engine's ranks the one that they use.
-        return whole // one.heads if is_engine else whole
-    return whole // tensor
-
-
-def _adapter(one: ParameterSpec, tensor: int, lora: LoraConfig) -> list[int]:
+def _adapter(one: SizedParameter, lora: LoraConfig) -> list[int]:
     """Elements of A and B of the LoRA adapter of a weight on one rank; none for a parameter without
     adapter. See `megarl.trainer.lora` for how they are cut.
     """
@@ -204,12 +212,9 @@ def _adapter(one: ParameterSpec, tensor: int, lora: LoraConfig) -> list[int]:
     is_linear = len(one.shape) == 2 and ".layers." in one.name and ".experts." not in one.name
     if not lora.is_on or not is_linear or (lora.targets and layer not in lora.targets):
         return []
+    # A is split with the weight's inputs, B with its outputs; the other one is whole.
     outputs, inputs = one.shape
-    if one.cut == "inputs":
-        return [lora.rank * inputs // tensor, lora.rank * outputs]
-    # A layer that stays whole, such as the router of experts, has a whole adapter; ranks that share
-    # KV heads hold all rows of B and use theirs.
-    is_whole = one.cut in ("whole", "sections") or (
-        one.cut == "kv_heads" and one.heads % tensor > 0
-    )
-    return [lora.rank * inputs, lora.rank * (outputs if is_whole else outputs // tensor)]
+    if one.shard is not None:
+        most = max(one.shard.lengths)
+        outputs, inputs = (outputs, most) if one.shard.dim == 1 else (most, inputs)
+    return [lora.rank * inputs, lora.rank * outputs]

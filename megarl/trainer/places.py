@@ -43,6 +43,11 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
             f"{name}.ranks is {list(role.ranks)}, but rank 0 is the policy's, since it talks to the"
             " engines; set other ranks",
         )
+        require(
+            max(role.ranks, default=0) < num_ranks,
+            f"{name}.ranks is {list(role.ranks)}, but this run has {num_ranks} ranks, counted from"
+            " 0; set lower ones",
+        )
     reserved = {rank for role in config.other_roles.values() for rank in role.ranks}
     return tuple(rank for rank in range(num_ranks) if rank not in reserved)
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
 from megarl.trainer.config import TrainingConfig
-from megarl.trainer.memory import BYTES, on_rank, role_memory
+from megarl.trainer.memory import BYTES, SizedParameter, role_memory
 from megarl.weight_sync.config import BUCKET_BYTES
-from megarl.weight_sync.parameters import ParameterSpec
 
 BUCKET_ELEMENTS = 500_000_000
 """Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`), at most:
@@ -26,16 +25,15 @@ RUNTIME_BYTES = 2 * 2**30
 """Bytes of CUDA's context, the libraries' kernels, and NCCL's buffers."""
 
 
-def kept_memory(table: Sequence[ParameterSpec], layout: Layout, config: RunConfig) -> int:
+def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: RunConfig) -> int:
     """Bytes that the policy keeps on each GPU while inference engines use the rest of the same GPU:
     its weights, the parameters that ZeRO 3 gathers at most, two of the buckets in which weights are
-    sent to the engines, room for digests of weights, and a constant for CUDA and NCCL. `table`: the
-    policy's parameters with shapes and how tensor-parallel ranks split them. `config`: the run's
-    settings.
+    sent to the engines, room for digests of weights, and a constant for CUDA and NCCL.
+    `parameters`: the policy's. `config`: the run's settings.
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
-    weights = role_memory(table, layout, training, trains=True).weights
-    gathered = _gathered([on_rank(one, layout.tensor) for one in table], training)
+    weights = role_memory(parameters, layout, training, trains=True).weights
+    gathered = _gathered([one.on_rank for one in parameters], training)
     return weights + gathered + 2 * bucket + DIGEST_BYTES + RUNTIME_BYTES
 
 

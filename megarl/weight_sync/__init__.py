@@ -1,5 +1,5 @@
 """Weight synchronisation: send the trainer's weights to the inference engines after each step.
 
 `publisher.py` is the trainer's side, `receiver.py` the engine's (vLLM). `transports/base.py` says
-how to add a transport, `families.py` how to add a model type.
+how to add a transport.
 """

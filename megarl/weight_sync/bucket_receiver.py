@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.weight_sync.checksums import Digest, digest, signed
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weight_sync.parameters import table_from_json
 from megarl.weight_sync.route import Route, RouteSpec
 from megarl.weight_sync.transports.base import Receiver
 from megarl.weight_sync.transports.transport_table import TRANSPORTS
@@ -36,9 +36,8 @@ class InitInfo:
     """This engine's position, from 0, among those that receive weights."""
     init_info: dict[str, Any]
     """The address of the trainer, as returned by `init_info` of the transport's sender."""
-    table: str = ""
-    """The model's parameter table as JSON (`megarl.weight_sync.parameters.table_to_json`); empty
-    where the engine makes it from the model's config.json."""
+    table: str
+    """The model's parameter table as JSON (`megarl.weight_sync.parameters.table_to_json`)."""
 
 
 @dataclass
@@ -58,13 +57,14 @@ class BucketReceiver:
     call `digest` for each, then `status`.
     """
 
-    def __init__(self, info: InitInfo, table: Sequence[ParameterSpec], rank: int) -> None:
-        """Work out what tensor-parallel rank `rank` of the engine receives of the model with the
-        parameter table `table`, and connect to the trainer's transport. Raises `ValueError` if the
-        table is not the trainer's.
+    def __init__(self, info: InitInfo, rank: int) -> None:
+        """Work out what tensor-parallel rank `rank` of the engine receives, and connect to the
+        trainer's transport.
         """
         spec = TypeAdapter(RouteSpec).validate_python(info.spec)
-        self.route = Route.of_destination(spec, table, spec.destination(info.engine, rank))
+        self.route = Route.of_destination(
+            spec, table_from_json(info.table), spec.destination(info.engine, rank)
+        )
         self.receiver: Receiver = TRANSPORTS[info.transport].Receiver(
             self.route, info.engine, rank, info.init_info
         )
@@ -74,13 +74,10 @@ class BucketReceiver:
         """Seconds spent on the present version: {"wait": s, "digest": s, "install": s}."""
         self._digests: list[Digest] = []
 
-    def buckets(
-        self, version: int, timeout_s: float
-    ) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
-        """Iterate over the buckets (blocks of memory that are sent at once) of a weight version:
-        (bucket, {engine parameter: flat tensor of the part of it in this bucket}). The `Bucket`
-        says where in the parameter each part lies. Padding, such as vocabulary rows that no tensor
-        fills, is set to zero.
+    def buckets(self, timeout_s: float) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
+        """Iterate over the buckets of a weight version: (bucket, {engine parameter: flat tensor of
+        the part of it in this bucket}). The `Bucket` says where in the parameter each part lies.
+        Padding, such as vocabulary rows that no tensor fills, is set to zero.
 
         The tensors are valid until the next bucket is asked for. Raises `RuntimeError` where the
         whole version has not come within `timeout_s` seconds, and `Aborted` where the trainer gives
@@ -97,7 +94,7 @@ class BucketReceiver:
                     " weight_sync.timeout_s"
                 )
 
-        received = self.receiver.receive(version, watch)
+        received = self.receiver.receive(watch)
         while True:
             started_at = time.perf_counter()
             bucket, block = next(received, (None, None))
@@ -110,10 +107,9 @@ class BucketReceiver:
             yield bucket, buffers
 
     def digest(self, bucket: Bucket, stored: Mapping[str, torch.Tensor]) -> None:
-        """Digest what the engine has stored of a bucket (block of weights that was sent at once),
-        and add this to the sums, one for each tensor of the model, that `status` returns. `stored`:
-        {engine parameter: flat tensor}, the bucket's part of each parameter as the engine has
-        stored it.
+        """Digest what the engine has stored of a bucket, and add this to the sums, one for each
+        tensor of the model, that `status` returns. `stored`: {engine parameter: flat tensor}, the
+        bucket's part of each parameter as the engine has stored it.
         """
         started_at = time.perf_counter()
         for copy in self.route.copies[bucket.number]:
@@ -132,9 +128,8 @@ class BucketReceiver:
 
 
 class Modules:
-    """Collects parameters from the buckets (blocks of memory that are received at once) until all
-    parameters of a torch module have arrived, since vLLM transforms the weights of a module (such
-    as by repacking) only together.
+    """Collects parameters from the buckets until all parameters of a torch module have arrived,
+    since vLLM transforms the weights of a module (such as by repacking) only together.
 
     Parameters are copied only if the module spans several buckets. The copies are freed once the
     module is complete.
@@ -150,10 +145,9 @@ class Modules:
     def complete(
         self, buffers: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Add the parameters, or parts of them, that have come with `bucket`, a block of weights
-        that is sent at once. `buffers`: {parameter name: flat tensor of its part in this bucket}.
-        Yields (module path, {parameter name in the module: flat tensor of the whole parameter}) for
-        each module that is now complete.
+        """Add the parameters, or parts of them, that have come with `bucket`. `buffers`: {parameter
+        name: flat tensor of its part in this bucket}. Yields (module path, {parameter name in the
+        module: flat tensor of the whole parameter}) for each module that is now complete.
 
         The tensors are valid until the next bucket is received.
         """

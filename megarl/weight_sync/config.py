@@ -3,7 +3,6 @@
 from typing import Annotated, Literal
 
 from megarl.limits import LONGEST_WAIT_S, MOST_STEPS
-from megarl.recipe_paths import OutputText
 from megarl.schema import Config, Range
 
 BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
@@ -14,12 +13,9 @@ BUCKET_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 class WeightSyncConfig(Config):
     """How the trainer sends its weights to the inference engines."""
 
-    transport: Literal["shared_memory", "point_to_point", "cuda_ipc", "disk"] = "shared_memory"
+    transport: Literal["shared_memory", "point_to_point", "cuda_ipc"] = "shared_memory"
     """`shared_memory`: host memory shared on one host; `point_to_point`: messages between hosts;
-    `cuda_ipc`: memory of shared GPUs; `disk`: files in a shared folder."""
-    folder: OutputText = ""
-    """Transport `disk` only: folder for the weights, under the same path for trainer and
-    engines."""
+    `cuda_ipc`: memory of shared GPUs."""
     bucket_mib: Annotated[int, Range(0, 2**16)] = 0
     """MiB of weights that are sent at once; 0 means 8 on the CPU and 64 on GPUs. Trainer and engine
     each need memory for two buckets. Small buckets stay in a CPU's cache; with large ones a GPU is

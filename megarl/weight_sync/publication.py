@@ -131,7 +131,7 @@ class Engines(Protocol):
         have connected. `info(position)`: the dict for the engine at that index of `members`, with
         "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides plan the
         transfer), "engine" (the index), "init_info" (what the transport's sender says, such as
-        addresses), and "table" (the model's parameter table as JSON text, or "").
+        addresses), and "table" (the model's parameter table as JSON text).
         """
         ...
 
@@ -160,23 +160,15 @@ class Engines(Protocol):
         ...
 
     def hold(self) -> list[int]:
-        """Begin to send a weight version: sets `members` to the engines that are ready, and blocks
-        while these are fewer than the run needs. Until `let_go`, the supervisor, a thread that
-        looks for dead engines, does not start new ones in their place. Returns the numbers, in the
-        run, of the engines in `members` that have no weights yet.
-        """
-        ...
-
-    def let_go(self) -> None:
-        """End the sending of a version that began with `hold`. The supervisor, a thread that looks
-        for dead engines, may start new ones in their place again.
+        """Begin to send a weight version: sets `members` to the engines that are ready. Returns the
+        numbers, in the run, of those of them that have no weights yet. Raises `ProcessLost` if no
+        engine is left.
         """
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Begin to start new engines in the place of those with the given `numbers` in the run.
-        Then sets `members` to the engines that are ready, and blocks while these are fewer than the
-        run needs.
+        """Have the engines with the given `numbers` in the run replaced, and set `members` to those
+        that are ready. Raises `ProcessLost` if no engine is left.
         """
         ...
 
@@ -228,7 +220,8 @@ class Publication(ABC, Generic[Model]):
         response must carry. More than one where engines receive the same weights in other pieces.
         """
         self._is_connected = False
-        """Whether all engines know the transport; new ones know nothing."""
+        """Whether all engines know the transport; new ones know nothing, and after a failed attempt
+        all connect anew."""
         self._number = 0
         """Number of the present attempt to send a version, on every rank."""
         self._doing = ""
@@ -238,30 +231,27 @@ class Publication(ABC, Generic[Model]):
         """Send the policy's present weights as version `version` to every engine that is ready. All
         trainer ranks call it together; it blocks. Returns metrics {name: value}, the same on all.
 
-        Engines lost during the transfer or its probe are replaced and the version is sent again, up
-        to `weight_sync.replacements` times. Engines that are new and ready by then receive the
-        version like the others, and serve requests afterwards; those that still start get the next
-        version.
+        Engines lost during the transfer or its probe are replaced, and the version is sent to the
+        others again, up to `weight_sync.replacements` times. Engines that are new and ready by then
+        receive the version like the others, and serve requests afterwards; those that still start
+        get the next version.
 
         Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
         than were sent, or scores the probe, a fixed text, differently from the trainer.
         """
         failure, lost, metrics = "", list[int](), {}
         self._started_at = time.monotonic()
-        try:
-            for replaced in range(self.config.replacements + 1):
-                self._begin(version, failure, lost)
-                failure, lost, verify = self._transfer(version)
-                if not failure:
-                    failure, lost, metrics = self._conclude(version, verify)
-                if not lost:
-                    metrics["publish/replaced"] = float(replaced)
-                    break
-            if failure:
-                raise RuntimeError(failure)
-        finally:
-            if self.engines is not None:
-                self.engines.let_go()
+        for replaced in range(self.config.replacements + 1):
+            self._begin(version, failure, lost)
+            failure, lost, verify = self._transfer(version)
+            if not failure:
+                failure, lost, metrics = self._conclude(version, verify)
+            self._is_connected &= not failure
+            if not lost:
+                metrics["publish/replaced"] = float(replaced)
+                break
+        if failure:
+            raise RuntimeError(failure)
         return metrics
 
     def _begin(self, version: int, failure: str, lost: Sequence[int]) -> None:
@@ -273,7 +263,6 @@ class Publication(ABC, Generic[Model]):
         def regroup(engines: Engines) -> list[int]:
             if lost:
                 say(f"megarl: {failure}; replacing lost engines")
-                self._is_connected = False
                 engines.replace([self.members[position] for position in lost])
             elif engines.hold():
                 self._is_connected = False

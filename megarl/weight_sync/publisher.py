@@ -54,6 +54,7 @@ class Publisher(Publication[SendsWeights]):
         mesh: ProcessMesh,
         dtype: str,
         probe: Probe,
+        shares_gpus: bool = False,
     ) -> None:
         """Plan the transfer and open the transport. Collective: every trainer rank calls it.
 
@@ -67,6 +68,7 @@ class Publisher(Publication[SendsWeights]):
             mesh: the trainer's process groups.
             dtype: dtype of the engines' weights, for example "bfloat16".
             probe: the text that trainer and engines score.
+            shares_gpus: whether engines and trainer ranks have the same GPUs.
 
         Raises:
             ValueError: the parameter table does not describe the policy's model.
@@ -84,6 +86,7 @@ class Publisher(Publication[SendsWeights]):
             bucket_bytes=config.bucket_bytes or BUCKET_BYTES[device],
             table=table_fingerprint(table),
             local=sender.LOCAL,
+            shares_gpus=shares_gpus,
             one_host=engines is not None and engines.is_one_host(),
         )
         super().__init__(
@@ -101,7 +104,7 @@ class Publisher(Publication[SendsWeights]):
         self.route, self._layouts = Route.of_source(spec, self._table, world.rank), str(spec)
         self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
         make = TRANSPORTS[self.config.transport].Sender
-        self._sender = make(self.route, world, self.config.folder)
+        self._sender = make(self.route, world)
 
     def _resize(self, count: int) -> None:
         if count != self.route.spec.engines:
@@ -109,7 +112,7 @@ class Publisher(Publication[SendsWeights]):
             self._open(replace(self.route.spec, engines=count))
 
     def _prepare(self, version: int) -> None:
-        self._sender.begin(version, self._number)
+        self._sender.begin(self._number, anew=not self._is_connected)
 
     def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
         shape = self.route.spec.num_destinations, len(self.route.tensors)
@@ -132,15 +135,12 @@ class Publisher(Publication[SendsWeights]):
         engines lost) of an error while a version was sent.
         """
         doing = f"publishing version {version} failed"
-        if isinstance(error, Aborted):  # the rank that aborted tells why, unless an engine did
-            engine = self._sender.lost() if self.mesh.world.rank == 0 else None
-            if engine is None:
-                return 2, f"{doing}: {GIVEN_UP}, which did not say why", []
-            error = EngineLost("its connections ended", (engine,))
+        if isinstance(error, Aborted):  # the rank that aborted tells why
+            return 2, f"{doing}: {GIVEN_UP}, which did not say why", []
         if isinstance(error, EngineLost):
             parts, buckets = [], self.route.buckets
             for engine in error.engines:
-                number = min(self._sender.progress(engine), len(buckets) - 1)
+                number = max(0, min(self._sender.progress(engine), len(buckets) - 1))
                 parts.append(
                     f"engine {self.members[engine]} was lost while it received version {version},"
                     f" in bucket {number + 1} of {len(buckets)}, which begins with"
@@ -163,7 +163,7 @@ class Publisher(Publication[SendsWeights]):
         sums: dict[tuple[int, int], Digest] = {}
         self._unsettled = []
         if self.mesh.world.rank > 0:
-            sender.begin(version, self._number)
+            sender.begin(self._number)
         try:
             sources = self.policy.owned()
             if self.engines is not None:
@@ -212,9 +212,7 @@ class Publisher(Publication[SendsWeights]):
                 return
             if now > deadline:
                 reached = list(map(self._sender.progress, range(self.route.spec.engines)))
-                slow = {engine for engine, number in enumerate(reached) if number == min(reached)}
-                # Not those that wait for a slow one to pass the weights on.
-                late = tuple(one for one in sorted(slow) if self._sender.relay(one) not in slow)
+                late = tuple(e for e, number in enumerate(reached) if number == min(reached))
                 raise EngineLost(
                     f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"
                     " was only slow",
@@ -237,7 +235,7 @@ class Publisher(Publication[SendsWeights]):
             "transport": self.config.transport,
             "spec": asdict(self.route.spec),
             "init_info": self._sender.init_info(),
-            "table": table_to_json(self._table) if self._table[0].cut == "recorded" else "",
+            "table": table_to_json(self._table),
         }
         self.engines.connect(
             lambda position: info | {"engine": position}, timeout_s=self.config.timeout_s
@@ -275,7 +273,8 @@ class Publisher(Publication[SendsWeights]):
             f"publish/{kind}_s": max(found[kind] for found in seconds)
             for kind in ("wait", "digest", "install")
         }
-        return metrics | {"publish/bytes": float(self.route.written)}
+        copies = self.route.spec.engines if self._sender.SENDS_TO_EACH else 1
+        return metrics | {"publish/bytes": float(self.route.written * copies)}
 
     def close(self) -> None:
         """Release the transport's memory, files and connections; every rank calls it at the end."""

@@ -9,7 +9,6 @@ worker patches torch.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -24,8 +23,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from megarl.activity.spans import activity
 from megarl.parallel.reshard.buckets import Bucket
 from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo, Modules, UpdateInfo
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import refuse_other_model, table_from_json
+from megarl.weight_sync.parameters import refuse_other_model
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 NAME = "megarl"
@@ -96,12 +94,7 @@ class ReshardEngine(WeightTransferEngine):
     def _connect(self, init_info: InitInfo) -> None:
         """As `init_transfer_engine`, but errors are raised."""
         self.shutdown()
-        table = (
-            table_from_json(json.loads(init_info.table))
-            if init_info.table
-            else parameter_table(self.model_config.hf_config.to_dict())
-        )
-        self._buckets = BucketReceiver(init_info, table, get_tensor_model_parallel_rank())
+        self._buckets = BucketReceiver(init_info, get_tensor_model_parallel_rank())
         self._compare(self._buckets.route.owned.sizes)
         self._plain = self._find_plain()
 
@@ -146,7 +139,7 @@ class ReshardEngine(WeightTransferEngine):
         """Receive and install one weight version; raises errors, which the caller reports."""
         receiver, version = self._buckets, update_info.version
         modules = Modules(receiver.route.owned.sizes)
-        for bucket, buffers in receiver.buckets(version, update_info.timeout_s):
+        for bucket, buffers in receiver.buckets(update_info.timeout_s):
             started_at = time.perf_counter()
             rest, stored = self._write(buffers, bucket)
             for path, values in modules.complete(rest, bucket):

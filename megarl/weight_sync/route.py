@@ -56,7 +56,9 @@ class RouteSpec:
     one has another model."""
     local: bool = False
     """True if engine rank n (counted over all engines) is in the memory of trainer rank n, which
-    then sends what it can itself. Else each bucket is sent once for all engines."""
+    then sends what it can itself. Else all engines receive the same."""
+    shares_gpus: bool = False
+    """Whether engines and trainer ranks have the same GPUs: NCCL refuses two ranks on one."""
     one_host: bool = False
     """Whether all engines are on the host of trainer rank 0, so that loopback may suffice; only
     that rank knows."""
@@ -72,7 +74,7 @@ class RouteSpec:
     def destination(self, engine: int, rank: int) -> int:
         """Number of rank `rank` of engine `engine` among the plan's receivers, from 0.
 
-        Where each bucket is sent once for all engines, this is `rank` itself.
+        Where all engines receive the same, this is `rank` itself.
         """
         return engine * self.engine_tensor + rank if self.local else rank
 
@@ -93,8 +95,7 @@ def table_fingerprint(table: Sequence[ParameterSpec]) -> str:
 @dataclass(frozen=True)
 class Route:
     """One process's part in the transfer of weights: which regions of tensors it sends or receives,
-    and in which bucket (block of memory that is sent at once). Made by `of_source` and
-    `of_destination`.
+    and in which bucket. Made by `of_source` and `of_destination`.
 
     A trainer rank's route has the copies that it sends, an engine rank's those that it receives.
     """
@@ -112,13 +113,13 @@ class Route:
     tensors: list[str]
     """Tensor names in the parameter table's order, the order in which digests are listed."""
     written: int
-    """Bytes that all trainer ranks together write into other processes' memory for one version."""
+    """Bytes that all trainer ranks together write into other processes' memory for one version; a
+    transport may send them once for each engine."""
 
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
         """The `Route` of trainer rank `source`: which regions of tensors it sends, and in which
-        bucket (block of memory that is sent at once). `spec`: how trainer and engines split the
-        model. `table` lists the model's tensors.
+        bucket. `spec`: how trainer and engines split the model. `table` lists the model's tensors.
 
         Raises `ValueError` where `table` belongs to another model than `spec`, or where the
         trainer's or the engines' tensor-parallel degree cannot split a tensor.
@@ -129,11 +130,11 @@ class Route:
 
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:
-        """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket
-        (block of memory that is sent at once). `spec`: how trainer and engines split the model.
-        `table` lists the model's tensors. `destination`: the rank's number by `spec.destination`.
-        Raises `ValueError` where `table` belongs to another model than `spec`, or where a
-        tensor-parallel degree cannot split a tensor.
+        """The `Route` of an engine rank: which regions of tensors it receives, and in which bucket.
+        `spec`: how trainer and engines split the model. `table` lists the model's tensors.
+        `destination`: the rank's number by `spec.destination`. Raises `ValueError` where `table`
+        belongs to another model than `spec`, or where a tensor-parallel degree cannot split a
+        tensor.
         """
         part = _plan(spec, table)
         owned = engine_rank_owned(table, destination % spec.engine_tensor, spec.engine_tensor)
@@ -145,9 +146,7 @@ class Route:
         return getattr(torch, self.spec.dtype)
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether `bucket`, a block of weights that is sent at once, is the last one of a weight
-        version.
-        """
+        """Whether `bucket` is the last one of a weight version."""
         return bucket.number == self.buckets[-1].number
 
     @cached_property
@@ -158,9 +157,9 @@ class Route:
         return max(bucket.num_bytes for bucket in self.buckets)
 
     def padding(self) -> list[list[Piece]]:
-        """For each bucket (block of weights that is sent at once), the parts of its flat buffers
-        that no tensor fills, such as rows that pad a vocabulary: the receiver sets them to zero.
-        `Piece.view(buffer)` gives such a part as a tensor.
+        """For each bucket, the parts of its flat buffers that no tensor fills, such as rows that
+        pad a vocabulary: the receiver sets them to zero. `Piece.view(buffer)` gives such a part as
+        a tensor.
         """
         zeros = [piece for piece in self.owned.pieces if piece.tensor == ZEROS]
         return [
@@ -169,9 +168,8 @@ class Route:
         ]
 
     def first_tensor(self, number: int) -> str:
-        """Name, for error messages, of the first tensor in bucket (block of weights that is sent at
-        once) `number`, from 0. Where the bucket holds only padding, a tensor of a later bucket, or
-        else the model's last.
+        """Name, for error messages, of the first tensor in bucket `number`, from 0. Where the
+        bucket holds only padding, a tensor of a later bucket, or else the model's last.
         """
         for bucket in self.buckets[number:]:
             for piece in self.owned.pieces:

@@ -1,27 +1,21 @@
-"""A rank that keeps the others waiting is named: in each collective, in a checkpoint's barrier, and
-where another role's ranks owe their scores.
-"""
+"""A rank that keeps the others waiting is seen in the traces: in each collective."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
+from support.commands import until
 from support.ranks import run_ranks
 
-from megarl.activity.recording import Recording
-from megarl.activity.spans import activity
+from megarl.activity.files import read_traces
+from megarl.activity.spans import Recording, activity
 from megarl.parallel import collectives
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh, all_ranks, finalise, initialise
 from megarl.parallel.redistribute import Redistribution
 
-DEADLINE_S = 3.0
-"""Deadline that the axis says; that of the process group is longer, so that the ranks meet again."""
 CALLS = {
     "all-reduce": lambda axis: collectives.all_reduce(torch.ones(3), axis),
     "broadcast": lambda axis: collectives.broadcast_object("x", axis, 1),
@@ -33,40 +27,50 @@ CALLS = {
 }
 
 
-def wait_for_a_late_rank(folder: str, name: str) -> str:
-    """Rank 1 comes to the collective only once the wait of rank 0 is reported. Returns on rank 0
-    the report's line.
+def wait_for_a_late_rank(folder: str) -> list[list[str]]:
+    """Rank 1 comes to each collective only once the trace of rank 0 shows that it waits. Returns
+    what the traces show then: for each collective the open spans of both ranks.
     """
     initialise(timeout_s=60.0)
-    recording = Recording(folder, "run")
+    recording, shown = Recording(folder, "run"), []
     with ProcessMesh(Layout(data=2), timeout_s=120.0) as mesh:
-        axis = replace(mesh.world, timeout_s=DEADLINE_S)
+        axis = mesh.world
         if axis.rank == 0:
             recording.make(keep=False)
         collectives.barrier(all_ranks())
         close = recording.open(f"rank{axis.rank}")
-        if axis.rank == 1:
-            with activity("a long computation", kind="train"):
-                while not list(Path(folder).parent.glob("waits-*.txt")):
-                    time.sleep(0.02)
-        try:
+        for name, call in CALLS.items():
+            if axis.rank == 1:
+                with activity("a long computation", kind="train"):
+                    until(lambda name=name: any(name in line for line in open_spans(folder)))
+                    shown.append(open_spans(folder))
             with activity("checkpoint of step 3", kind="checkpoint"):
-                CALLS[name](axis)
-        finally:
-            close()
+                call(axis)
+        close()
     finalise()
-    return sorted(Path(folder).parent.glob("waits-*.txt"))[0].read_text() if axis.rank == 0 else ""
+    return shown
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_late_rank_is_named(name: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / "activity")
-    text, _ = run_ranks(2, __file__, "wait_for_a_late_rank", folder, name)
-    line = text.splitlines()[0]
-    assert line.startswith("megarl: rank0 has waited ")
-    assert f" for {name} over world, in checkpoint of step 3 (deadline 2.7 s): " in line
-    assert "rank1: a long computation, for" in line
-    assert "in wait_for_a_late_rank" in text
+def open_spans(folder: str) -> list[str]:
+    """The spans that have no end, with their process, and with whom they wait for and deadline."""
+    return [
+        f"{trace.name}: {span['name']}, waits on {args['waits on']}, {args['deadline_s']} s"
+        for trace in read_traces(Path(folder))
+        for span in trace.open
+        for args in [span["args"]]
+    ]
+
+
+def test_a_late_rank_is_seen(tmp_path: Path) -> None:
+    _, shown = run_ranks(2, __file__, "wait_for_a_late_rank", str(tmp_path / "activity"))
+    assert shown == [
+        [
+            "rank0: checkpoint of step 3, waits on [], 0.0 s",
+            f"rank0: {name} over world, waits on ['rank0', 'rank1'], 120.0 s",
+            "rank1: a long computation, waits on [], 0.0 s",
+        ]
+        for name in CALLS
+    ]
 
 
 def test_the_deadline_of_all_ranks_is_that_of_the_job() -> None:

@@ -17,7 +17,7 @@ from support.policy import make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
 from support.tiny import write_model
 
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engine_client import EngineClient
 from megarl.cluster.rollouts import Generation
 from megarl.loops.rl import lend_memory
 from megarl.trainer.config import LoraConfig
@@ -148,7 +148,7 @@ def lend(folder: str) -> bool:
                 done.touch()
 
         wakes: Any = lambda engines, timeout_s: found.append(done.exists())  # noqa: E731
-        EngineGroup.wake = wakes
+        EngineClient.wake = wakes
         config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout_s=30.0))
         parts: Any = SimpleNamespace(
             context=SimpleNamespace(mesh=mesh),

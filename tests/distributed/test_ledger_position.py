@@ -41,7 +41,7 @@ def save_steps(model: str, folder: str) -> list[int]:
             groups = range(step * GROUPS, (step + 1) * GROUPS)
             for ordinal in groups:
                 ledger.put(Dispatched(ordinal, ordinal, step, ordinal))
-            ledger.close(step, groups, set(groups))
+            ledger.close(step, dict.fromkeys(groups, ""), set(groups))
             ledger.release(step + 1)
             ledger.put(Published(step + 1, [f"r{step + 1}"]))
             asyncio.run(ledger.durable())

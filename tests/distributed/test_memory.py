@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from support.tiny import write_model
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import LoraConfig, TrainingConfig
-from megarl.trainer.memory import role_memory
+from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.trainer.memory import role_memory, sized_parameters
 from megarl.types import Samples
-from megarl.weight_sync.families import parameter_table
 
 PLACES: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((2, 1, 1), {"zero_stage": 0}),
@@ -73,11 +71,12 @@ def adam(optimizer: Any) -> Any:
 
 def test_estimates_are_what_tensors_take_up(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
-    table = parameter_table(json.loads((folder / "config.json").read_text()))
     ranks = run_ranks(2, __file__, "measure", str(folder))
     for number, (degrees, settings) in enumerate(PLACES):
         training = TrainingConfig(**settings)
-        wanted = role_memory(table, Layout(*degrees), training, trains=True)
+        layout = Layout(*degrees)
+        parameters = sized_parameters(ModelConfig(path=str(folder)), layout.tensor)
+        wanted = role_memory(parameters, layout, training, trains=True)
         for name in ("weights", "optimizer"):
             most = max(found[number][name] for found in ranks)
             # DeepSpeed pads partitions to equal lengths.

@@ -23,9 +23,10 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import scatter
 from megarl.parallel.reshard.plan import make_plan
 from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-from megarl.weight_sync.parameters import Cut, ParameterSpec, engine_owned, training_shards
+from megarl.weight_sync.parameters import ParameterSpec, engine_owned, table_to_json
 from megarl.weight_sync.route import RouteSpec, own_ranks, table_fingerprint, training_parts
 from megarl.weight_sync.transports.transport_table import TRANSPORTS
+from support.tables import Cut, Row, engine_table, training_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -51,17 +52,17 @@ class Case:
 
 def model_table(
     sizes: Sequence[int], experts: int, tied: bool, biases: bool, norms: bool
-) -> list[ParameterSpec]:
+) -> list[Row]:
     """A decoder's tensors; with `norms` also a scalar and a tensor of three dimensions, which
     nobody cuts.
     """
     layers, hidden, heads, key_heads, width, intermediate, vocabulary = sizes
-    words, rows = (vocabulary, hidden), list[ParameterSpec]()
+    words, rows = (vocabulary, hidden), list[Row]()
 
     def add(
         name: str, shape: tuple[int, ...], cut: Cut = "whole", engine: str = "", heads: int = 0
     ) -> None:
-        rows.append(ParameterSpec(name, shape, cut, engine or name, heads))
+        rows.append(Row(name, shape, cut, engine or name, heads))
 
     add("embed.weight", words, "vocab")
     for number in range(layers):
@@ -91,27 +92,31 @@ def model_table(
     return rows
 
 
-def table() -> list[ParameterSpec]:
-    """A small decoder; its 100 words are padded to 128."""
-    return model_table((3, 16, 4, 2, 4, 24, 100), 0, tied=False, biases=True, norms=False)
+ROWS = model_table((3, 16, 4, 2, 4, 24, 100), 0, tied=False, biases=True, norms=False)
+"""A small decoder; its 100 words are padded to 128."""
+
+
+def table(tensor: int = 1) -> list[ParameterSpec]:
+    """What engines of `tensor` ranks store of it."""
+    return engine_table(ROWS, tensor)
 
 
 def weights(version: int) -> dict[str, Any]:
     """A version's whole tensors, float32."""
     draw = torch.Generator().manual_seed(version)
-    return {row.name: torch.randn(row.shape, generator=draw) for row in table()}
+    return {row.name: torch.randn(row.shape, generator=draw) for row in ROWS}
 
 
 def spec_of(case: Case, transport: str) -> Any:
     return RouteSpec(
         layout=Layout(case.data, 1, case.tensor),
         zero_stage=case.zero_stage,
-        shards=training_shards(table(), case.tensor),
+        shards=training_shards(ROWS, case.tensor),
         engines=case.engines,
         engine_tensor=case.engine_tensor,
         dtype="bfloat16",
         bucket_bytes=1024,
-        table=table_fingerprint(table()),
+        table=table_fingerprint(table(case.engine_tensor)),
         local=TRANSPORTS[transport].Sender.LOCAL,
     )
 
@@ -144,7 +149,7 @@ def engine(pipe: Connection) -> None:
             if intake is not None:
                 intake.receiver.close()
             rank = told.pop("rank")
-            intake = BucketReceiver(InitInfo(**told), table(), rank)
+            intake = BucketReceiver(InitInfo(**told), rank)
             pipe.send("connected")
             continue
         assert intake is not None
@@ -162,7 +167,7 @@ def take(intake: Any, version: int, die_at: int) -> dict[str, Any]:
     expected = scatter(
         intake.route.owned, {name: whole.bfloat16() for name, whole in weights(version).items()}
     )
-    for bucket, found in intake.buckets(version, DEADLINE_S):
+    for bucket, found in intake.buckets(DEADLINE_S):
         intake.digest(bucket, found)
         if bucket.number == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +196,7 @@ class Engines:
         for number, (_, pipe) in enumerate(started):
             assert pipe.poll(60) and pipe.recv() == "here", number
         self.ranks, self.spare = started[: len(started) - spare], started[len(started) - spare :]
-        self.victim = 1 if case.engines > 2 else 0  # one that passes buckets on
+        self.victim = 0
         self.connected, self.asked = "", list(range(len(self.ranks)))
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -210,6 +215,7 @@ class Engines:
         for number, (_, pipe) in enumerate(self.ranks):
             engine, rank = divmod(number, self.case.engine_tensor)
             info = {"transport": transport, "spec": asdict(spec), "init_info": init_info}
+            info["table"] = table_to_json(table(spec.engine_tensor))
             pipe.send(info | {"engine": engine, "rank": rank})
         for number, (_, pipe) in enumerate(self.ranks):
             assert pipe.poll(DEADLINE_S) and pipe.recv() == "connected", number

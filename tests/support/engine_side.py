@@ -13,17 +13,18 @@ from typing import Any
 import ray
 import torch
 
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engine_client import EngineClient
+from megarl.cluster.engines import EngineManager, EngineStarts
 from megarl.cluster.placement import own_seats
 from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
 from megarl.cluster.ray_cluster import Cluster
+from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.config import PLAIN, EngineConfig
 from megarl.types import Samples, Segment
 from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.families import parameter_table
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.publisher import Publisher
 from support.tiny import VOCABULARY
@@ -67,7 +68,7 @@ class Side:
     def __init__(
         self,
         folder: Path,
-        group: EngineGroup,
+        group: Engines,
         mesh: ProcessMesh,
         device: torch.device,
         dtype: str,
@@ -75,6 +76,7 @@ class Side:
     ) -> None:
         """`dtype`: that of the engine; the trainer's is float32, of which is `probe_tolerance`."""
         self.folder, self.dtype, self._mesh = folder, dtype, mesh
+        self._on_cpu = device.type == "cpu"
         self.probe_tolerance = probe_tolerance if dtype == "float32" else 0.0
         self.policy, self.engines, self.version = PlainPolicy(folder, device), group, -1
         self.model = self.policy.model
@@ -86,7 +88,9 @@ class Side:
         """
         publisher = Publisher(
             WeightSyncConfig(probe_tolerance=self.probe_tolerance, **settings),
-            table=parameter_table(self.model.config.to_dict()),
+            table=recorded_table(
+                str(self.folder), self.model.config.to_dict(), 1, on_cpu=self._on_cpu
+            ),
             policy=self.policy,
             engines=self.engines,
             num_engines=1,
@@ -129,6 +133,20 @@ class Side:
         return ray.get(self.start(prompt, count, **settings), timeout=90)
 
 
+class Engines(EngineClient):
+    """Engines whose manager has an actor of its own, without a rollout service."""
+
+    @property
+    def handles(self) -> list[Any]:
+        """The Ray actors of the engines."""
+        return [actor for actor, _ in ray.get(self._service.actors.remote())]
+
+    def pids(self, number: int) -> list[int]:
+        """Process ids of an engine: its Ray actor first, then vLLM's processes."""
+        _, processes = ray.get(self._service.actors.remote())[number]
+        return [pid for _, pid, _ in processes]
+
+
 def engines_in(
     cluster: Cluster,
     folder: Path,
@@ -138,13 +156,15 @@ def engines_in(
     count: int = 1,
     on_cpu: bool = True,
     **more: Any,
-) -> EngineGroup:
+) -> Engines:
     """`count` engines of the model in `folder`, which begin to start. `max_tokens`: of a request,
     prompt and response. `more`: further arguments of the engines.
     """
-    return cluster.start_engines(
-        own_seats(count, tensor=config.tensor, gpus=not on_cpu, timeout_s=60),
-        timeout_s=200 if on_cpu else 300,
+    seats = own_seats(count, tensor=config.tensor, gpus=not on_cpu, timeout_s=60)
+    arguments: dict[str, Any] = dict(
+        load=False,
+        adapter_rank=0,
+        recording=None,
         model=str(folder),
         config=config,
         max_tokens=max_tokens,
@@ -152,8 +172,32 @@ def engines_in(
         trust_remote_code=False,
         seed=0,
         environment=engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1),
-        **more,
     )
+    starts = EngineStarts(seats, arguments | more, 200 if on_cpu else 300, 600).begin()
+
+    class Manager:
+        """Within the function, so that Ray sends its code along."""
+
+        def __init__(self, starts: EngineStarts) -> None:
+            async def fail(reason: str) -> None:
+                pass
+
+            self.make = lambda: EngineManager(starts, use=lambda *_: None, fail=fail)
+            self.manager: Any = None
+
+        async def engine_call(self, method: str, *arguments: Any) -> Any:
+            self.manager = self.manager or self.make()
+            return await getattr(self.manager, method)(*arguments)
+
+        async def actors(self) -> list[tuple[Any, Any]]:
+            return [(one.handle, one.processes) for one in self.manager.engines]
+
+        async def stop(self) -> None:
+            await self.manager.close()
+
+    actor = ray.remote(Manager).options(num_cpus=0, max_concurrency=100).remote(starts)
+    cluster._owned.append(actor)
+    return Engines(actor, starts)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ KINDS: dict[str, Any] = {
 
 PATHS = (
     "folder", "model.path", "model.tokenizer", "reference.model.path", "teacher.model.path",
-    "prompts.source", "demonstrations.source", "evaluation.prompts.source", "weight_sync.folder",
+    "prompts.source", "demonstrations.source", "evaluation.prompts.source",
     "environment.verifier", "environment.session",
 )  # fmt: skip
 

@@ -18,13 +18,9 @@ from megarl.parallel.reshard import plan as plan_module
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
-from megarl.weight_sync.parameters import (
-    VOCAB_PADDING,
-    ParameterSpec,
-    engine_owned,
-    training_shards,
-)
+from megarl.weight_sync.parameters import engine_owned
 from support.engine_ranks import model_table
+from support.tables import VOCAB_PADDING, Row, engine_table, training_shards
 
 Buffers = dict[str, torch.Tensor]
 
@@ -41,7 +37,7 @@ class Side:
 
 
 @st.composite
-def tables(draw: st.DrawFn, tensor: int) -> list[ParameterSpec]:
+def tables(draw: st.DrawFn, tensor: int) -> list[Row]:
     """A model that an engine of `tensor` ranks can cut, smaller than a slice or not; training may
     cut it unevenly.
     """
@@ -60,14 +56,14 @@ TENSORS = st.sampled_from([1, 2, 4, 8])
 LAYOUTS = st.builds(Layout, st.integers(1, 3), st.integers(1, 2), st.integers(1, 4))
 
 
-def whole_tensors(table: Sequence[ParameterSpec]) -> Buffers:
+def whole_tensors(table: Sequence[Row]) -> Buffers:
     """A number of its own for every element of the model, from 1: 0 is padding."""
     sizes = [math.prod(row.shape) for row in table]
     flat = torch.arange(1, sum(sizes) + 1).split(sizes)
     return {row.name: part.reshape(row.shape) for row, part in zip(table, flat, strict=True)}
 
 
-def training(table: Sequence[ParameterSpec], layout: Layout, stage: int) -> Side:
+def training(table: Sequence[Row], layout: Layout, stage: int) -> Side:
     whole, by_hand = whole_tensors(table), []
     for rank in range(layout.size):
         replica, tensor = divmod(rank, layout.tensor)
@@ -91,7 +87,7 @@ def training(table: Sequence[ParameterSpec], layout: Layout, stage: int) -> Side
     return Side(f"{layout}, ZeRO {stage}", owned, by_hand)
 
 
-def engine(table: Sequence[ParameterSpec], tensor: int, engines: int = 1) -> Side:
+def engine(table: Sequence[Row], tensor: int, engines: int = 1) -> Side:
     whole, by_hand = whole_tensors(table), []
     for rank in range(tensor):
         parts: dict[str, list[torch.Tensor]] = {}
@@ -110,11 +106,13 @@ def engine(table: Sequence[ParameterSpec], tensor: int, engines: int = 1) -> Sid
             parts.setdefault(row.engine, []).append(part.reshape(-1))
         by_hand.append({name: torch.cat(found) for name, found in parts.items()})
     return Side(
-        f"{engines} engines of {tensor}", engine_owned(table, tensor) * engines, by_hand * engines
+        f"{engines} engines of {tensor}",
+        engine_owned(engine_table(table, tensor), tensor) * engines,
+        by_hand * engines,
     )
 
 
-def checkpoint(table: Sequence[ParameterSpec]) -> Side:
+def checkpoint(table: Sequence[Row]) -> Side:
     whole = {name: tensor.reshape(-1) for name, tensor in whole_tensors(table).items()}
     return Side("Hugging Face", whole_owned({row.name: row.shape for row in table}), [whole])
 

@@ -17,7 +17,6 @@ from megarl.rollout.config import EngineConfig
 from megarl.rollout.inference_engine import Pulse
 from megarl.types import Segment, TokenArrays
 from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-from megarl.weight_sync.families import parameter_table
 
 
 class TransformersEngine:
@@ -72,11 +71,11 @@ class TransformersEngine:
         return law.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     async def connect(self, info: dict[str, Any]) -> None:
-        self.weights = BucketReceiver(InitInfo(**info), parameter_table(self.hf.to_dict()), rank=0)
+        self.weights = BucketReceiver(InitInfo(**info), rank=0)
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
         in_thread = asyncio.get_running_loop().run_in_executor
-        whole = await in_thread(None, self._receive, version, timeout_s)
+        whole = await in_thread(None, self._receive, timeout_s)
         # An engine parameter has several tensors of the checkpoint, one behind the other.
         for piece in self.weights.route.owned.pieces:
             if piece.tensor != ZEROS:
@@ -86,11 +85,11 @@ class TransformersEngine:
         self.version = version
         return [status]
 
-    def _receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
+    def _receive(self, timeout_s: float) -> dict[str, torch.Tensor]:
         """{parameter of an engine: flat tensor}"""
         route = self.weights.route
         whole = {name: torch.empty(n, dtype=route.dtype) for name, n in route.owned.sizes.items()}
-        for bucket, buffers in self.weights.buckets(version, timeout_s):
+        for bucket, buffers in self.weights.buckets(timeout_s):
             for name, flat in buffers.items():
                 whole[name][bucket.starts[name] :][: len(flat)] = flat
             self.weights.digest(bucket, buffers)

@@ -223,7 +223,7 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     late = [one for one in told if re.search(r"longer than .*time_limit_s = 30 s", one[1])]
     assert (len(killed), len(late), len(told)) == (1, 1, 2), told
     # Those of the worker process that was killed were made again.
-    assert "worker process ended by signal SIGKILL, and is replaced; the rollouts" in done.err
+    assert "worker process ended by signal SIGKILL, and is replaced" in done.err
     assert sum(step["verifier/timeouts"] for step in steps) == 1
     assert sum(step["verifier/errors"] for step in steps) == 1
 
@@ -232,8 +232,10 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     for one in whole:
         calls[("", *CUTS)[int(one["metrics"]["cut"])]].add(one["metrics"]["calls"])
     assert calls.pop("asked") <= {2.0, 3.0}, "the model may have answered by then, or not begun"
+    # A stream that the proxy's kernel has taken whole looks as if the agent had read it.
+    assert calls.pop("half a stream") <= {2.0, 3.0}
     # An answer that was lost on its way is given again.
-    assert calls == {"": {2.0}, "at once": {2.0}, "half": {2.0}, "half a stream": {2.0}}
+    assert calls == {"": {2.0}, "at once": {2.0}, "half": {2.0}}
     assert (place / "streams_again").exists()
     is_exact(tmp_path / "run", groups=2 * STEPS)
     replays_bit_by_bit(tmp_path / "run", STEPS)

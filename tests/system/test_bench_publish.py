@@ -90,9 +90,9 @@ def test_what_it_cannot_do(arguments: str, said: str) -> None:
 def test_the_shape_of_7b() -> None:
     """That which the GPU's step publishes: 7.6 billion parameters, 15.2 GB in bfloat16."""
     code = (
-        "import math, sys; sys.path[:0] = sys.argv[1:]; from publish import SHAPES;"
-        "from megarl.weight_sync.families import parameter_table;"
-        "print(sum(math.prod(row.shape) for row in parameter_table(SHAPES['7b'])))"
+        "import sys, torch, transformers; sys.path[:0] = sys.argv[1:]; from publish import SHAPES;"
+        "torch.set_default_device('meta'); config = transformers.AutoConfig.for_model(**SHAPES['7b']);"
+        "print(transformers.AutoModelForCausalLM.from_config(config).num_parameters())"
     )
     command = [sys.executable, "-c", code, str(TOOL.parent), str(TOOL.parents[2])]
     assert int(subprocess.check_output(command, text=True)) == 7_615_616_512

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from support.fork_server import PLAIN, UNFORKED
 
-from megarl.apps.doctor import communication, doctor, machine, software
+from megarl.apps.doctor import doctor, machine, software
 from megarl.apps.doctor.doctor import CHECKS
-from megarl.apps.doctor.findings import Finding, ProgramOutcome, run_program
+from megarl.apps.doctor.findings import Finding, run_program
 
 
 def test_this_machine_will_do_and_nothing_is_left_behind() -> None:
@@ -38,8 +38,7 @@ def test_this_machine_will_do_and_nothing_is_left_behind() -> None:
     failed = [finding for finding in told["findings"] if finding["status"] == "FAIL"]
     assert (started.returncode, failed, told["ok"]) == (0, [], True)
     names = {finding["check"] for finding in told["findings"]}
-    own = {"Python", "torch", "deepspeed", "ray", "transformers"}
-    assert own | set(CHECKS) - {"packages", "optional kernels", "accelerators", "disk"} <= names
+    assert {"Python"} | set(CHECKS) - {"optional kernels", "accelerators", "disk"} <= names
     assert seen
     time.sleep(1.0)
     assert not running(seen)
@@ -56,7 +55,7 @@ def running(pids: Iterable[int], mark: str = "") -> list[int]:
     return found
 
 
-def test_a_check_that_hangs_or_raises_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_or_raises_costs_only_itself() -> None:
     def hangs() -> Iterator[Finding]:
         time.sleep(5)
         yield from ()
@@ -67,47 +66,10 @@ def test_a_check_that_hangs_or_raises_costs_only_itself(monkeypatch: pytest.Monk
     def fine() -> Iterator[Finding]:
         yield Finding("ok", "yes")
 
-    monkeypatch.setattr(doctor, "core_share", lambda: 1.0)
     findings = doctor.run_checks({"slow": hangs, "broken": raises, "fine": fine}, within_s=0.5)
     found = {finding.check: finding.status for finding in findings}
     assert found == {"slow": "FAIL", "broken": "FAIL", "fine": "ok"}
     assert all(finding.fix for finding in findings if finding.status != "ok")
-
-
-SLOW_STARTS = {
-    "accelerators": "import time; time.sleep(60)",
-    "gloo, two ranks": "import time; time.sleep(60)",
-    "Ray starts and stops": "raise TimeoutError('the raylet timed out')",
-    "vLLM imports": "import time; time.sleep(60)",
-}
-"""{check: what its program does on a machine that is too busy to start it in time}"""
-
-
-@pytest.mark.parametrize("name", SLOW_STARTS)
-def test_a_slow_start_fails_on_an_idle_machine_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
-        return run_program([sys.executable, "-c", SLOW_STARTS[name]], within_s=1.0)
-
-    for one in (communication, machine, software):
-        monkeypatch.setattr(one, "ask_python", slow)
-    # At the start and in the end.
-    for shares, status in (([0.2, 1.0], "warn"), ([1.0, 0.2], "warn"), ([1.0, 1.0], "FAIL")):
-        monkeypatch.setattr(doctor, "core_share", iter(shares).__next__)
-        (finding,) = doctor.run_checks({name: CHECKS[name]})
-        assert (finding.check, finding.status) == (name, status)
-        busy = "other programs leave a thread 20% of a core"
-        assert (busy in finding.found) == (status == "warn") and finding.fix
-        assert (finding.fix == "try again when the machine is less busy") == (status == "warn")
-
-
-def test_what_is_broken_fails_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ProgramOutcome(1, "", "ImportError: no such symbol")
-    monkeypatch.setattr(software, "ask_python", lambda *arguments, **environment: broken)
-    monkeypatch.setattr(doctor, "core_share", lambda: 0.1)
-    (finding,) = doctor.run_checks({"vLLM imports": software.check_vllm})
-    assert (finding.status, finding.found) == ("FAIL", "ImportError: no such symbol")
 
 
 def test_a_vllm_without_its_kernels_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +80,7 @@ def test_a_vllm_without_its_kernels_fails(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(PLAIN, "1")
-    (finding,) = software.check_vllm()
+    (finding,) = CHECKS["vLLM imports"]()
     assert (finding.status, "vllm._C" in finding.found) == ("FAIL", True), finding
 
 
@@ -164,9 +126,8 @@ def test_versions_are_read_from_the_pinned_lists(
         (tmp_path / f"requirements-{device}.txt").write_text(lines)
     monkeypatch.setattr(software, "PINS", tmp_path)
     findings = list(software.check_packages())
-    found = {(finding.check, finding.status) for finding in findings}
-    assert {("torch", "warn"), ("ray", "warn")} <= found
-    assert {("other packages", "FAIL"), ("other packages", "warn")} <= found
+    found = {(finding.check or "packages", finding.status) for finding in findings}
+    assert {("packages", "FAIL"), ("packages", "warn")} <= found
     wrong = [finding for finding in findings if finding.status != "ok"]
     assert all("bash launch/env.sh" in finding.fix for finding in wrong)
     assert any("no-such-package" in finding.found for finding in findings)
@@ -185,24 +146,9 @@ def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert next(machine.check_memory()).status == "warn", "others use it"
 
 
-@pytest.mark.parametrize(("value", "status"), [(None, "ok"), ("1", "ok"), ("0", "warn")])
-def test_cumem_switched_off_is_told(
-    value: str | None, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
-    (finding,) = CHECKS["memory of NCCL"]()
-    assert finding.status == status
-    assert ("unset it" in finding.fix) == (status == "warn")
-
-
 def test_what_is_missing_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError("not permitted")
-
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setenv("PATH", "")  # without cat
     for name, fix in (("C++ compiler", "install g++"), ("memfd_create", "allow memfd_create")):
         (finding,) = CHECKS[name]()
         assert finding.status == "FAIL" and fix in finding.fix

@@ -1,4 +1,4 @@
-"""What vLLM's own loaders put where, element by element, against the parameter table.
+"""What vLLM's own loaders put where, element by element, against the table that is recorded.
 
 Every element of a tiny checkpoint is a number of its own. A process builds vLLM's model class as
 each tensor rank of an engine would, lets it load that checkpoint, and writes down its parameters:
@@ -16,21 +16,43 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_cases import CASES, EXPERTS, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 
-THREE: dict[str, Any] = {"num_key_value_heads": 3, "hidden_size": 96}
-REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "heads": ("llama", {"num_attention_heads": 4}, 8),
-    "key heads": ("llama", THREE | {"num_attention_heads": 12}, 2),
-    "inner": ("qwen2", {"intermediate_size": 50}, 4),
-    "inner of experts": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 18}, 4),
-    "vocab": ("llama", THREE | {"num_attention_heads": 6}, 3),
-    "experts": ("qwen3_moe", EXPERTS | {"num_experts": 4, "num_attention_heads": 8}, 8),
-}
-"""Name -> (model type, changes of SMALL, tensor) that neither vLLM nor we accept."""
+SMALL: dict[str, Any] = dict(
+    vocab_size=70, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied, 200 words, one key head": ("qwen2",
+     TIED | {"vocab_size": 200, "num_key_value_heads": 1}),
+    "qwen3, wide heads": ("qwen3", {"head_dim": 32}),
+    "qwen3, tied, four key heads": ("qwen3", TIED | {"head_dim": 16, "num_key_value_heads": 4}),
+    "llama, key heads unsaid, 64 words": ("llama", {"num_key_value_heads": None, "vocab_size": 64}),
+    "llama, biases, tied": ("llama", TIED | BIASES),
+    "llama, biases of attention, wide heads": ("llama",
+     {"attention_bias": True, "head_dim": 32, "num_key_value_heads": 1}),
+    "mistral, wide heads": ("mistral", {"head_dim": 32}),
+    "mistral, tied, eight key heads": ("mistral", TIED | {"num_key_value_heads": 8}),
+    "gemma3_text, windows": ("gemma3_text",
+     {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3_text, biases, 200 words": ("gemma3_text",
+     {"head_dim": 8, "attention_bias": True, "vocab_size": 200}),
+    "gemma2": ("gemma2", {"head_dim": 16}),
+    "gemma2, biases, 200 words": ("gemma2",
+     {"head_dim": 8, "attention_bias": True, "vocab_size": 200}),
+    "granite": ("granite", {}),
+    "granite, biases, tied, four key heads": ("granite",
+     TIED | BIASES | {"num_key_value_heads": 4}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, 200 words, four key heads": ("phi3",
+     {"pad_token_id": 0, "vocab_size": 200, "num_key_value_heads": 4}),
+}  # fmt: skip
+"""{name: (model type, changes of SMALL)}"""
 OTHERS: dict[str, dict[str, Any]] = {
     "cohere": {},
     "exaone4": {},
@@ -43,13 +65,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
 }
-"""Model types without a table -> changes of SMALL."""
+"""More model types -> changes of SMALL."""
 COMPUTED = {"bloom": {"n_layer": 2, "n_head": 8}, "phi": {}}
 """The same, whose loaders compute."""
 
 TENSORS = (1, 2, 4, 8)
-DROPPED = {"qwen3": {}, "qwen3_moe": EXPERTS}
-"""Model types whose bias on the attention's output vLLM drops."""
+DROPPED = "qwen3 with a bias that vLLM drops"
 
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -110,27 +131,30 @@ def recorded(model: Any, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any
 
 
 def write_what_engines_hold(folder: Path) -> None:
-    """Beside every config.json with a checkpoint, what each rank holds of it; beside one without,
-    what vLLM says to it.
-    """
+    """Beside every config.json and checkpoint, what each rank holds of it."""
     engine = Engine(folder)
     for path in sorted(folder.glob("*/config.json")):
-        case, checkpoint = path.parent, path.parent / "checkpoint.pt"
+        case = path.parent
         for tensor in json.loads((case / "tensors.json").read_text()):
-            if not checkpoint.exists():
-                try:
-                    engine.build(case, tensor, tensor - 1)
-                except (ValueError, AssertionError) as error:
-                    (case / "refused").write_text(repr(error))
-                continue
             for rank in range(tensor):
                 model: Any = engine.build(case, tensor, rank)
-                tensors = torch.load(checkpoint)
+                tensors = torch.load(case / "checkpoint.pt")
                 rows = recorded(model, tensors)
                 (case / f"{tensor}-{rank}.json").write_text(json.dumps(rows))
                 model.load_weights(tensors.items())
                 owned = {name: parameter.data for name, parameter in model.named_parameters()}
                 torch.save(owned, case / f"{tensor}-{rank}.pt")
+
+
+def write_config(folder: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Write a small model's config.json; returns its content."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -140,42 +164,25 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     import transformers
     from support.commands import finish, start
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from megarl.cluster.process_env import engine_environment
-    from megarl.weight_sync.families import parameter_table
 
     folder = tmp_path_factory.mktemp("asked")
 
-    def ask(case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]) -> Any:
-        config = transformers.CONFIG_MAPPING[kind](**SMALL | changes)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-        config.save_pretrained(folder / case)
+    def ask(case: str, kind: str, changes: dict[str, Any], tensors: tuple[int, ...]) -> None:
+        write_config(folder / case, kind, changes)
+        config = transformers.AutoConfig.from_pretrained(folder / case)
         (folder / case / "tensors.json").write_text(json.dumps(tensors))
-        return json.loads((folder / case / "config.json").read_text())
-
-    for case, (kind, changes) in CASES.items():
-        config = ask(case, kind, changes, TENSORS)
-        shapes = {row.name: row.shape for row in parameter_table(config)}
-        torch.save(numbered(shapes), folder / case / "checkpoint.pt")
-    for kind, changes in {**OTHERS, **COMPUTED}.items():
-        ask(kind, kind, changes, (1, 2))
         with torch.device("meta"):
-            config = transformers.AutoConfig.from_pretrained(folder / kind)
             model: Any = transformers.AutoModelForCausalLM.from_config(config)
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        torch.save(numbered(shapes), folder / kind / "checkpoint.pt")
-    for case, (kind, changes, tensor) in REFUSED.items():
-        ask(f"refused {case}", kind, changes, (tensor,))
-    for kind, changes in DROPPED.items():
-        config = ask(f"dropped {kind}", kind, changes, (1,))
-        shapes = {row.name: row.shape for row in parameter_table(config)}
-        biased = json.dumps(config | {"attention_bias": True})
-        (folder / f"dropped {kind}" / "config.json").write_text(biased)
-        attention = {name: shape for name, shape in shapes.items() if "_proj" in name}
-        attention = {name: shape for name, shape in attention.items() if "self_attn" in name}
-        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in attention.items()}
-        torch.save(numbered(shapes), folder / f"dropped {kind}" / "checkpoint.pt")
+        torch.save(numbered(shapes), folder / case / "checkpoint.pt")
+
+    for case, (kind, changes) in CASES.items():
+        ask(case, kind, changes, TENSORS)
+    for kind, changes in {**OTHERS, **COMPUTED}.items():
+        ask(kind, kind, changes, (1, 2))
+    ask(DROPPED, "qwen3", {"attention_bias": True}, (1,))
     settings = engine_environment(
         on_cpu=not torch.cuda.is_available(), num_threads=1, kv_cache_gib=1
     )
@@ -189,19 +196,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_puts_every_element_where_vllm_does(asked: Path, case: str, tensor: int) -> None:
-    from megarl.parallel.reshard.boxes import fills
-    from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
-    from megarl.weight_sync.parameters import engine_owned
-
-    config = json.loads((asked / case / "config.json").read_text())
-    refuse_engine_tensor(config, tensor)
     checkpoint = torch.load(asked / case / "checkpoint.pt")
-    for rank, owned in enumerate(engine_owned(parameter_table(config), tensor)):
+    for rank in range(tensor):
         vllm = torch.load(asked / case / f"{tensor}-{rank}.pt")
-        assert fills(owned) == ""
-        assert_same(owned, checkpoint, vllm)
-        if not case.startswith("qwen3_moe"):  # whose experts vLLM changes after loading
-            assert_same(recorded_owned(asked / case / f"{tensor}-{rank}.json"), checkpoint, vllm)
+        assert_same(recorded_owned(asked / case / f"{tensor}-{rank}.json"), checkpoint, vllm)
 
 
 def recorded_owned(path: Path) -> Any:
@@ -229,7 +227,7 @@ def assert_same(owned: Any, checkpoint: dict[str, Any], vllm: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_type_without_a_table_is_recorded(asked: Path, kind: str) -> None:
+def test_other_types_are_recorded(asked: Path, kind: str) -> None:
     checkpoint = torch.load(asked / kind / "checkpoint.pt")
     for tensor, rank in ((1, 0), (2, 0), (2, 1)):
         vllm = torch.load(asked / kind / f"{tensor}-{rank}.pt")
@@ -241,27 +239,46 @@ def test_a_loader_that_computes_is_refused(asked: Path, kind: str) -> None:
     assert "vLLM's loader computes" in json.loads((asked / kind / "1-0.json").read_text())
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_we_refuse_vllm_refuses(asked: Path, case: str) -> None:
-    from megarl.weight_sync.families import refuse_engine_tensor
-
-    assert (asked / f"refused {case}" / "refused").exists()
-    config = json.loads((asked / f"refused {case}" / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"rollout\.engine\.tensor is"):
-        refuse_engine_tensor(config, REFUSED[case][2])
+def test_a_bias_that_vllm_drops_is_refused(asked: Path) -> None:
+    assert "o_proj.bias out" in json.loads((asked / DROPPED / "1-0.json").read_text())
 
 
-@pytest.mark.parametrize("kind", DROPPED)
-def test_vllm_drops_a_bias_without_a_word(asked: Path, kind: str) -> None:
-    """Why the table refuses these: the engine has q, k and v biases, and no place for that of
-    o_proj.
+def test_a_degree_that_vllm_refuses_is_told(tmp_path: Path) -> None:
+    from megarl.cluster.recorded_table import recorded_table
+
+    config = write_config(tmp_path, "qwen2", {"intermediate_size": 50})
+    says = r"engines of rollout.engine.tensor 4: .*not divisible by 4; set .* to a divisor"
+    with pytest.raises(ValueError, match=says):
+        recorded_table(str(tmp_path), config, 4, on_cpu=not torch.cuda.is_available())
+
+
+def test_a_table_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for the same model elsewhere, but for another degree, or where a full disk has cut
+    the file.
     """
-    owned = torch.load(asked / f"dropped {kind}" / "1-0.pt")
-    attention = "model.layers.0.self_attn."
-    assert f"{attention}qkv_proj.bias" in owned and f"{attention}o_proj.bias" not in owned
-    assert all((parameter != -1).all() for parameter in owned.values())
-    said = json.loads((asked / f"dropped {kind}" / "1-0.json").read_text())
-    assert ("o_proj.bias out" if kind == "qwen3" else "after loading") in said
+    from megarl.cluster import recorded_table as recorder
+    from megarl.weight_sync.parameters import plain_table, table_to_json
+
+    calls, shapes = list[tuple[str, int]](), {"a": (3, 4), "b": (5,)}
+
+    def recorded(path: str, tensor: int, on_cpu: bool) -> str:
+        calls.append((path, tensor))
+        return table_to_json(plain_table(shapes, tensor))
+
+    monkeypatch.setattr(recorder, "_recorded", recorded)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def table(path: str, tensor: int, **changes: Any) -> Any:
+        config = {"_name_or_path": path, **SMALL, **changes}
+        return recorder.recorded_table(path, config, tensor, on_cpu=True)
+
+    assert table("x", 1) == table("y", 1) == plain_table(shapes, 1)
+    assert table("x", 2) == plain_table(shapes, 2)
+    assert table("x", 2, hidden_size=32) == plain_table(shapes, 2)
+    assert calls == [("x", 1), ("x", 2), ("x", 2)]
+    for file in (tmp_path / "megarl/tables").iterdir():
+        file.write_text(file.read_text()[:20])
+    assert table("z", 1) == plain_table(shapes, 1) and calls[-1] == ("z", 1)
 
 
 if __name__ == "__main__":

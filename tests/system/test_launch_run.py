@@ -69,8 +69,8 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
     done = finish(process, mark, timeout_s=400)
     assert done.code == 0, (done.out[-2000:], done.err[-4000:])
     assert done.survivors == []
-    shown = done.err[done.err.index("# placement") :]
-    plan = yaml.safe_load(shown[: shown.index("\n\n")])
+    shown = done.err[done.err.index("# plan") :]
+    plan = yaml.safe_load(shown[: shown.index("\ncommands")])["placement"]
     plan.pop("notes", None)
     ranks_of = {name: row.get("ranks") for name, row in plan.items()}
     others = {"reference": "2", "critic": "1"} if placement == "colocated" else {}

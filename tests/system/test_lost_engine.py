@@ -1,5 +1,5 @@
-"""Whole runs whose engines die or hang, in every phase: they go on with new engines, and no prompt is
-lost.
+"""Whole runs whose engines die or hang, in every phase: they go on with the others and new ones, and
+no prompt is lost. Where the last engine dies, they end, and a resume goes on.
 """
 
 from __future__ import annotations
@@ -8,21 +8,20 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
-from support.commands import finish, megarl, records, start, tiny_run, write_recipe
+from support.commands import Done, finish, megarl, records, start, tiny_run, write_recipe
 from support.faults import KILLER
 from support.fork_server import UNFORKED
 from support.tiny import write_model
 
 PHASES = """
-import os, signal, sys
+import os, signal, sys, time
 import psutil
 from support.fork_server import below
 from megarl.cluster.rollout_client import RolloutClient
 from megarl.console import say
 from megarl.weight_sync.publication import Publication
-from megarl.weight_sync.transports import shared_memory
 
 def called(title):
     return next(
@@ -50,26 +49,36 @@ def before(owner, name, *faults):
         return plain(self, *arguments)
     setattr(owner, name, method)
 
-# The first call of each is the start of the run. After `release`, the trainer waits for rollouts.
+plain = Publication.publish
+
+def publish(self, version):
+    # With all engines, so that each fault leaves one that serves.
+    time.sleep(3.0)  # a dead engine is noticed
+    self.engines.hold()
+    while self.engines.missing:
+        time.sleep(0.2)
+        self.engines.hold()
+    return plain(self, version)
+
+Publication.publish = publish
+
+# The first evaluation is at the start of the run. After `release`, the trainer waits for rollouts.
 before(
     RolloutClient, "release",
     (1, "core", signal.SIGKILL), (3, "core", signal.SIGSTOP),
 )
 before(RolloutClient, "evaluate", (2, "actor", signal.SIGKILL), (3, "actor", signal.SIGSTOP))
-before(Publication, "_check_probe", (3, "core", signal.SIGKILL))
-before(shared_memory.Sender, "begin", (7, "core", signal.SIGKILL))
+before(Publication, "_check_probe", (6, "core", signal.SIGKILL))
 from megarl.cli import main
 sys.exit(main())
 """
 
 
-def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
-    """One engine alone, so that everything waits for its replacement: while the trainer waits for
-    rollouts or an evaluation, in the probe, and before the first byte of a version.
-    """
+def test_engines_die_and_hang_in_every_phase(tmp_path: Path) -> None:
+    """One of two, while the trainer waits for rollouts or an evaluation, and in the probe."""
     model = write_model(tmp_path / "model")
     tree = tiny_run(tmp_path, model, steps=5)
-    tree["rollout"] |= {"engine": {"stall_timeout_s": 8}}
+    tree["rollout"] |= {"num_engines": 2, "engine": {"stall_timeout_s": 8}}
     tree["environment"] |= {"time_limit_s": 2}
     tree["evaluation"] |= {"every": 2}
     command = [sys.executable, "-c", PHASES, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
@@ -77,12 +86,12 @@ def test_one_engine_dies_and_hangs_in_every_phase(tmp_path: Path) -> None:
     done = finish(process, mark, 400)
     assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
-    assert done.err.count("hit ") == 6
+    assert done.err.count("hit ") == 5
     steps = [
         row for row in records(tmp_path / "run" / "metrics.jsonl") if "publish/replaced" in row
     ]
     assert len(steps) == 5
-    assert steps[-1]["engines/replaced"] == 6
+    assert [row["engines/replaced"] for row in steps] == [0, 1, 2, 3, 5]
     assert "has lost one of vLLM's processes; it is replaced" in done.err
     assert re.search(r"has made no step for \d+ s, with \d+ requests open", done.err)
     assert re.search(r"has not said for \d+ s that it lives", done.err)
@@ -118,35 +127,26 @@ def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
 SERVICE_DIES = """
 import asyncio, contextlib, os, signal, time
 import psutil, ray
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engine_client import EngineClient
+from megarl.cluster.engines import EngineStarts
 from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster
-from megarl.cluster.ray_cluster import started_processes
-from megarl.cluster.remote import own_process
+from megarl.cluster.ray_cluster import Cluster, started_processes
 from megarl.cluster.service_process import ServiceActor
-from megarl.cluster.supervisor import EngineSupervisor
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.inference_engine import Pulse
 
 class Environment:
     async def start(self): pass
 
-def arguments():
+class Engine:
+    '''Its start does not end.'''
+    async def process(self): return ("elsewhere", 1, 1.0)
+    async def start(self): await asyncio.sleep(3600)
+
+def arguments(starts=None):
     "Of a service that makes nothing."
     config = RolloutConfig(groups_per_step=1, max_new_tokens=1)
     return dict(config=config, seed=0, prompts=None, engines=[], environment=Environment(),
-                num_data_ranks=1, deal=None, last_step=1)
-
-class Engine:
-    '''Makes a step a second; `starts`: whether its start ends.'''
-    def __init__(self, starts): self.starts, self.steps = starts, 0
-    async def process(self): return own_process()
-    async def pulse(self):
-        self.steps += 1
-        return Pulse(self.steps, 0, 0, 0, requests=1, is_paused=False, is_dead=False)
-    async def start(self):
-        await asyncio.sleep(0 if self.starts else 3600)
-        return {"processes": [own_process()], "seconds": 0.0}
+                num_data_ranks=1, deal=None, last_step=1, starts=starts)
 
 def processes(title):
     lines = {one[1]: psutil.Process(one[1]).cmdline() for one in started_processes()}
@@ -154,24 +154,17 @@ def processes(title):
 
 if __name__ == "__main__":
     with Cluster(namespace="test", token=own_cluster_token()) as cluster:
-        made = []
-        def engine(number):
-            made.append(number)
-            return ray.remote(Engine).options(num_cpus=0, max_concurrency=100).remote(
-                len(made) <= 2)
-        group = EngineGroup(2, engine, 600.0)
-        group.wait()
-        group.service = cluster.start_service(arguments)
+        engine = ray.remote(Engine).options(num_cpus=0, max_concurrency=100).remote()
+        starts = EngineStarts((), {"load": False}, 600.0, 600.0, first=[engine])
+        service = cluster.start_service(lambda: arguments(starts))
         cluster.wait_for_service(60)
-        (service,) = processes("ray::ServiceActor")
-        supervisor = EngineSupervisor(group, stall_s=600.0, loads=False)
-        time.sleep(3.0)
-        group.is_held = True  # as in a publication, which replaces an engine itself
-        group.restart([1])
-        os.kill(service, signal.SIGKILL)
+        engines = EngineClient(service, starts)
+        waits = service.engine_call.remote("ready")
+        assert not ray.wait([waits], timeout=1.0)[0]
+        os.kill(processes("ray::ServiceActor")[0], signal.SIGKILL)
         began = time.monotonic()
         try:
-            group.wait()
+            engines.wait()
         except RuntimeError as error:
             print("test:", error)
         assert time.monotonic() - began < 60
@@ -197,48 +190,58 @@ def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
     done = finish(process, mark, 180)
     said = re.findall("test: (.*)", done.out)
     assert done.code == 0 and len(said) == 2, done.out + done.err[-3000:]
-    assert said[0].startswith("engine 1 cannot start: the rollout service died (")
+    assert said[0].startswith("the rollout service died (calling the engines)")
     assert said[1] == "gone"
     assert done.survivors == []
 
 
-@pytest.mark.parametrize(("victim", "engines", "tensor"), [("engine", 2, 1), ("rank", 1, 2)])
-def test_the_run_goes_on_with_a_fresh_engine(
-    victim: str, engines: int, tensor: int, tmp_path: Path
-) -> None:
-    """One of two engines loses its actor, or the only one loses one rank of two; requests are
-    under way.
+def killing_run(folder: Path, victim: str, **rollout: Any) -> tuple[Done, dict[str, Any]]:
+    """A run of four steps, one of whose engines is hit while version 2 is on its way, and its
+    recipe.
     """
-    model = write_model(tmp_path / "model")
-    tree = tiny_run(tmp_path, model, steps=4)
-    tree["rollout"] |= {"num_engines": engines, "max_staleness": 1}
-    tree["rollout"] |= {"engine": {"tensor": tensor}}
-    tree["algorithm"] = {"correction": {"kind": "tis"}}
+    tree = tiny_run(folder, write_model(folder / "model"), steps=4)
+    tree["rollout"] |= rollout
     tree["observe"] = {"batches": True}
-    command = [sys.executable, "-c", KILLER, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
+    if rollout.get("max_staleness"):
+        tree["algorithm"] = {"correction": {"kind": "tis"}}
+    command = [sys.executable, "-c", KILLER, "run", write_recipe(folder / "recipe.yaml", tree)]
     process, mark = start(command, VICTIM=victim)
     done = finish(process, mark, 300)
-    assert done.code == 0, done.err[-3000:]
     assert done.survivors == []
     assert re.search(
         r"engine \d was lost while it received version 2, in bucket \d+ of \d+, which begins with"
         r" model\.",
         done.err,
-    )
+    ), done.err[-3000:]
+    return done, tree
+
+
+def test_the_run_goes_on_with_a_fresh_engine(tmp_path: Path) -> None:
+    """One of two engines loses its actor; requests are under way."""
+    done, _ = killing_run(tmp_path, "engine", num_engines=2, max_staleness=1)
+    assert done.code == 0, done.err[-3000:]
     rows = records(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if "publish/replaced" in row]
-    assert [row["publish/replaced"] for row in steps] == [
-        0,
-        1,
-        0,
-        0,
-    ], "version 2 is what step 1 leaves"
+    assert [row["publish/replaced"] for row in steps] == [0, 1, 0, 0], "version 2 is of step 1"
     assert all(row["probe/max_abs"] < 1e-4 for row in steps)
     # Groups are trained in order: a rollout that was lost with the engine would have stopped the
     # run.
     assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]
-    if tensor == 1:
-        replays_bit_by_bit(tmp_path / "run", steps=4)
+    replays_bit_by_bit(tmp_path / "run", steps=4)
+
+
+def test_a_run_whose_last_engine_dies_ends_and_resumes(tmp_path: Path) -> None:
+    """It loses one rank of two. No checkpoint has step 1 or 2: they are done again."""
+    done, tree = killing_run(tmp_path, "rank", num_engines=1, engine={"tensor": 2})
+    assert done.code == 1
+    assert "no engine is left; `--resume auto` goes on from the newest checkpoint" in done.err
+    resumed = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), "--resume", "auto")
+    assert resumed.code == 0, resumed.err[-3000:]
+    rows = records(tmp_path / "run" / "metrics.jsonl")
+    steps = [row for row in rows if "publish/replaced" in row]
+    assert [row["groups/drawn"] - row["groups/rejected"] for row in steps] == [4, 4, 4, 4]
+    audit = megarl("ledger", str(tmp_path / "run"))
+    assert audit.code == 0, audit.out + audit.err
 
 
 def replays_bit_by_bit(run: Path, steps: int) -> None:

@@ -40,6 +40,7 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
 
     from megarl.cluster.process_env import own_cluster_token, prepare_environment
     from megarl.cluster.ray_cluster import Cluster
+    from megarl.cluster.recorded_table import recorded_table
     from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
@@ -48,7 +49,6 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.types import Samples
     from megarl.weight_sync.config import WeightSyncConfig
-    from megarl.weight_sync.families import parameter_table
     from megarl.weight_sync.probe import Probe
     from megarl.weight_sync.publisher import Publisher
 
@@ -85,13 +85,13 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
         for (count, tensor), group, transport in zip(TOPOLOGIES, engines, transports, strict=True):
             if group is not None:
                 group.wait()
+            table = recorded_table(folder, config.to_dict(), tensor, on_cpu=True)
             publisher = Publisher(
                 WeightSyncConfig(
                     transport=transport,
                     probe_tolerance=BOUND,
-                    folder=f"{folder}/weights" if transport == "disk" else "",
                 ),
-                table=parameter_table(config.to_dict()),
+                table=table,
                 policy=policy,
                 engines=group,
                 num_engines=count,
@@ -130,9 +130,7 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
         if mesh.rank == 0:
             for publisher in publishers:
                 spec = publisher.route.spec
-                assert publisher.route.written == whole_plan(
-                    spec, parameter_table(config.to_dict())
-                ).minimum(4)
+                assert publisher.route.written == whole_plan(spec, publisher._table).minimum(4)
     mesh_module.finalise()
     return found
 
@@ -152,7 +150,7 @@ CASES = {
             num_key_value_heads=2,
             head_dim=32,
         ),
-        ["point_to_point", "disk"],
+        ["point_to_point", "point_to_point"],
         1,
     ),
 }
@@ -160,8 +158,15 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from megarl.cluster.recorded_table import recorded_table
+
     kind, transports, zero_stage = CASES[case]
     folder = write_model(tmp_path / "model", **kind)
+    for _, tensor in TOPOLOGIES:  # here, so that the ranks find the tables in the cache
+        config = AutoConfig.from_pretrained(folder).to_dict()
+        recorded_table(str(folder), config, tensor, on_cpu=True)
     answers = run_ranks(
         4, __file__, "publishes", str(folder), transports, zero_stage, timeout_s=420
     )[0]

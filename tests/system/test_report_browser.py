@@ -17,8 +17,8 @@ import pytest
 from support.browser import BROWSER, FLAGS, with_browser
 from support.report_page import Page
 
+from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
-from megarl.apps.runs.report_compare import main as report_command
 from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
 from megarl.types import StepReport
@@ -385,7 +385,7 @@ def compared(run: Path, tmp_path: Path) -> Path:
 @with_node
 def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
     page = Page((compared / "report.html").read_text(encoding="utf-8"))
-    accuracy = drawn_by_node(page)["Accuracy in training"]
+    accuracy = drawn_by_node(page)["Accuracy: rollouts"]
     bands = [path for name, path in accuracy["lines"] if name == "band"]
     assert accuracy["legend"] == ["learning_rate 0.0001 (2 runs)", "learning_rate 0.0"]
     assert len(bands) == 1, "of the two seeds"
@@ -397,10 +397,10 @@ def test_the_script_draws_a_band_of_seeds(compared: Path) -> None:
 @with_node
 def test_the_script_draws_more_values_than_a_call_has_arguments(compared: Path) -> None:
     page = Page((compared / "report.html").read_text(encoding="utf-8"))
-    one = page.charts["Accuracy in training"]
+    one = page.charts["Accuracy: rollouts"]
     many = one | {"series": one["series"] * 2000}
-    page.charts = {"Accuracy in training": many}
-    assert len(drawn_by_node(page)["Accuracy in training"]["legend"]) == 4000
+    page.charts = {"Accuracy: rollouts": many}
+    assert len(drawn_by_node(page)["Accuracy: rollouts"]["legend"]) == 4000
 
 
 @with_browser

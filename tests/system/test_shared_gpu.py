@@ -41,8 +41,6 @@ def recipe(
     tree: dict[str, Any] = tiny_run(folder, write_model(folder / "model"), STEPS)
     tree["training"] |= {"zero_stage": stage, "offload_optimizer": offload}
     tree["weight_sync"] = {"transport": transport}
-    if transport == "disk":
-        tree["weight_sync"]["folder"] = str(folder / "weights")
     tree["rollout"]["placement"] = "colocated"
     if gpu:
         tree["training"]["precision"] = "bfloat16" if stage else "float32"
@@ -69,12 +67,12 @@ def check(done: Done, folder: Path, gpu: bool) -> list[dict[str, Any]]:
 
 ON_GPU = pytest.mark.gpu
 CASES = [
-    pytest.param("disk", 3, True, False, False),
+    pytest.param("point_to_point", 3, True, False, False),
     *(pytest.param(transport, stage, offload, compiled, True, marks=ON_GPU)
       for transport, stage, offload, compiled in (
           ("cuda_ipc", 2, False, False), ("shared_memory", 1, False, False),
           ("cuda_ipc", 3, False, False), ("cuda_ipc", 3, False, True),
-          ("disk", 3, True, False), ("shared_memory", 0, False, False))),
+          ("point_to_point", 3, True, False), ("shared_memory", 0, False, False))),
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ OPTIONS = [
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
 PAGES = (
-    *("index.html", "source/index.html", "tutorials/own_reward.html", "howto/watch.html"),
+    *("index.html", "source/index.html", "tutorials/own_reward.html", "howto/read_run_folder.html"),
     *("concepts/loop.html", "reference/train.html", "results/layouts.html", "404.html"),
 )
 # Each page in a frame as wide as a phone; what is found there is posted to the server.

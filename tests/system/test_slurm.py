@@ -22,7 +22,7 @@ from support.commands import megarl, records, tiny_run, write_recipe
 from support.slurm import Cluster, missing
 from support.tiny import write_model
 
-from megarl.activity.files import read_lives
+from megarl.activity.files import read_traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6
@@ -198,17 +198,13 @@ def test_the_quick_start_learns_on_two_nodes(cluster: Cluster, tmp_path: Path) -
 
 def engine_hosts(place: Path) -> list[str]:
     """The hosts on which the engines of the run have been, from their activity records."""
-    lives = read_lives(place / "run" / "activity")
-    return [one.host for one in lives if re.fullmatch(r"engine\d", one.process)]
+    traces = read_traces(place / "run" / "activity")
+    return [trace.host for trace in traces if re.fullmatch(r"engine\d", trace.name)]
 
 
-def test_slurm_tells_the_nodes_and_its_patience(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_tells_the_nodes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.apps.launch import slurm
 
     monkeypatch.setattr(slurm, "_scontrol", partial(cluster.run, "scontrol"))
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu[08-10],login"}
     assert slurm.allocated_hosts(job, "own") == ["gpu08", "gpu09", "gpu10", "login"]
-    assert slurm.early_kill(job, 30.0) == ""
-    assert "kills a job 30 s after" in slurm.early_kill(job, 240.0)

@@ -107,16 +107,16 @@ rollout.engine.tensor: 4
 /model/config.json: {model_type: gemma, architectures: [GemmaForCausalLM], head_dim: 32}
     -> k_proj.bias | is not in a model of its config.json | fetch both again
 /model/config.json: {model_type: cohere2, architectures: [Cohere2ForCausalLM], head_dim: 32}
-    -> cohere2 has no parameter table | sliding window | FAMILIES in megarl/weight_sync/families.py
-/model/config.json: {model_type: qwen3, architectures: [Qwen3ForCausalLM], head_dim: 32,
-    attention_bias: true} -> attention_bias is true | no bias on o_proj | model.path
+    -> cohere2 | sliding windows that are a token longer in vLLM | set model.path to another
+/model/config.json: {layer_types: [sliding_attention, full_attention]}
+    -> qwen2 | a sliding window in some layers | set model.path to another
 rollout: {placement: colocated, num_engines: 2}
     -> 2 engine(s) | 2 engine ranks | policy has 1 ranks | set rollout.num_engines
 rollout: {placement: colocated, max_staleness: 1}, algorithm.old_logprobs: engine
     -> 'colocated' | rollout.max_staleness is 1 | set it to 0
 weight_sync.transport: cuda_ipc -> weight_sync.transport is 'cuda_ipc' | 'shared_memory'
-weight_sync.folder: FOLDER/weights -> weight_sync.transport is 'shared_memory' | weight_sync.folder
-weight_sync.transport: disk -> weight_sync.transport is 'disk' | weight_sync.folder is ''
+weight_sync.folder: FOLDER/weights -> weight_sync.folder: unknown key | point_to_point on several
+weight_sync.transport: disk -> weight_sync.transport | 'disk' | 'point_to_point'
 training.layout.data: 2, ranks: 2, LOCAL_WORLD_SIZE: 1
     -> weight_sync.transport is 'shared_memory' | one host, but this run has 2 | 'point_to_point'
 rollout.group_size: 1 -> group_size is 1
@@ -187,8 +187,6 @@ WORLD_SIZE: 2 -> WORLD_SIZE is 2 | RANK and MASTER_ADDR and MASTER_PORT are not 
     -> eos_token_id 10000 | tokens are 0 to 39
 folder: FOLDER/loop/run, /loop: {link: FOLDER/loop}
     -> folder is | symbolic link | set folder to another
-weight_sync: {transport: disk, folder: FOLDER/data.jsonl}
-    -> weight_sync.folder is | data.jsonl is a file
 folder: /proc/run -> folder is /proc/run | nothing can be written
 folder: FOLDER/<x * 300> -> folder holds a name of 300 bytes
 /data.jsonl: [GOOD, '{"prompt": "1+1=", "answer": NaN}'] -> line 2 | (column 'answer') is nan

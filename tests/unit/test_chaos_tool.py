@@ -23,8 +23,10 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def life(run: Path, process: str, events: list[dict[str, Any]]) -> None:
     """A file of a process that began at 1000 s; `ts` of the events are seconds from then on."""
-    about = {"name": process, "host": "h", "started": "1", "machine": "elsewhere", "run": "r"}
-    head = {"name": "process_name", "ph": "M", "ts": 0.0, "args": about | {"signal": 0}}
+    about = {"name": process, "host": "h", "started": "1", "machine": "elsewhere", "run": "r"} | {
+        "pid": 7
+    }
+    head = {"name": "process_name", "ph": "M", "ts": 0.0, "args": about}
     (run / "activity").mkdir(exist_ok=True)
     text = "".join(
         json.dumps({"args": {}, **one, "pid": 7, "ts": 1e9 + 1e6 * one["ts"]}) + ",\n"
@@ -37,10 +39,10 @@ def test_the_phase_of_a_moment(tmp_path: Path) -> None:
     from chaos_run import Run
 
     def begins(number: int, kind: str, what: str, begin: float) -> dict[str, Any]:
-        return {"ph": "B", "span": number, "cat": kind, "name": what, "ts": begin}
+        return {"ph": "B", "id": number, "cat": kind, "name": what, "ts": begin}
 
     def span(number: int, kind: str, what: str, begin: float, end: float) -> list[dict[str, Any]]:
-        return [begins(number, kind, what, begin), {"ph": "E", "span": number, "ts": end}]
+        return [begins(number, kind, what, begin), {"ph": "E", "id": number, "ts": end}]
 
     rank = [
         *span(1, "load", "start of Ray", 0.5, 1.0),
@@ -49,7 +51,7 @@ def test_the_phase_of_a_moment(tmp_path: Path) -> None:
         *span(3, "train", "training of step 1", 5.0, 6.0),
         begins(4, "publish", "publication of weights 1", 6.0),
         *span(5, "publish", "probe of weights 1", 6.5, 7.0),
-        {"ph": "E", "span": 4, "ts": 7.0},
+        {"ph": "E", "id": 4, "ts": 7.0},
         *span(6, "checkpoint", "checkpoint of step 1", 8.0, 9.0),
         begins(7, "evaluate", "evaluation 'eval' after step 1", 9.0),
     ]

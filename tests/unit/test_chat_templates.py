@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megarl.apps.serve.judge import JudgePrompt
 from megarl.apps.tools.markup import TurnMarkup
-from megarl.chat_template import end_of_turn
+from megarl.chat_template import end_of_turn, without_end
 from megarl.checks.model_checks import stop_tokens
 from megarl.config import RunConfig, from_tree
 from megarl.data.config import (
@@ -301,29 +301,26 @@ def test_a_null_that_is_meant_stays(tmp_path: Path) -> None:
 
 
 HALF = "a\ud800"
-HALVES: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
-    (PromptsConfig, "prompt", {"prompt": HALF}, {}),
-    (PromptsConfig, "prompt", {"prompt": json.dumps([ASK | {"content": HALF}])}, CHAT),
-    (PromptsConfig, "answer", {"answer": HALF}, {}),
-    (PromptsConfig, "tools", {"tools": [tool(HALF)]}, CHAT),
-    (DemonstrationsConfig, "response", {"response": HALF}, {}),
-    (DemonstrationsConfig, "text", {"text": HALF}, {"text_column": "text"}),
-    (DemonstrationsConfig, "messages", {"messages": [ASK, calling("f", city=HALF)]}, TALKS),
-    (PreferencesConfig, "rejected", {"rejected": HALF}, {}),
-    (PreferencesConfig, "chosen", {"chosen": [NO | {"content": HALF}]}, CHAT),
+HALVES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (PromptsConfig, {"prompt": json.dumps([ASK | {"content": HALF}])}, CHAT),
+    (PromptsConfig, {"answer": HALF}, {}),
+    (PromptsConfig, {"tools": [tool(HALF)]}, CHAT),
+    (DemonstrationsConfig, {"text": HALF}, {"text_column": "text"}),
+    (DemonstrationsConfig, {"messages": [ASK, calling("f", city=HALF)]}, TALKS),
+    (PreferencesConfig, {"chosen": [NO | {"content": HALF}]}, CHAT),
 ]
-"""(kind of data, column, what a row then has, settings)"""
+"""(kind of data, what a row then has, settings)"""
 
 
-@pytest.mark.parametrize(("kind", "column", "change", "settings"), HALVES)
+@pytest.mark.parametrize(("kind", "change", "settings"), HALVES)
 def test_half_of_a_character_is_named(
-    kind: Any, column: str, change: Any, settings: Any, tmp_path: Path
+    kind: Any, change: Any, settings: Any, tmp_path: Path
 ) -> None:
     row: dict[str, Any] = {"prompt": "q", "answer": "1", "response": "a", "text": "abc"}
     row |= {"chosen": "b", "rejected": "c", "messages": [ASK, ANSWER]}
     source = written(tmp_path, row, row | change)
     place = r"^\S+rows.jsonl, line 2 \(row 1, .*\)"
-    with pytest.raises(ValueError, match=rf"{place}: column '{column}' holds half .*\(U\+D800\)"):
+    with pytest.raises(ValueError, match=rf"{place}: a text holds half .*\(U\+D800\)"):
         load(kind, source, tokenizer_of(CHATML), **settings)
 
 
@@ -739,14 +736,24 @@ def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
         assert found[: len(want)] == want
 
 
+def test_many_ends_in_a_text_are_read_once() -> None:
+    """Of an agent's body of 2 MB, which would otherwise stop the gateway for hours."""
+    tokenizer: Any = tokenizer_of(CHATML)
+    end, text = tokenizer.convert_tokens_to_ids("<|im_end|>"), "<|im_end|>" * 200_000 + "x"
+    assert without_end(tokenizer, [text, f"{text}<|im_end|>\n"], end) == [text, text]
+
+
 @pytest.mark.parametrize("ends", ["{end}", "{end}\n", "{end} {eos}\n\n"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_end_in_a_turn_is_not_doubled(name: str, ends: str, tmp_path: Path) -> None:
-    """Of any role, in data of every kind."""
+    """Of the model, in data of every kind; in what others write, the end is text."""
     family, tokenizer = FAMILIES[name], tokenizer_of(FAMILIES[name])
     end = ends.format(end=family.end, eos=family.eos)
     plain = [ASK, ANSWER, MORE, NO]
-    ended = [turn | {"content": f"{turn['content']}{end}"} for turn in plain]
+    ended = [
+        turn | {"content": f"{turn['content']}{end}"} if turn["role"] == "assistant" else turn
+        for turn in plain
+    ]
     assert conversation(tmp_path, tokenizer, ended) == conversation(tmp_path, tokenizer, plain)
     want = preference(tmp_path, tokenizer, chosen=plain, rejected=[*plain[:-1], ANSWER])
     assert preference(tmp_path, tokenizer, chosen=ended, rejected=[*ended[:-1], ANSWER]) == want

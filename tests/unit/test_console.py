@@ -254,7 +254,7 @@ def test_a_signal_at_the_start_ends_a_command_with_one_line(
         module = "megarl.config"
     if command == "replay":
         module = "megarl.apps.runs.command_checks"
-    if command in ("replay", "ledger", "report", "status", "timeline", "watch"):
+    if command in ("replay", "ledger", "report", "status"):
         arguments.append(str(tmp_path))
     process = waiting(tmp_path, [sys.executable, "-m", "megarl", *arguments], module)
     process.send_signal(number)

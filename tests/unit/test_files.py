@@ -17,7 +17,7 @@ import pytest
 from support.tiny import sft_config
 
 from megarl import cli
-from megarl.activity import files as activity_files
+from megarl.activity.files import read_traces
 from megarl.apps.runs.report import write_report
 from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
@@ -97,7 +97,7 @@ def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind
                 pass
         with pytest.raises(ValueError, match=name):
             check_writable(str(run), setting="folder")
-        for command in ("status", "report", "ledger", "timeline", "watch"):
+        for command in ("status", "report", "ledger"):
             with pytest.raises(UserError, match=name):
                 cli.plan([command, str(run)]).run()
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -137,7 +137,7 @@ def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1 is not the first line of a ledger"):
         Reader(path)
     (tmp_path / "rank0.json").write_text(DEEP + "\n")
-    assert activity_files.read_lives(tmp_path) == []
+    assert read_traces(tmp_path) == []
     digests = tmp_path / "digests.json"
     digests.write_text(DEEP)
     assert "digests.json cannot be read" in manifest.damage(tmp_path)
@@ -191,12 +191,6 @@ def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: st
         check_run_files(tmp_path, None)
     with pytest.raises(ValueError, match=match):
         write_report(tmp_path, title="x")
-
-
-def test_transcripts_that_cannot_be_shown_end_no_report(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (tmp_path / "transcripts.jsonl").write_text('{"step": 1, "rollouts": [3]}\n')
-    assert "cannot be shown" in write_report(tmp_path, title="x").read_text()
 
 
 def test_nobody_else_may_write_files_of_a_command(tmp_path: Path) -> None:

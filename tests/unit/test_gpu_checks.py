@@ -253,28 +253,6 @@ def test_fewer_gpus_than_ranks(
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize(("toolkit", "cuda", "status"), [
-    ("13.0", "13.0", "ok"), ("13.1", "13.0", "ok"), ("12.4", "13.0", "warn"),
-    ("13.0", "12.8", "warn"),
-])  # fmt: skip
-def test_a_toolkit_that_disagrees_is_told(
-    toolkit: str, cuda: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V{toolkit}.1'\n")
-    nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(software, "ask_python", lambda program: ProgramOutcome(0, cuda, ""))
-    (finding,) = software.check_toolkit()
-    assert (finding.status, bool(finding.fix)) == (status, status != "ok")
-    assert toolkit in finding.found and cuda in finding.found
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    monkeypatch.setenv("PATH", "/nowhere")
-    (finding,) = software.check_toolkit()
-    assert (finding.status, finding.found) == ("ok", "none, and none is needed")
-
-
 def test_no_python_header_is_told(
     tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.apps.launch.launch_plan import deal_cpu, deal_gpus, make_launch_plan
-from megarl.apps.launch.launch_processes import Addresses, by_hand, processes
-from megarl.apps.launch.slurm import allocated_hosts, early_kill, srun
+from megarl.apps.launch.launch_processes import Addresses, processes, shown_commands
+from megarl.apps.launch.slurm import allocated_hosts, srun
 from megarl.cluster.process_env import RAY_SETTINGS
 from megarl.config import RunConfig, from_tree, read, task_class, written_tree
 from megarl.console import Options
@@ -78,23 +78,21 @@ def test_a_run_without_engines_has_no_ray() -> None:
 
 
 def test_by_hand_it_is_said_for_each_node() -> None:
-    """Without Slurm the programs on PATH are called, and nothing is marked."""
+    """Without Slurm nothing is marked, and Ray goes on in the background."""
     options = Options(recipe=str(RECIPES / "long_context_64k.yaml"))
     plan = make_launch_plan(read(RunConfig, options.recipe), options)
-    found = processes(plan, deal_gpus(plan, GPUS[:2], ""), options, Addresses())
-    lines = [short(line) for line in by_hand(found, 2)]
-    assert lines[2:] == [
-        "",
-        "node 0:",
-        "  env CUDA_VISIBLE_DEVICES= ray start --num-gpus=0"
+    at = Addresses(python="python")
+    found = processes(plan, deal_gpus(plan, GPUS[:2], ""), options, at)
+    start = "python -m ray.scripts.scripts start"
+    assert [short(line) for line in shown_commands(found, [])] == [
+        "# node 0",
+        f"env {PATIENCE} CUDA_VISIBLE_DEVICES= {start} --num-gpus=0"
         f" --head --port=6379 {RAY} --include-dashboard=false",
-        f"  env {PATIENCE} RAY_ADDRESS=NODE0:6379 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
-        " python -m megarl.parallel.torchrun --nnodes 1 --node-rank 0 --nproc-per-node 8 --master-addr NODE0"
-        " --master-port 29500 -m megarl run RECIPES/long_context_64k.yaml",
-        "",
-        "node 1:",
-        "  env CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 ray start --num-gpus=8"
-        f" --address=NODE0:6379 {RAY}",
+        f"env {PATIENCE} RAY_ADDRESS=NODE0:6379 {ALL} {TORCHRUN} --nnodes 1 --node-rank 0"
+        " --nproc-per-node 8 --master-addr NODE0 --master-port 29500 -m megarl run"
+        " RECIPES/long_context_64k.yaml",
+        "# node 1",
+        f"env {PATIENCE} {ALL} {start} --num-gpus=8 --address=NODE0:6379 {RAY}",
     ]
 
 
@@ -118,11 +116,7 @@ def test_places_on_the_cpu() -> None:
 @pytest.fixture
 def scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     made = tmp_path / "scontrol"
-    made.write_text(
-        "#!/bin/sh\n"
-        "[ $2 = hostnames ] && echo n1 && echo n2 && exit\n"
-        "printf 'Site = K\\366ln\\n'\necho 'KillWait                = 30 sec'\n"
-    )
+    made.write_text("#!/bin/sh\necho n1\necho n2\n")
     made.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     return made
@@ -142,12 +136,3 @@ def test_an_allocation(scontrol: Path) -> None:
         allocated_hosts(job, "own")
     words = srun("n2", ["python"])
     assert "--nodelist=n2" in words and "--overlap" in words and words[-1] == "python"
-
-
-def test_slurm_that_kills_before_the_checkpoint_is_told(scontrol: Path) -> None:
-    job = {"SLURM_JOB_ID": "17"}
-    assert early_kill({}, 240.0) == early_kill(job, 30.0) == ""
-    assert "kills a job 30 s after" in early_kill(job, 240.0)
-    assert "scancel --batch --signal=TERM 17" in early_kill(job, 240.0)
-    scontrol.unlink()
-    assert early_kill(job, 240.0) == ""

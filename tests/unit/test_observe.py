@@ -19,8 +19,8 @@ from support.report_page import Page
 import megarl
 from megarl.apps.runs import page as pages
 from megarl.apps.runs import report
+from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
-from megarl.apps.runs.report_compare import main as report_command
 from megarl.checks.run_files import check_run_files
 from megarl.errors import UserError
 from megarl.observe.config import (
@@ -266,9 +266,7 @@ def test_charts_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
     critic = page_of(tmp_path).charts["Critic's loss (critics.b)"]
     assert critic["series"][0]["rows"] == [[0.25] * 3]
     series = page_of(tmp_path).charts["Time of a step"]["series"]
-    phases = {one["label"]: one["rows"][0][0] for one in series}
-    assert phases.pop("other") == pytest.approx(1.0 - 0.5 - 0.4 - 0.02)
-    assert list(phases.values()) == [0.5, 0.4, 0.02, 0.8]
+    assert [one["rows"][0][0] for one in series] == [0.5, 0.4, 0.02, 0.8, 1.0]
 
 
 def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
@@ -351,7 +349,7 @@ def test_report_of_supervised_training(tmp_path: Path) -> None:
         observer.evaluation(30, {"eval/loss": 0.25}, [])
     page = page_of(tmp_path)
     assert page.charts["Learning rate"]["series"][0]["rows"][0][:3] == [3e-3, None, 3e-3]
-    assert page.charts["Loss"]["series"][-1]["rows"] == [[0.25]]
+    assert page.charts["Training loss"]["series"][-1]["rows"] == [[0.25]]
     assert page.count("figure", "wide") == 1
     # Loss, throughput, learning rate; the norm was never finite.
     assert page.count("figure", "chart") == 3
@@ -457,13 +455,13 @@ def test_what_is_unusual_in_the_last_steps_is_said_at_the_top(name: str, tmp_pat
 
 def test_verifier_failures_are_shown_as_what_they_are(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
-    assert "Verifier failures" not in page_of(tmp_path).text
+    assert "Verifier " not in page_of(tmp_path).text
     failed = answer(False) | {"failure": "error", "detail": "TypeError: takes <1> argument"}
     with Observer(QUIET, tmp_path, total_steps=2) as observer:
         observer.evaluation(0, {"eval/accuracy": 0.0}, [failed])
         for step in range(2):
             observer.step(StepReport(step, numbers(step, 2) | {"verifier/errors": 16.0}))
     text = page_of(tmp_path).text
-    assert "Verifier failures" in text and "32 errors" in text
+    assert "Verifier failures" in text and "Verifier errors\n32 rollouts" in text
     assert "not judged" in text and "verifier error: TypeError: takes <1> argument" in text
     assert "\N{BALLOT X} wrong" not in text

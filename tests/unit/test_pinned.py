@@ -89,8 +89,10 @@ class Machine:
 
 def both_ends() -> tuple[Sender, Receiver]:
     spec = spec_of(ALONE, "shared_memory")
-    sender = Sender(Route.of_source(spec, table(), 0), Axis("world", 1, 0, (0,), None), "")
-    route = Route.of_destination(spec, table(), spec.destination(0, 0))
+    sender = Sender(
+        Route.of_source(spec, table(spec.engine_tensor), 0), Axis("world", 1, 0, (0,), None)
+    )
+    route = Route.of_destination(spec, table(spec.engine_tensor), spec.destination(0, 0))
     return sender, Receiver(route, 0, 0, sender.init_info())
 
 
@@ -117,13 +119,15 @@ def test_copies_are_waited_for_before_a_bucket_counts(
     sizes = {len(end._counters.memory()) for end in (sender, receiver)}
     assert set(machine.registered.values()) == (sizes if answer == SUCCESS else set())
     route = sender._route
-    sources = scatter(whole_plan(route.spec, table()).sources[0], weights(1))
+    sources = scatter(
+        whole_plan(route.spec, table(route.spec.engine_tensor)).sources[0], weights(1)
+    )
     on_a_gpu(monkeypatch, sources)
     monkeypatch.setattr(
         torch.Tensor, "copy_", machine.noted(torch.Tensor.copy_, "copy"), raising=True
     )
-    sender.begin(1, 1)
-    arriving = receiver.receive(1, never)
+    sender.begin(1)
+    arriving = receiver.receive(never)
     for bucket in route.buckets:
         placed = regions(sources, sender.reserve(bucket, never))
         found = [value for _, value in carried(placed)]

@@ -171,8 +171,8 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
 FILES = [
     (".jsonl", None, r"prompts\.source .*data\.jsonl does not exist; set it to a file"),
     (".jsonl", "", r"data\.jsonl is empty; set it to one with at least one row"),
-    (".jsonl", GOOD + '\n{"prompt": \n', r"data\.jsonl, line 3: not JSON: .*mend the line"),
-    (".jsonl", GOOD + '["a"]\n', r"data\.jsonl, line 2 is a list; make every line an object"),
+    (".jsonl", GOOD + '\n{"prompt": \n', r"data\.jsonl, line 3: not JSON: .*mend it"),
+    (".jsonl", GOOD + '["a"]\n', r"data\.jsonl, line 2 .* is a list; make every row an object"),
     (".jsonl", '\n{"query": "a", "answer": "1"}',
      r"line 2 \(row 0.*no column 'prompt'; set prompts\.prompt_column to one of: query, answer"),
     (".jsonl", '{"prompt": null, "answer": "1"}', r"line 1 .*column 'prompt' is null"),
@@ -183,19 +183,16 @@ FILES = [
     (".jsonl", GOOD + '{"prompt": "123456789", "answer": "1"}',
      r"^1 of 2 prompts have more tokens than prompts\.max_prompt_tokens = 8 \(the longest 9\), "
      r"the first is .*line 2 \(row 1.* with 9; set max_prompt_tokens to at least 9, or"),
-    (".jsonl", GOOD + '{"prompt": "b", "answer": "1", "answer": "2"}\n',
-     r"line 2: an object has the key 'answer' twice"),
-    (".json", '[\n{"prompt": "{", "answer": "1"},\n\n{"prompt": "b", "a": 1, "a": 1}]',
-     r"line 4: an object has the key 'a' twice"),
     (".json", '{"a": 1}\n{"a": 2}', r"data\.json, line 2: not JSON.*must be named \.jsonl"),
     (".json", '{"a": 1}', r"data\.json holds an object; make it a list"),
-    (".json", '[{"a": 1}, 5]', r"data\.json, row 1 \(from 0\) is 5; make every row an object"),
-    (".csv", "prompt,answer,answer\na,1,2\n", r"line 1: .*the column 'answer' twice"),
+    (".json", '[{"a": 1}, 5]', r"data\.json \(row 1, .*is 5; make every row an object"),
+    (".csv", "prompt,answer,answer\na,1,2\n", r"the header has a column twice"),
     (".csv", 'prompt,answer\n"a\nb",1\nc\n',
-     r"data\.csv, line 4 has 1 values for the 2 columns prompt, answer"),
-    (".csv", b"prompt,answer\n\xe9,1\n", r"data\.csv is not UTF-8 \(byte 14"),
+     r"data\.csv, line 4 has not one value for each of the columns prompt, answer"),
+    (".csv", "prompt,answer\na,1,2\n", r"data\.csv, line 2 has not one value for each"),
+    (".csv", b"prompt,answer\n\xe9,1\n", r"data\.csv cannot be read: .*byte 0xe9 in position 14.*UTF-8"),
     (".parquet", "PAR1 no", r"data\.parquet is not parquet"),
-    (".xml", "<a/>", r"ends in '\.xml', but known files end in \.json, \.jsonl, \.parquet, \.csv"),
+    (".xml", "<a/>", r"ends in '\.xml', but known files end in \.jsonl, \.json, \.parquet, \.csv"),
 ]  # fmt: skip
 
 
@@ -216,13 +213,6 @@ def test_an_absent_hub_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(r"prompts\.source 'nobody/nothing' is neither a file.*hub did not answer"):
         prompts("nobody/nothing")
     assert time.monotonic() - started < 60
-
-
-def test_a_folder_that_is_no_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library would look at every file of the machine."""
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("was called"))
-    with pytest.raises(ValueError, match=r"prompts\.source '/' is a folder with more than 20,000"):
-        prompts("/")
 
 
 def demonstrations(source: str, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Any:
@@ -544,7 +534,7 @@ def test_a_chat_may_be_stored_as_the_text_of_its_json(tmp_path: Path) -> None:
 def test_lines_of_csv_end_at_line_feeds_and_carriage_returns_only(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_bytes("prompt,answer\r\na\u2028b\x0bc\x85d,1\r\ne,2\nf\n".encode())
-    with refused(r"line 4 has 1 values"):
+    with refused(r"line 4 has not one value"):
         prompts(str(file))
     assert [row.text for row in prompts(str(file), limit=2)] == ["a\u2028b\x0bc\x85d", "e"]
 
@@ -577,9 +567,9 @@ IN_CHAT = {"template": "chat"}
 SEVERAL = [*ASKED, *REPLY, *ASKED]
 FORMS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("'completion'", {"prompt": "q", "completion": "a"}, {}, {"prompt": "q", "response": "a"}),
-    ("chats of prompt", {"prompt": SEVERAL, "completion": REPLY}, IN_CHAT,
+    ("'completion'", {"prompt": SEVERAL, "completion": REPLY}, IN_CHAT,
      {"prompt": SEVERAL, "response": "a"}),
-    ("chats of prompt", {"prompt": json.dumps(ASKED), "completion": json.dumps(REPLY)}, IN_CHAT,
+    ("'completion'", {"prompt": json.dumps(ASKED), "completion": json.dumps(REPLY)}, IN_CHAT,
      {"prompt": ASKED, "response": "a"}),
     ("chats of prompt", {"prompt": ASKED, "completion": [*REPLY, *ASKED, *REPLY]}, IN_CHAT,
      {"messages": [*SEVERAL, *REPLY]}),
@@ -641,19 +631,13 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
     [
         ([{"conversations": SHAREGPT}, {"conversations": [{"from": "x", "value": "q"}]}],
          r"line 2 .*from 'x'; known are human"),
-        *(([{"conversations": SHAREGPT}, {"conversations": [SHAREGPT[0], SHAREGPT[1] | more]}],
-           f"line 2 .*a turn has '{one}' .* and '{other}' .*; keep one")
-          for one, other, more in (
-              ("value", "content", {"content": "b"}),
-              ("from", "role", {"role": "user"}),
-              ("value", "content", {"role": "assistant", "content": "b"}))),
         ([{"conversations": SHAREGPT}, {"conversations": "q"}], r"line 2 .*is a text; make it"),
         ([{"conversations": SHAREGPT}, {"other": 1}], "line 2 .*no column 'conversations'"),
         ([{"prompt": [*ASKED, *REPLY, *ASKED], "completion": [*REPLY, *ASKED, *REPLY]}],
          "line 1 .*which turns to train on"),
         ([{"prompt": ASKED, "completion": [REPLY[0] | {"reasoning_content": "r"}]}],
          "line 1 .*'reasoning_content' of turn 1"),
-        ([{"prompt": ASKED, "completion": ASKED}], "line 1 .*one of the assistant"),
+        ([{"prompt": ASKED, "completion": ASKED}], "line 1 .*one turn of the assistant"),
         ([{"conversations": [SHAREGPT[0], SHAREGPT[1] | {"weight": 0}]}], "'weight' of turn 1"),
         ([{"conversations": TOOLS, "system": "t"}], "line 1 .*column 'system' and a turn"),
         ([{"instruction": "q", "input": [1], "output": "a"}], "line 1 .*the input is a list"),
@@ -663,7 +647,7 @@ def test_whole_texts_are_trained_on(tmp_path: Path, capfd: pytest.CaptureFixture
             {"prompt": f"<{name.rstrip('s')}>q", "response": "a", name: x}],
            f"line 2 .*'<{name.rstrip('s')}>' stands for column '{name}', which is not shown")
           for name, x in (("images", ["a.png"]), ("audio", {"path": "b"}))),
-        ([{"text": "abc"}], "whole texts .*set demonstrations.template to 'none'"),
+        ([{"text": "abc"}], "whole texts, .*set demonstrations.template to 'none'"),
     ],
 )  # fmt: skip
 def test_rows_of_another_form_are_refused(rows: list[Any], says: str, tmp_path: Path) -> None:
@@ -764,7 +748,4 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
         assert texts == ["a0", "a1", "b0", "b1", "c0"]
     (folder / "b.jsonl").write_text('{"prompt": "b"}\n')
     with refused(r"b.jsonl, line 1 \(row 0.*no column 'answer'"):
-        prompts(str(folder))
-    write(folder / "d.parquet", [{"prompt": "d", "answer": "1"}])
-    with refused(r"several formats \(a.jsonl, .*data/\*.jsonl or .*data/\*.parquet"):
         prompts(str(folder))

@@ -247,8 +247,8 @@ def test_paths_are_expanded_in_every_section(at_home: Path) -> None:
         "environment": {"rewards": dict.fromkeys(rewards, 1.0), "code": code},
         "evaluation": {"models": ["~/m", "org/name"]},
     }
-    config = read(RunConfig, write_tree(at_home / "recipes", tree), ["--weight_sync.folder=~/w"])
-    assert (config.folder, config.weight_sync.folder) == (f"{home}/runs/x", f"{home}/w")
+    config = read(RunConfig, write_tree(at_home / "recipes", tree))
+    assert config.folder == f"{home}/runs/x"
     assert (config.model.path, config.model.tokenizer) == ("Qwen/Qwen2.5", "/data/t")
     assert config.prompts.sources[0].source == "/data/a*.jsonl"
     assert list(config.environment.rewards) == [f"{home}/r.py:f", *rewards[1:]]

@@ -44,11 +44,7 @@ from megarl.parallel.reshard.boxes import (
 from megarl.parallel.reshard.buckets import ALIGN, copies_of, make_buckets
 from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import make_plan
-from megarl.weight_sync.parameters import (
-    ParameterSpec,
-    engine_owned,
-    training_shards,
-)
+from megarl.parallel.tensor import Shard
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -333,21 +329,7 @@ def test_a_buffer_that_is_not_filled_is_named(how: str) -> None:
         make_plan(source, [source[0], Owned(pieces, {"flat": 12})])
 
 
-CANNOT = [((6, 2), 3, 2), ((12,), 6, 4), ((12,), 3, 4), ((6, 2), 0, 4), ((2, 6), -1, 4)]
-
-
-@pytest.mark.parametrize(("shape", "heads", "tensor"), CANNOT)
-def test_an_engine_that_cannot_cut_is_refused(
-    shape: tuple[int, ...], heads: int, tensor: int
-) -> None:
-    kind = "inputs" if heads < 0 else "kv_heads" if heads else "outputs"
-    row = ParameterSpec("some.w", shape, kind, "some.w", heads)
-    said = rf"rollout\.engine\.tensor is {tensor}, which does not divide some\.w"
-    with pytest.raises(ValueError, match=said):
-        engine_owned([row], tensor)
-
-
 def test_a_cut_that_no_box_describes_is_refused() -> None:
-    shards = training_shards([ParameterSpec("conv.w", (4, 2, 3), "inputs", "conv.w")], 2)
+    shards = {"conv.w": Shard.even(1, 2, 2)}
     with pytest.raises(ValueError, match=r"conv\.w"):
         training_owned({"conv.w": (4, 2, 3)}, shards, Layout(1, 1, 2), 0)

@@ -605,7 +605,7 @@ def test_a_run_that_stopped_early_trains_no_further_when_started_again(
         def stop_early(self) -> None:
             self.is_stopped = True
 
-        def take(self, step: int, publish_again: object) -> None:
+        def take(self, step: int) -> None:
             if not self.is_stopped:
                 raise Trained
 

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_ranks import model_table, whole_plan
 from support.reshard_sides import GRAINS, LAYOUTS, TENSORS
+from support.tables import Row, engine_table, training_shards
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
 from megarl.parallel.reshard.boxes import Box, Owned
 from megarl.parallel.reshard.buckets import copies_of, make_buckets
 from megarl.weight_sync.bucket_receiver import Modules
-from megarl.weight_sync.parameters import ParameterSpec, training_shards
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @st.composite
-def repeated(draw: st.DrawFn) -> tuple[list[ParameterSpec], int]:
+def repeated(draw: st.DrawFn) -> tuple[list[Row], int]:
     """A model whose layers repeat, a vocabulary at both ends, and the ranks of its engines."""
     tensor = draw(TENSORS)
     heads = draw(st.sampled_from([1, tensor, 2 * tensor]))
@@ -51,7 +51,7 @@ def some(data: st.DataObject, count: int) -> list[int]:
     data=st.data(),
 )
 def test_a_rank_makes_its_own_part_of_the_whole_plan(
-    found: tuple[list[ParameterSpec], int],
+    found: tuple[list[Row], int],
     layout: Layout,
     stage: int,
     engines: int,
@@ -60,10 +60,11 @@ def test_a_rank_makes_its_own_part_of_the_whole_plan(
     data: st.DataObject,
 ) -> None:
     """Each rank's route, made alone, has the copies that the whole plan has for it."""
-    table, tensor = found
+    rows, tensor = found
+    table = engine_table(rows, tensor)
     spec = RouteSpec(
-        layout, stage, training_shards(table, layout.tensor), engines, tensor,
-        "float32", 256, table_fingerprint(table), local,
+        layout, stage, training_shards(rows, layout.tensor), engines, tensor,
+        "float32", 256, table_fingerprint(table), local=local,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "GRAIN", grain)
@@ -91,15 +92,15 @@ def test_a_plan_for_512_engines_is_small_and_quick() -> None:
     """Of 80 layers, 64 training ranks and engines of 8; the time is of a traced process, which is
     several times slower.
     """
-    config = model_table((80, 512, 64, 8, 64, 1024, 128_000), 0, False, False, False)
-    shards = training_shards(config, 8)
+    rows = model_table((80, 512, 64, 8, 64, 1024, 128_000), 0, False, False, False)
+    table, shards = engine_table(rows, 8), training_shards(rows, 8)
     spec = RouteSpec(
-        Layout(8, 1, 8), 3, shards, 512, 8, "bfloat16", 2**23, table_fingerprint(config)
+        Layout(8, 1, 8), 3, shards, 512, 8, "bfloat16", 2**23, table_fingerprint(table)
     )
     for make in (Route.of_source, Route.of_destination):
         tracemalloc.start()
         started_at = time.process_time()
-        route = make(spec, config, 7)
+        route = make(spec, table, 7)
         seconds = time.process_time() - started_at
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -13,6 +13,7 @@ import transformers
 
 from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import SharedColumnLinear, whole_shapes
+from megarl.trainer.autotp import refuse_cut_parameters
 from megarl.trainer.sharding import refuse_tensor, shard_model
 
 KINDS = {
@@ -207,3 +208,18 @@ def test_distillation_refuses_models_that_change_their_logits(
     with pytest.raises(ValueError, match=rf"teacher\.model\.path has .*{config.model_type}"):
         refuse_transform(config, "teacher.model.path")
     refuse_transform(transformers.LlamaConfig(**SMALL), "teacher.model.path")
+
+
+def test_autotp_is_refused_where_heads_have_parameters_of_their_own() -> None:
+    """Attention sinks: the plan of transformers cuts them with the heads, AutoTP does not."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2}
+    for name in ("qwen2", "granite_swa"):
+        config = transformers.AutoConfig.for_model(name, **sizes, **heads)
+        made = transformers.AutoModelForCausalLM.from_config(config)
+        refuse_cut_parameters(made, 1)
+        if name == "qwen2":
+            refuse_cut_parameters(made, 2)
+            continue
+        with pytest.raises(ValueError, match=r"autotp, which leaves .*self_attn.sinks .* to plan"):
+            refuse_cut_parameters(made, 2)

@@ -1,115 +1,54 @@
-"""What keeps a run going when engines die or hang: who publishes again while ranks wait, where
-requests go, and when an engine is taken for hung. tests/system/test_lost_engine.py has real engines.
+"""What keeps a run going when engines die or hang: where requests go, when an engine is taken for
+hung, and who takes part in a publication. tests/system/test_lost_engine.py has real engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 from support.commands import python, started, until
 from support.rollouts import requested
 
-from megarl.cluster import answers as answers_module
-from megarl.cluster import asking, rollout_client
+from megarl.cluster import asking, engine_client, rollout_client
 from megarl.cluster import engines as engines_module
-from megarl.cluster import supervisor as supervisor_module
 from megarl.cluster.asking import ActorDied
-from megarl.cluster.engines import EngineGroup
+from megarl.cluster.engine_client import EngineCall
+from megarl.cluster.engines import CallOutcome, EngineManager, EngineStarts
 from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
-from megarl.cluster.supervisor import EngineSupervisor, Watched
-from megarl.errors import EngineLost, EngineUnreachable, UserError
+from megarl.errors import EngineLost, EngineUnreachable, ProcessLost, UserError
 from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
 from megarl.rollout.inference_engine import Pauses, Pulse
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
-from megarl.rollout.waits import PublishAgain, Rejoins, WaitProgress, Waits
+from megarl.rollout.waits import Waits
 from megarl.schema import replace
 from megarl.types import Prompt, Segment
+from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
 
 PROMPT = Prompt(3, "p", [1, 2], "a")
 
 
-# ------------------------------------------------------------------------------ publishing again
-
-
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4), waits=st.integers(1, 4))
-def test_all_ranks_publish_alike(seed: int, ranks: int, waits: int) -> None:
-    """Ranks ask in any order, while engines and results become ready. A publication, and the end of
-    a wait's step, go on only once every rank is there: no rank may be alone.
-    """
-    draw, rejoins = random.Random(seed), Rejoins()
-    position, publications = [0] * ranks, [0] * ranks
-    publishes: list[bool] = [False] * ranks
-    said: dict[int, list[int]] = {}
-    is_ready, brought, ready_engines = False, 0, 0
-    for _ in range(2000):
-        if min(position) == waits:
-            break
-        if draw.random() < 0.1 and ready_engines < 5:
-            rejoins.engines.add(ready_engines)
-            ready_engines += 1
-        current = min(position)
-        is_ready = is_ready or draw.random() < 0.05
-        rank = draw.randrange(ranks)
-        if publishes[rank]:
-            if all(publishes) and len(set(position)) == 1:  # the collective happens
-                publishes, brought = [False] * ranks, brought + 1
-            continue
-        if position[rank] > current:  # at the step's end, where the ranks meet
-            continue
-        name = f"step {position[rank]}"
-        if is_ready:
-            rejoins.close(name)
-        elif not rejoins.is_due(name, publications[rank]):
-            continue
-        if rejoins.next(name, publications[rank]):
-            publications[rank] += 1
-            publishes[rank] = True
-        else:
-            said.setdefault(position[rank], []).append(publications[rank])
-            position[rank] += 1
-            publications[rank] = 0
-            if min(position) == max(position):
-                is_ready = False
-    assert min(position) == waits, "a rank waits for others that do something else"
-    assert all(len(set(counts)) == 1 and len(counts) == ranks for counts in said.values())
-    assert brought == sum(counts[0] for counts in said.values())
-
-
 async def test_a_failure_ends_every_wait() -> None:
-    """And a new engine wakes a waiting rank, which is to publish again."""
     waits = Waits()
 
     async def forever() -> None:
         await asyncio.sleep(60)
 
-    first = asyncio.create_task(waits.until("eval 3", 0, lambda: False))
-    await asyncio.sleep(0.01)
-    waits.rejoins.engines.add(1)
-    await waits.notify()
-    assert await asyncio.wait_for(first, 1) == PublishAgain()
-    first = asyncio.create_task(waits.until("step 1", 0, lambda: False))
+    first = asyncio.create_task(waits.until(lambda: False))
     second = asyncio.create_task(waits.result(forever))
     await asyncio.sleep(0.01)
     assert not first.done() and not second.done()
     await waits.fail(RuntimeError("no engine starts"))
-    assert await asyncio.wait_for(first, 1) is None
+    await asyncio.wait_for(first, 1)
     with pytest.raises(RuntimeError, match="rollouts stopped: no engine starts"):
         await asyncio.wait_for(second, 1)
     await waits.fail(UserError("later"))
@@ -246,34 +185,6 @@ def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPat
     assert had == [*range(10, 13), *range(20, 26), *range(30, 35)]
 
 
-# ------------------------------------------------------------------------- when an engine is hung
-
-
-def pulse(steps: int, requests: int = 1, *, paused: bool = False, dead: bool = False) -> Pulse:
-    return Pulse(steps, 0, 0, 0, requests, paused, dead)
-
-
-def test_an_engine_is_hung_if_it_has_requests_and_makes_no_step() -> None:
-    """Not one without work, or paused on purpose; silence and death are told apart."""
-    engine = Watched("handle", moved_at=0.0)
-    assert engine.hears(pulse(5), 1.0) == 5
-    assert engine.hears(pulse(5), 10.0) == 0
-    assert engine.problem(11.0, 10.0) == ""
-    assert engine.problem(11.1, 10.0) == "has made no step for 10 s, with 1 requests open"
-    assert engine.hears(pulse(6), 12.0) == 1
-    assert engine.problem(22.0, 10.0) == ""
-    for now, calm in ((100.0, pulse(6, 0)), (200.0, pulse(6, paused=True))):
-        engine.hears(calm, now)
-        engine.hears(pulse(6), now + 5)
-        assert engine.problem(now + 5, 10.0) == "" != engine.problem(now + 11, 10.0)
-    for way in ({"asked": "reference"}, {"is_away": True}):
-        silent = Watched("handle", moved_at=0.0, **way)
-        assert silent.problem(9.0, 10.0) == ""
-        assert silent.problem(11.0, 10.0) == "has not said for 11 s that it lives"
-    engine.hears(pulse(0, dead=True), 224.0)
-    assert engine.problem(224.0, 10.0) == "has lost one of vLLM's processes"
-
-
 # ------------------------------------------------------------------------- how long a rank waits
 
 
@@ -312,25 +223,12 @@ def test_a_rank_waits_as_long_as_there_is_progress(
     monkeypatch.setattr(rollout_client, "PROGRESS_POLL_S", 0.3)
     client = rollout_client.RolloutClient(0, silence_s=1.0)
     if moves:
-        assert client.take(4, lambda: None) is None
+        assert client.take(4) is None
         assert clock.now > 3
     else:
         with pytest.raises(RuntimeError, match=r"no engine has made a step .* rollouts of step 5"):
-            client.take(4, lambda: None)
+            client.take(4)
         assert clock.now < 2
-
-
-def test_silence_counts_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from the question that has found it."""
-    now = [100.0]
-    monkeypatch.setattr("megarl.rollout.waits.time.monotonic", lambda: now[0])
-    moved = WaitProgress()
-    now[0] = 103.0
-    assert moved.silent_s == 3.0
-    assert moved.add(2, 5) == 7 and moved.silent_s == 0.0
-    now[0] = 110.0
-    assert moved.add(0, 5) == 7 and moved.silent_s == 7.0
-    assert moved.add(0, 6) == 8 and moved.silent_s == 0.0
 
 
 @pytest.mark.parametrize(("data_rank", "questions"), [(0, 24), (1, 4)])
@@ -339,7 +237,7 @@ def test_other_ranks_ask_less_often_for_progress(
 ) -> None:
     """In a wait of 120 s, of a run that allows 1,800 s of silence."""
     clock.answers_s, clock.silent = 121.0, lambda: 1.0
-    assert rollout_client.RolloutClient(data_rank, silence_s=1800.0).take(4, lambda: None) is None
+    assert rollout_client.RolloutClient(data_rank, silence_s=1800.0).take(4) is None
     assert abs(len(clock.asked) - questions) <= 1
 
 
@@ -372,197 +270,272 @@ async def test_tokens_of_older_weights_than_were_sent_are_refused(
         assert (await requested(pool, PROMPT, 7)).versions[0][0] == versions[0]
 
 
-# ------------------------------------------------------------------------- the engines of a group
-
-
-class Call:
-    """A method of a fake Ray actor: its calls return a reference that `Actor.result` answers."""
-
-    def __init__(self, actor: Actor, name: str) -> None:
-        self.actor, self.name = actor, name
-
-    def remote(self, *arguments: Any) -> tuple[Actor, str]:
-        self.actor.calls.append((self.name, *arguments))
-        return self.actor, self.name
+# ------------------------------------------------------------------------- the engines of a run
 
 
 class Actor:
-    """A fake Ray actor of an engine, or of the service."""
+    """A fake Ray actor of an engine: `start` ends once `is_ready`, and calls raise `error`, those of
+    the methods in `refuses` another one.
+    """
 
     def __init__(self, *, is_ready: bool = True, error: Exception | None = None) -> None:
         self.is_ready, self.error, self.calls = is_ready, error, list[tuple[Any, ...]]()
+        self.refuses: dict[str, Exception] = {}
+        self.says = Pulse(0, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
 
-    def __getattr__(self, name: str) -> Call:
-        return Call(self, name)
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self.answer(name, arguments))
+
+    async def answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        self.calls.append((name, *arguments))
+        while name == "start" and not self.is_ready:
+            await asyncio.sleep(0.002)
+        if error := self.refuses.get(name, self.error):
+            raise error
+        return {"start": [], "process": ("elsewhere", 1, 1.0), "pulse": self.says}.get(name)
 
 
-class FakeRay:
-    """`ray.wait`, `ray.get` and `ray.kill` for `Actor`s."""
+class Starts(EngineStarts):
+    """Makes fake actors, as `make` says."""
 
-    @staticmethod
-    def wait(references: list[Any], timeout: float = 0.0, **_: Any) -> tuple[list[Any], list[Any]]:
-        done = [one for one in references if one[0].is_ready]
-        return done, [one for one in references if one not in done]
+    def __call__(self, number: int) -> Actor:
+        self.first.append(self.arguments["make"]())
+        return self.first[-1]
 
-    @staticmethod
-    def get(reference: tuple[Actor, str], timeout: float = 0.0) -> Any:
-        actor, name = reference
-        if actor.error is not None:
-            raise actor.error
-        return {"start": {"processes": [], "seconds": 1.0}, "process": ("elsewhere", 1, 1.0)}.get(
-            name
+
+class Run:
+    """A manager of two engines, and what it has told the service."""
+
+    def __init__(self, first: list[Actor], **settings: Any) -> None:
+        self.used, self.failures, self.actors = list[int](), list[str](), first
+        self.arguments: dict[str, Any] = {"make": Actor, "load": False, "adapter_rank": 0}
+        settings = {"timeout_s": 5.0, "stall_s": 60.0} | settings
+        self.arguments["load"] = settings.pop("load", False)
+        starts = Starts((), self.arguments, namespace=None, first=first, **settings)
+        self.manager = EngineManager(
+            starts, use=lambda number, _: self.used.append(number), fail=self.fail
         )
 
-    @staticmethod
-    def kill(actor: Actor) -> None:
-        actor.is_ready = True
+    async def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    async def serves(self) -> None:
+        """Both engines have weights."""
+        assert await self.manager.ready() == ""
+        assert (await self.manager.hold())[:2] == ([0, 1], [0, 1])
+        await self.manager.admit()
+
+    async def until(self, *states: str) -> None:
+        """Wait for the states of the engines."""
+        for _ in range(2000):
+            if tuple(one.state for one in self.manager.engines) == states:
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError([one.state for one in self.manager.engines])
 
 
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A group of two engines; `actors` has every actor that was started for it."""
-    for module in (engines_module, answers_module, asking):
-        monkeypatch.setattr(module, "ray", FakeRay)
-    monkeypatch.setattr(supervisor_module, "ray_problem", str)
-    actors: list[Actor] = []
-
-    def start(number: int) -> Actor:
-        actors.append(Actor())
-        return actors[-1]
-
-    made = EngineGroup(2, start, timeout_s=5.0)
-    made.wait()
-    made.actors = actors  # type: ignore[attr-defined]
-    return made
+@asynccontextmanager
+async def managed(*first: Actor, **settings: Any) -> Any:
+    run = Run(list(first) or [Actor(), Actor()], **settings)
+    yield run
+    await run.manager.close()
 
 
-def test_a_publication_has_engines_in_the_place_of_the_dead(group: Any) -> None:
-    """Also where the first start fails. Only those that are ready get requests; where Ray fails,
-    the wait for an engine ends.
-    """
-    old = group.handles[1]
-    group.kill(1, old)
-    assert group.dead == {1} and group.hold() == [1]
-    group.kill(1, old)  # late
-    assert group.dead == set() and group.handles[1] is group.actors[2]
-    group.restart([1])
-    group.handles[1].error = RuntimeError("no memory left")
-    assert group.hold() == [1], "the second start succeeds"
-    group.service = Actor()
-    group.restart([0, 1])
-    group.finish_start(0, 1.0)
-    group.admit()
-    assert [call[:2] for call in group.service.calls] == [("use_engine", 0)]
-    assert group.fresh == {1}
-    group.handles[1].is_ready = False
-    group.broken = "Ray's head (GCS) has not answered for 20 s"
-    with pytest.raises(RuntimeError, match=r"an engine cannot start: Ray's head"):
-        group.hold()
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_module, "BEAT_S", 0.005)
+    monkeypatch.setattr(engines_module, "LOOK_S", 0.002)
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(kill=lambda actor: None))
 
 
-@pytest.fixture
-def quorum(group: Any) -> Any:
-    """As `group`; a publication needs one engine."""
-    group._fewest = 1
-    return group
+DEAD = ActorDiedError()
+FULL = RayTaskError("start", "", RuntimeError("no memory left"))
 
 
-@pytest.fixture
-def supervisor(quorum: Any, monkeypatch: pytest.MonkeyPatch) -> EngineSupervisor:
-    """That of `quorum`, without its thread: a test lets it replace engines."""
-    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
-    quorum.broken = "by the test, so that its thread ends at once"
-    made = EngineSupervisor(quorum, stall_s=60.0, loads=False)
-    made.close(5.0)
-    made._close.clear()
-    quorum.broken, quorum.service = "", Actor()
-    return made
+async def test_an_engine_in_the_place_of_a_dead_one_serves_after_the_next_publication() -> None:
+    """A publication does not wait for it while it starts, also where the first start fails."""
+    made = [Actor(error=FULL), slow := Actor(is_ready=False)]
+    async with managed() as run:
+        await run.serves()
+        run.arguments["make"] = lambda: made.pop(0)
+        run.actors[1].error = DEAD
+        await run.until("ready", "starting")
+        while made:
+            await asyncio.sleep(0.002)
+        members, fresh, notices = await run.manager.hold()
+        assert (members, fresh) == ([0], []) and "engine 1 is dead" in notices[0]
+        assert "no memory left; it is started again" in notices[1]
+        await run.manager.admit()
+        slow.is_ready = True
+        await run.until("ready", "ready")
+        assert run.used == [0, 1]
+        members, fresh, (line,) = await run.manager.hold()
+        assert (members, fresh) == ([0, 1], [1]) and "engine 1 is ready again" in line
+        assert await run.manager.admit() == (2, 0)
+        assert run.used == [0, 1, 1] and run.failures == []
 
 
-def test_a_publication_does_not_wait_for_an_engine_that_starts(quorum: Any) -> None:
-    quorum.restart([1])
-    quorum.handles[1].is_ready = False
-    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
-    quorum.update(3, timeout_s=1.0)
-    assert ("update", 3, 1.0) in quorum.actors[0].calls
-    assert ("update", 3, 1.0) not in quorum.handles[1].calls
-    quorum.service = Actor()
-    quorum.admit()
-    assert quorum.service.calls == [] and quorum.fresh == {1}
-    quorum.let_go()
-    quorum.handles[1].is_ready = True
-    assert quorum.hold() == [1] and quorum.members == [0, 1] and quorum.missing == 0
-    quorum.admit()
-    assert [call[:2] for call in quorum.service.calls] == [("use_engine", 1)]
+async def test_an_engine_that_is_lost_in_a_publication_joins_a_later_one() -> None:
+    async with managed() as run:
+        await run.serves()
+        await run.manager.hold()
+        run.actors[1].refuses["update"] = RuntimeError("no room")
+        run.arguments["make"] = lambda: Actor(is_ready=False)
+        _, bad = await run.manager.call("update", [(3, 1.0)] * 2, 5.0)
+        assert bad == CallOutcome(None, "no room") and ("update", 3, 1.0) in run.actors[0].calls
+        assert (await run.manager.hold([1]))[:2] == ([0], [])
+        await run.until("ready", "starting")
+        assert (await run.manager.hold([1]))[:2] == ([0], []), "it is not ended again"
+        assert len(run.actors) == 3 and run.failures == []
 
 
-def test_an_engine_that_is_lost_in_a_publication_joins_at_the_next(
-    quorum: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_run_whose_last_engine_with_weights_is_lost_ends() -> None:
+    async with managed() as run:
+        await run.serves()
+        run.actors[1].error = DEAD
+        while len(run.actors) < 3:
+            await asyncio.sleep(0.005)
+        await run.until("ready", "ready")
+        run.actors[0].error = DEAD
+        while not run.failures:
+            await asyncio.sleep(0.005)
+        assert run.failures[0].startswith("no engine is left that has weights; `--resume auto`")
+        with pytest.raises(ProcessLost, match="no engine is left"):
+            await run.manager.hold()
+
+
+async def test_engines_that_load_their_weights_serve_as_soon_as_they_are_ready() -> None:
+    async with managed(Actor(), load=True) as run:
+        assert await run.manager.ready() == "" and run.used == [0]
+        run.actors[0].error = DEAD
+        while len(run.used) < 2:
+            await asyncio.sleep(0.005)
+        assert run.failures == []
+
+
+async def test_a_run_goes_on_without_an_engine_that_cannot_start() -> None:
+    """And ends where that is the last one."""
+    async with managed() as run:
+        await run.serves()
+        run.arguments["make"] = lambda: Actor(error=FULL)
+        run.actors[1].error = DEAD
+        await run.until("ready", "given up")
+        assert len(run.actors) == 2 + ENGINE_STARTS
+        members, _, notices = await run.manager.hold()
+        assert members == [0]
+        assert "3 starts of engine 1 failed; the last: " in notices[-1]
+        assert notices[-1].endswith("no memory left; the run goes on with 1 of 2 engines")
+        assert run.failures == []
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_at_the_start_only_an_engine_that_dies_is_started_again(dies: bool) -> None:
+    failing = Actor(error=DEAD if dies else FULL)
+    async with managed(Actor(), failing) as run:
+        problem = await run.manager.ready()
+        assert problem == ("" if dies else "engine 1 failed (starting): no memory left")
+        assert len(run.actors) == 2 + dies
+
+
+async def test_engines_that_take_turns_with_the_trainer_start_when_weights_are_sent() -> None:
+    """Not while the trainer has their memory; and the publication waits for all of them."""
+    async with managed(takes_turns=True) as run:
+        await run.serves()
+        run.actors[1].error = DEAD
+        assert await run.manager.sleep(5.0) == [] == await run.manager.wake(5.0)
+        await asyncio.sleep(0.1)
+        assert len(run.actors) == 2
+        run.arguments["make"] = lambda: Actor(is_ready=False)
+        held = asyncio.create_task(run.manager.hold())
+        await run.until("ready", "starting")
+        assert not held.done()
+        run.actors[2].is_ready = True
+        assert (await asyncio.wait_for(held, 5))[:2] == ([0, 1], [1])
+        run.actors[0].refuses["sleep"] = RuntimeError("no")
+        assert await run.manager.sleep(5.0) == ["engine 0 failed: no"]
+
+
+def pulse(steps: int, requests: int = 1, *, paused: bool = False, dead: bool = False) -> Pulse:
+    return Pulse(steps, 0, 0, 0, requests, paused, dead)
+
+
+@pytest.mark.parametrize(("says", "problem"), [
+    (pulse(5), "has made no step for 0 s, with 1 requests open"),
+    (pulse(5, 0), ""), (pulse(5, paused=True), ""),
+    (pulse(5, dead=True), "has lost one of vLLM's processes"),
+    (ActorUnavailableError("away", b"0" * 16), "has not said for 0 s that it lives"),
+])  # fmt: skip
+async def test_an_engine_is_hung_if_it_has_requests_and_makes_no_step(
+    says: Any, problem: str
 ) -> None:
-    quorum.hold()
-    plain = quorum._start
-
-    def slow(number: int) -> Any:
-        made = plain(number)
-        made.is_ready = False
-        return made
-
-    quorum._start = slow
-    quorum.replace([0])
-    assert quorum.members == [1] and quorum.missing == 1
-    quorum.connect(lambda position: {"engine": position}, timeout_s=1.0)
-    assert ("connect", {"engine": 0}) in quorum.handles[1].calls, "positions among the members"
-    # Without any engine there is nothing to publish to.
-    quorum._timeout_s = 0.3
-    monkeypatch.setattr(engines_module, "POLL_S", 0.01)
-    monkeypatch.setattr(FakeRay, "kill", lambda actor: None)
-    with pytest.raises(RuntimeError, match=r"no engine is ready within 0\.3 s"):
-        quorum.replace([1])
+    """Not one without work, or paused on purpose; silence and death are told apart."""
+    async with managed(stall_s=0.2) as run:
+        await run.serves()
+        before = run.manager.moved_at
+        run.actors[1].says = run.actors[1].error = None
+        setattr(run.actors[1], "says" if isinstance(says, Pulse) else "error", says)
+        await asyncio.sleep(0.6)
+        *_, notices = await run.manager.hold()
+        lines = [f"megarl: engine 1 {problem}; it is replaced"] if problem else []
+        assert [line for line in notices if "ready again" not in line] == lines
+        assert run.manager.moved_at > before or not isinstance(says, Pulse) or says.is_dead
 
 
-def test_a_run_goes_on_without_an_engine_that_cannot_start(
-    quorum: Any, supervisor: EngineSupervisor, capsys: pytest.CaptureFixture[str]
+async def test_a_full_memory_ends_the_run() -> None:
+    """Another engine would be ended as well."""
+    async with managed() as run:
+        await run.serves()
+        run.actors[1].error = OutOfMemoryError("full")
+        while not run.failures:
+            await asyncio.sleep(0.005)
+        assert run.failures == ["engine 1 is dead (full); `--resume auto` goes on from the newest"
+                                " checkpoint"]  # fmt: skip
+
+
+async def test_ray_that_hangs_does_not_hang_the_end_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The supervisor gives it up after three failures in a row, and ends the run with the last."""
-    plain = quorum._start
-
-    def fails(number: int) -> Any:
-        made = plain(number)
-        made.error = RuntimeError("no memory left")
-        return made
-
-    quorum._start = fails
-    quorum.kill(1, quorum.handles[1])
-    for _ in range(6):
-        supervisor._replace()
-    assert quorum.given_up == {1} and len(quorum.actors) == 2 + ENGINE_STARTS
-    assert quorum.hold() == [] and quorum.members == [0] and quorum.missing == 1
-    quorum.let_go()
-    (told,) = [one for one in capsys.readouterr().err.splitlines() if "warning" in one]
-    assert "3 starts of engine 1 failed; the last: " in told and "no memory left" in told
-    assert told.endswith("the run goes on with 1 of 2 engines")
-    quorum.kill(0, quorum.handles[0])
-    for _ in range(2):
-        supervisor._replace()
-    with pytest.raises(RuntimeError, match=r"3 starts of engine 0 failed; the last: .*no memory"):
-        supervisor._replace()
+    """`ray.kill` has no deadline: where a raylet is stopped, it may never return."""
+    never = threading.Event()
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(kill=lambda actor: never.wait()))
+    monkeypatch.setattr(engines_module, "KILL_S", 0.1)
+    async with managed() as run:
+        await run.serves()
+        run.actors[1].error = DEAD
+        while len(run.actors) < 3:
+            await asyncio.sleep(0.005)
+        never.set()
 
 
-def test_the_supervisor_follows_an_engine_that_a_publication_started(
-    quorum: Any, supervisor: EngineSupervisor
-) -> None:
-    """It is not late at once, and the service hears of it though it heard of one before."""
-    for _ in range(2):
-        quorum.kill(1, quorum.handles[1])
-        plain, quorum._start = quorum._start, lambda number: Actor(is_ready=False)
-        quorum.hold()
-        quorum.let_go()
-        quorum._start, handle = plain, quorum.handles[1]
-        supervisor._replace()
-        assert quorum.handles[1] is handle, "it has time to start"
-        handle.is_ready = True
-        supervisor._replace()
-    assert quorum.service.calls == [("engine_is_ready", 1)] * 2
+LATE = CallOutcome(None, "late", is_lost=True)
+FAILED, GONE = CallOutcome(None, "no room"), CallOutcome(None, "its process died (x)", is_lost=True)
+GAVE_UP = CallOutcome(None, f"rank 0: {GIVEN_UP}")
+
+
+@pytest.mark.parametrize(("outcomes", "error", "lost", "unsettled"), [
+    ([CallOutcome(1), CallOutcome(2)], None, (), []),
+    ([LATE, FAILED], EngineLost, (1,), [0, 1]), ([CallOutcome(1), LATE], EngineLost, (1,), [1]),
+    ([GAVE_UP, GONE], EngineLost, (1,), [1]), ([GAVE_UP, LATE], Aborted, (), [1]),
+])  # fmt: skip
+def test_a_call_to_all_engines_names_those_that_failed(
+    outcomes: list[CallOutcome], error: Any, lost: tuple[int, ...], unsettled: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It ends with the first failure: engines that have no answer by then are not late."""
+    monkeypatch.setattr(engine_client.ray, "wait", lambda references, timeout: (references, []))
+    engines: Any = SimpleNamespace(answer=lambda *_: outcomes, ask=lambda *_, **__: outcomes)
+    call = EngineCall(engines, "reference")
+    assert call.settle(timeout_s=1.0) == unsettled
+    if error is None:
+        assert call.result(timeout_s=1.0) == [1, 2]
+        return
+    for ask in (call.poll, lambda: call.result(timeout_s=1.0)):
+        with pytest.raises(error) as found:
+            ask()
+        assert getattr(found.value, "engines", ()) == lost
+
+
+# ------------------------------------------------------------------------------- calls of the service
 
 
 @pytest.mark.parametrize("has_stopped", [True, False])
@@ -574,87 +547,42 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
     def dead(*_: Any) -> list[Any]:
         raise ActorDied("the rollout service died")
 
-    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: Actor())
+    calls = {
+        name: SimpleNamespace(remote=lambda *_: "reference") for name in ("take", "is_early_stop")
+    }
+    service = SimpleNamespace(**calls)
+    monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: service)
     monkeypatch.setattr(rollout_client.ray, "wait", lambda found, timeout: (found, []))
     monkeypatch.setattr(rollout_client, "ask", dead)
     monkeypatch.setattr(rollout_client, "ask_service", dead)
     client = rollout_client.RolloutClient(0, silence_s=1.0)
     client.stop.number = 15 if has_stopped else 0
     if has_stopped:
-        assert client.take(4, lambda: None) is None and not client.is_early_stop()
+        assert client.take(4) is None and not client.is_early_stop()
     else:
-        for call in (lambda: client.take(4, lambda: None), client.is_early_stop):
+        for call in (lambda: client.take(4), client.is_early_stop):
             with pytest.raises(ActorDied):
                 call()
-
-
-def test_ray_that_hangs_does_not_hang_the_end_of_an_engine(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`ray.kill` has no deadline: where a raylet is stopped, it may never return."""
-    never = threading.Event()
-    monkeypatch.setattr(FakeRay, "kill", lambda actor: never.wait())
-    monkeypatch.setattr(engines_module, "KILL_S", 0.1)
-    began = time.monotonic()
-    group.kill(1, group.handles[1])
-    assert group.dead == {1} and time.monotonic() - began < 60
-    never.set()
-
-
-def test_ray_that_hangs_ends_a_wait_for_an_engine(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray's health is watched by a thread of its own, which no other call of Ray keeps waiting."""
-    never = threading.Event()
-    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
-    monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
-    monkeypatch.setattr(FakeRay, "wait", lambda *rest, **more: never.wait())
-    monkeypatch.setattr(supervisor_module, "ray_problem", lambda: "Ray's head (GCS) hangs")
-    supervisor = EngineSupervisor(group, stall_s=60.0, loads=False)
-    until(lambda: group.broken)
-    assert group.broken.startswith("Ray's head (GCS) hangs; `--resume auto` goes on")
-    never.set()
-    supervisor.close(5.0)
-
-
-def test_a_raylet_that_hangs_is_killed(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray has declared the node dead: calls that wait for the stopped raylet would never end."""
-    node = SimpleNamespace(get_node_id=lambda: f"node{os.getpid()}")
-    monkeypatch.setattr(FakeRay, "get_runtime_context", lambda: node, raising=False)
-    monkeypatch.setattr(supervisor_module, "ray", FakeRay)
-    monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "ray_problem", lambda: supervisor_module.NODE_DEAD)
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with (
-        subprocess.Popen([*sleeper, f"--node_id=node{os.getpid()}"]) as raylet,
-        subprocess.Popen([*sleeper, "--node_id=another"]) as other,
-    ):
-        raylet.send_signal(signal.SIGSTOP)
-        supervisor = EngineSupervisor(group, stall_s=60.0, loads=False)
-        assert raylet.wait(60) == -signal.SIGKILL and other.poll() is None
-        supervisor.close(5.0)
-        other.kill()
 
 
 def test_a_service_that_is_away_for_a_moment_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asking, "ray", FakeRay)
-    monkeypatch.setattr(asking, "POLL_S", 0.01)
     away = ActorUnavailableError("The actor is temporarily unavailable", b"0" * 16)
-    errors: list[Exception | None] = [away, away, None]
-    service = Actor()
+    errors: list[Exception] = [away, away]
 
-    def call() -> Any:
-        service.error = errors.pop(0)
-        return service.progress.remote()
+    def get(reference: str, timeout: float) -> str:
+        if errors:
+            raise errors.pop()
+        return reference
 
-    assert asking.ask_service(call, "asking") is None
-    assert errors == [] and len(service.calls) == 3
+    monkeypatch.setattr(asking, "ray", SimpleNamespace(get=get))
+    monkeypatch.setattr(asking, "POLL_S", 0.01)
+    assert asking.ask_service(lambda: "answer", "asking") == "answer" and not errors
     monkeypatch.setattr(asking, "UNREACHABLE_S", 0.05)
-    service.error = away
+    errors += [away] * 1000
     with pytest.raises(ActorDied, match="the rollout service cannot be reached"):
-        asking.ask_service(service.progress.remote, "asking")
+        asking.ask_service(lambda: "answer", "asking")
 
 
 CLOSES = """

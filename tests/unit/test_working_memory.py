@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.launch.launch import main
+from megarl import cli
 from megarl.checks.engine_checks import check_gpu_share
 from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
 from megarl.trainer import memory, working_memory
-from megarl.trainer.config import TrainingConfig
+from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.memory import power_of_two, sub_groups
 from megarl.trainer.places import role_training
 from megarl.trainer.zero import deepspeed_config
-from megarl.weight_sync.families import parameter_table
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_14B: dict[str, Any] = {
@@ -36,18 +35,19 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
     """
     (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
     recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
-    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--"]
-    assert main([*command, "--model.path", str(tmp_path)]) == 0
+    command = ["run", recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8"]
+    assert cli.plan([*command, "--model.path", str(tmp_path)]).run() == 0
     by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
     shown = " ".join(capsys.readouterr().out.split())
     most = 1 - by_hand / 80e9
     assert f"keeps {by_hand / 2**30:.1f} GiB a GPU; rollout.engine.gpu_memory" in shown
     assert "gpu_memory_utilization is at most 0.87 of a GPU of 80 GB" in shown
-    table, layout = parameter_table(QWEN_14B), Layout(8, 1, 1)
+    parameters = memory.sized_parameters(ModelConfig(path=str(tmp_path)), 1)
+    layout = Layout(8, 1, 1)
 
     def check(share: float) -> None:
         words = ["--rollout.engine.gpu_memory_utilization", f"{share:.4f}"]
-        check_gpu_share(read(RunConfig, recipe, words), table, layout, 80 * 10**9)
+        check_gpu_share(read(RunConfig, recipe, words), parameters, layout, 80 * 10**9)
 
     check(most - 0.001)
     with pytest.raises(ValueError, match=r"keeps 9.1 GiB .* set it to at most 0\.87"):

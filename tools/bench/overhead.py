@@ -161,7 +161,8 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
     """
-    from megarl.activity.files import FOLDER, read_lives
+    from megarl.activity.files import read_traces
+    from megarl.activity.spans import FOLDER
 
     work, setting = args.work, Setting(1, KINDS[kind], 1, KINDS[kind])
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
@@ -172,8 +173,8 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     for record in records:
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):
             raise RuntimeError(f"a step did not train on {tokens} tokens: {record}")
-    lives = read_lives(work / "run" / FOLDER)
-    (rank,) = (one for one in lives if one.process == "rank0")
+    traces = read_traces(work / "run" / FOLDER)
+    (rank,) = (trace for trace in traces if trace.name == "rank0")
     begins = [step["ts"] / 1e6 for step in rank.steps]
     if len(begins) != sizes["steps"]:
         raise RuntimeError(f"the run has recorded the begin of {len(begins)} steps")

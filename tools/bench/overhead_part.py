@@ -97,7 +97,6 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
     arguments = engine_arguments(
         engine,
         model=config.model.path,
-        tokenizer="",
         max_tokens=longest_request(config),
         trust_remote_code=False,
         seed=config.seed,

@@ -48,6 +48,8 @@ from launch_ranks import launch
 from publish_ranks import THROUGH, work
 from reshard_plan import parse_degrees
 
+from megarl.cluster.recorded_table import recorded_table
+
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),
     ("data 2 tensor 1 zero 3", 1, 1),
@@ -113,6 +115,8 @@ def measure(args: Args) -> dict[str, Any]:
             turns = turns_of(args, layout.size, with_engine=with_engine)
             num_ranks = layout.size + engines * (1 if with_engine else tensor)
             own = task | degrees | case | {"turns": turns}
+            on_cpu = args.device == "cpu"  # here, so that each rank finds it in the cache
+            recorded_table(task["model"], SHAPES[args.shape], tensor, on_cpu=on_cpu)
             ranks = launch(__file__, own, num_ranks, **no_gpu)
             sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
             rows = rows_of(turns, ranks)

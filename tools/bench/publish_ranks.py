@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from common import engine_arguments
 
+from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.launcher import rank
 from megarl.parallel.layout import Layout
@@ -31,13 +32,14 @@ from megarl.parallel.reshard.boxes import ZEROS, empty_buffers, matrix
 from megarl.parallel.reshard.owned import training_owned
 from megarl.rollout.config import EngineConfig
 from megarl.rollout.engine import Engine
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.memory import sized_parameters
 from megarl.weight_sync import bucket_receiver as receive
 from megarl.weight_sync import checksums
 from megarl.weight_sync import publisher as wire
 from megarl.weight_sync.checksums import signed
 from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.families import parameter_table, refuse_engine_tensor
-from megarl.weight_sync.parameters import engine_owned, training_shards
+from megarl.weight_sync.parameters import engine_owned
 from megarl.weight_sync.probe import Probe
 from megarl.weight_sync.transports.base import wait_until
 from megarl.weight_sync.transports.shared_memory import SharedCounters
@@ -61,10 +63,11 @@ class Case:
         self.device = torch.device(task["device"])
         """Where weights are, a trainer rank's and a reader's."""
         config = json.loads((Path(task["model"]) / "config.json").read_text())
-        refuse_engine_tensor(config, task["engine_tensor"])
-        self.table, size = parameter_table(config), self.layout.size
+        size, on_cpu = self.layout.size, self.device.type == "cpu"
+        self.table = recorded_table(task["model"], config, task["engine_tensor"], on_cpu=on_cpu)
         self.shapes = {row.name: row.shape for row in self.table}
-        self.shards = training_shards(self.table, task["tensor"])
+        sized = sized_parameters(ModelConfig(path=task["model"]), task["tensor"])
+        self.shards = {one.name: one.shard for one in sized if one.shard is not None}
         self.owned = training_owned(self.shapes, self.shards, self.layout, task["zero"])
         self.engine = engine_owned(self.table, task["engine_tensor"])
         self.engine_bytes = sum(sum(owned.sizes.values()) for owned in self.engine) * ITEMSIZE
@@ -214,7 +217,7 @@ class Readers:
     def poll(self, **_: Any) -> int:
         return 0
 
-    settle = admit = hold = let_go = poll
+    settle = admit = hold = poll
 
 
 class Trainer:
@@ -371,10 +374,10 @@ class Reader:
         if way not in self.ends:
             info = broadcast_object([], self.case.wire)[self.engine]
             made = receive.InitInfo(**info)
-            self.ends[way] = receive.BucketReceiver(made, self.case.table, self.part)
+            self.ends[way] = receive.BucketReceiver(made, self.part)
         intake = self.ends[way]
         version = broadcast_object(0, self.case.wire)
-        for bucket, buffers in intake.buckets(version, self.case.task["deadline"]):
+        for bucket, buffers in intake.buckets(self.case.task["deadline"]):
             intake.digest(bucket, buffers)
             started_at = time.perf_counter()
             received += sum(buffer.nbytes for buffer in buffers.values())

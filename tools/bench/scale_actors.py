@@ -128,7 +128,7 @@ class Ranks:
 
     async def _take(self, service: Any, step: int, rank: int) -> Any:
         """As a rank that waits: it asks now and then whether there is progress."""
-        taken = asyncio.ensure_future(service.take.remote(step, rank, 0))
+        taken = asyncio.ensure_future(service.take.remote(step, rank))
         every_s = max(PROGRESS_POLL_S, POLL_SHARE * SILENCE_S if rank else 0.0)
         while not (await asyncio.wait([taken], timeout=every_s))[0]:
             self.asked += 1

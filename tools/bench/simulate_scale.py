@@ -1,10 +1,10 @@
-"""What a run of hundreds of engines costs the processes that exist once: the rollout service, the
-supervisor of the engines, and the plan of the weights.
+"""What a run of hundreds of engines costs the processes that exist once: the rollout service and
+the plan of the weights.
 
     python tools/bench/simulate_scale.py [--json] [--engines 512] [--ranks 256] [--samples 8192]
 
-Real: Ray and its calls, the service with dispatch and ledger, its channel, the supervisor's thread,
-the object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
+Real: Ray and its calls, the service with dispatch and ledger, its channel, the
+object store, the plan of a Llama of 70 B parameters. Simulated: engines and ranks, which live
 in a few actors. An engine answers after a random time with a segment, whose length is log-normal
 (median 1/16 of the longest). Verdicts are made at once and cost nothing. A rank takes its share of
 the step and does not fetch arrays.
@@ -13,7 +13,6 @@ cpu              CPU seconds of the process for the second of two steps
 memory           most resident memory, without shared memory, above that before the first step
 calls            Ray calls of the second step by ranks to the service
 loop blocked     longest time for which the service's event loop did not run
-supervisor       seconds of a look of rank 0 at all engines, which is due every second
 plan             CPU seconds, and memory, of a trainer rank's and of an engine rank's route
 """
 
@@ -21,28 +20,26 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import threading
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import ray
-from common import Args, qwen2, run_tool, table
+from common import Args, qwen2, run_tool, table, write_config
 from peak_memory import Sampled, own_bytes
-from scale_actors import STEPS, Fleet, Member, Ranks, build
+from scale_actors import STEPS, Fleet, Ranks, build
 
 from megarl.cluster.process_env import own_cluster_token
 from megarl.cluster.ray_cluster import Cluster
-from megarl.cluster.supervisor import EngineSupervisor
+from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import training_shards
+from megarl.trainer.config import ModelConfig
+from megarl.trainer.memory import sized_parameters
 from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
 
 FLEETS = 4
@@ -95,8 +92,6 @@ def simulate(scale: Args, folder: Path) -> dict[str, Any]:
             "blocked_ms": blocked["blocked_ms"],
             "busy_ms": blocked["busy_ms"],
         }
-        members = [Member(fleets[n % len(fleets)], n // len(fleets)) for n in range(scale.engines)]
-        found["supervisor_look_s"] = supervise(members)
     return found
 
 
@@ -105,51 +100,17 @@ def cpu_s(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
 
 
-class TimedSupervisor(EngineSupervisor):
-    """A supervisor that times its looks at the engines."""
-
-    def __init__(self, group: Any) -> None:
-        self.looks: list[float] = []
-        super().__init__(group, stall_s=60.0, loads=True)
-
-    def _watch(self) -> int:
-        started_at = time.monotonic()
-        steps = super()._watch()
-        self.looks.append(time.monotonic() - started_at)
-        return steps
-
-    def _report(self, steps: int) -> None:
-        """There is no service to tell."""
-
-
-def refuse(*given: object) -> None:
-    """In the place of the restart and the kill of engines, all of which live."""
-    assert given == ([],), given
-
-
-def supervise(members: list[Any], looks: int = 5) -> float:
-    """Seconds of a look at all engines: the mean of some, without the first."""
-    sets = {name: set[int]() for name in ("dead", "fresh", "replaceable")}
-    fixed = {"service": None, "is_held": False, "broken": "", "starting": {}, **sets}
-    group = SimpleNamespace(handles=members, lock=threading.RLock(), **fixed)
-    group.restart = group.kill = refuse
-    group.follow_starts = lambda: None
-    started_at, watched = time.monotonic(), TimedSupervisor(group)
-    while len(watched.looks) <= looks and time.monotonic() < started_at + 120:
-        time.sleep(0.1)
-    watched.close(10.0)
-    return statistics.fmean(watched.looks[1:])
-
-
 def plans(engines: int) -> dict[str, Any]:
     """What the plan of one publication costs a trainer rank and an engine rank: 64 trainer ranks
     (data 8 x tensor 8, ZeRO 3), engines of 8 ranks.
     """
-    table = parameter_table(MODEL)
+    with tempfile.TemporaryDirectory() as folder:
+        table = recorded_table(write_config(folder, MODEL), MODEL, 8, on_cpu=True)
+        sized = sized_parameters(ModelConfig(path=folder), 8)
     spec = RouteSpec(
         layout=Layout(8, 1, 8),
         zero_stage=3,
-        shards=training_shards(table, 8),
+        shards={one.name: one.shard for one in sized if one.shard is not None},
         engines=engines,
         engine_tensor=8,
         dtype="bfloat16",
@@ -183,7 +144,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
     columns = (
         "engines d; ranks d; samples d; CPU s=cpu_s .2f; memory MiB=memory_mib .1f;"
         " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"
-        " calls of ranks=calls ,d; supervisor: a look s=supervisor_look_s .3f"
+        " calls of ranks=calls ,d"
     )
     yield from table([result], columns)
     plan = ({"of": name, **found} for name, found in result["plan"].items())

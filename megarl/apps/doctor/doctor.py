@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 
-from megarl.apps.doctor import communication, machine, software
+from megarl.apps.doctor import machine, software
+from megarl.apps.doctor.communication import TRIALS, try_program
 from megarl.apps.doctor.findings import Finding
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.cluster.process_env import prepare_environment
@@ -26,23 +28,21 @@ from megarl.schema import require
 
 
 def check_isolation() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if Linux
-    (Landlock) can keep the process of a user's verifier from looking into other processes,
-    otherwise `warn`.
+    """`ok` if Linux (Landlock) can keep the process of a user's verifier from looking into other
+    processes, else `warn`.
     """
     version = landlock_version()
     if version < MOVES_SINCE:
-        found = "no Landlock of version 2 here: verifiers can look into other processes"
+        text = "no Landlock of version 2 here: verifiers can look into other processes"
         fix = "Linux 5.19 or newer, with landlock in the kernel's parameter lsm="
-        yield Finding("warn", found, fix)
+        yield Finding("warn", text, fix)
     else:
         yield Finding("ok", f"Landlock {version}")
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields one finding (status, what was found, advice), `ok` if the
-    verifier `code`, which runs programs that a model writes, can run them in Linux namespaces here,
-    otherwise `warn`.
+    """`ok` if the verifier `code` can run programs of a model in Linux namespaces here, else
+    `warn`.
     """
     try:
         sandbox = Sandbox(CodeConfig())
@@ -58,13 +58,8 @@ def check_sandbox() -> Iterator[Finding]:
         yield Finding("ok", sandbox.protection)
 
 
-ALL_WITHIN_S = 55.0
-"""Seconds until all checks have ended; one that has not by then gets the status `late`."""
-IDLE = 0.85
-"""Fraction of a core, 0 to 1, that a thread gets at least where no other program competes for
-it."""
-
-
+ALL_WITHIN_S = 100.0
+"""Seconds until all checks have ended."""
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "packages": software.check_packages,
     "optional kernels": software.check_accelerated,
@@ -72,14 +67,9 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "memory": machine.check_memory,
     "/dev/shm": machine.check_shared_memory,
     "disk": machine.check_disk,
-    "memfd_create": communication.check_memfd,
-    "memory of NCCL": communication.check_cumem,
-    "gloo, two ranks": communication.check_gloo,
-    "Ray starts and stops": communication.check_ray,
-    "vLLM imports": software.check_vllm,
+    **{name: partial(try_program, name) for name in TRIALS},
     "C++ compiler": software.check_compiler,
     "Python headers": software.check_headers,
-    "CUDA toolkit": software.check_toolkit,
     "sandbox for programs": check_sandbox,
     "isolation of verifiers": check_isolation,
 }
@@ -90,44 +80,22 @@ def run_checks(
     checks: dict[str, Callable[[], Iterator[Finding]]], *, within_s: float = ALL_WITHIN_S
 ) -> list[Finding]:
     """Run `checks`, {name: function that yields findings}, in parallel threads, and return all
-    findings (status, what was found, advice, name of the check) in the order of `checks`. Blocks
-    for about `within_s` seconds at most.
-
-    A check that raises gives a finding with the status `FAIL`. A check that is late gives `FAIL`
-    too, or `warn` where other programs keep this machine busy.
+    findings in the order of `checks`. Blocks for about `within_s` seconds at most. A check that
+    raises or is late gives a finding with the status `FAIL`.
     """
-    share, deadline = core_share(), time.monotonic() + within_s
+    deadline = time.monotonic() + within_s
     pool = ThreadPoolExecutor(len(checks))
     futures = {name: pool.submit(lambda check=check: [*check()]) for name, check in checks.items()}
     findings: list[Finding] = []
     for name, future in futures.items():
         try:
-            found = future.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            found = [Finding("late", f"no answer within {within_s:g} s", "look for what hangs")]
+            results = future.result(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # the other checks still count
-            fix = "this is an error of megarl's; please report it"
-            found = [Finding("FAIL", f"{type(error).__name__}: {error}", fix)]
-        findings += [replace(one, check=one.check or name) for one in found]
+            fix = "look for what hangs, or report this as an error of megarl's"
+            results = [Finding("FAIL", repr(error), fix)]
+        findings += [replace(one, check=one.check or name) for one in results]
     pool.shutdown(wait=False, cancel_futures=True)
-    late = [one for one in findings if one.status == "late"]
-    share = min(share, core_share()) if late else 1.0
-    for one in late:
-        found = f"{one.found}; other programs leave a thread {share:.0%} of a core"
-        fix = "try again when the machine is less busy"
-        busy = replace(one, status="warn", found=found, fix=fix)
-        findings[findings.index(one)] = replace(one, status="FAIL") if share > IDLE else busy
     return findings
-
-
-def core_share(spin_s: float = 0.3) -> float:
-    """Fraction of one core's time that this thread gets, measured with a busy loop of `spin_s`
-    seconds: near 1 unless other threads want more cores than there are.
-    """
-    wall, own = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall < spin_s:
-        pass
-    return (time.thread_time() - own) / (time.perf_counter() - wall)
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
@@ -162,8 +130,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     warned = sum(finding.status == "warn" for finding in findings)
     seconds = round(time.monotonic() - started_at, 1)
     if as_json:
-        told = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
-        result(json.dumps(told))
+        summary = {"ok": not failed, "seconds": seconds, "findings": [*map(asdict, findings)]}
+        result(json.dumps(summary))
     else:
         result(findings_table(findings))
         verdict = f"{failed} to fix before a run can start"

@@ -4,85 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
-PROCESS_WITHIN_S = 45.0
+PROCESS_WITHIN_S = 90.0
 """Default deadline in seconds of a program that a check runs. Starting Ray or importing vLLM takes
-half of it on a busy machine with two cores and cold disks."""
-
-
+a quarter of it on a busy machine with two cores and cold disks."""
 GIB = 2**30
 """Bytes of a GiB."""
-
-
-Status = Literal["ok", "warn", "FAIL", "late"]
-"""`FAIL`: a run cannot start or would break; `warn`: a run can start. `late`: a program did not end
-in time, which `megarl.apps.doctor.doctor.run_checks` turns into `warn` if other programs keep the
-machine busy, and into `FAIL` otherwise."""
+Status = Literal["ok", "warn", "FAIL"]
+"""`FAIL`: a run cannot start or would break; `warn`: a run can start."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, one line of the table that `megarl doctor` prints: `status` ("ok", "warn",
-    "FAIL" or "late", a timeout), `found` (what was found), `fix` (what to do about it; empty for
-    nothing) and `check` (the check's name), as text of one line each.
+    """Result of a check, one line of the table that `megarl doctor` prints: what was found, what
+    the user can do about it ("" for nothing), and the check's name ("" for that in `CHECKS`).
     """
 
     status: Status
     found: str
-    """What was found, as text of one line."""
     fix: str = ""
-    """What the user can do about it, as text of one line; empty if nothing is to be done."""
     check: str = ""
-    """What was checked; if empty, `run_checks` puts the check's name in `CHECKS` here."""
 
 
-@dataclass(frozen=True)
-class ProgramOutcome:
-    """Outcome of a program that `run_program` ran with a deadline: `code`, its exit status (None if
-    the deadline passed), `output`, its standard output, and `last_error`, the last line of its
-    standard error or why the program failed.
+class ProgramOutcome(NamedTuple):
+    """Outcome of a program: exit status (negative for a signal, None where the deadline passed),
+    standard output, and the last line of standard error, or else why the program failed.
     """
 
     code: int | None
-    """Exit status, negative for a signal; None where the deadline passed, 1 if the program could
-    not be started."""
     output: str
-    """Standard output without white space at its ends; empty where the deadline passed."""
     last_error: str
-    """Last line of standard error that is not blank, at most 200 characters, or else why the
-    program failed."""
 
     def finding(self, good: str, fix: str) -> Finding:
-        """The outcome as a finding of a check. Its status is `ok`, with the text `good`, if the
-        program's exit status is 0. Otherwise its text is `last_error`, its advice `fix`, and its
-        status `late` if the deadline passed or the program itself reports a timeout, else `FAIL`.
+        """The outcome as a finding: `ok` with the text `good`, or `FAIL` with the last error and
+        the advice `fix`.
         """
-        if self.code == 0:
-            return Finding("ok", good)
-        late = self.code is None or re.search("time(d|s)?[ -]?out", self.last_error, re.IGNORECASE)
-        return Finding("late" if late else "FAIL", self.last_error, fix)
+        return Finding("ok", good) if self.code == 0 else Finding("FAIL", self.last_error, fix)
 
 
-def run_program(
-    command: list[str],
-    *,
-    within_s: float = PROCESS_WITHIN_S,
-    environment: Mapping[str, str] | None = None,
-) -> ProgramOutcome:
+def run_program(command: list[str], *, within_s: float = PROCESS_WITHIN_S) -> ProgramOutcome:
     """Run `command` (no shell) in the system's temporary folder for at most `within_s` seconds,
-    then kill every process of its session and their descendants. Blocks until then. `environment`:
-    variables to add to those of this process. Returns exit status, output and last error. The exit
-    status is None if the deadline passed, and 1 if the program cannot be started; neither raises an
-    error.
+    then kill it with all that it started. Never raises; the exit status of a program that cannot be
+    started is 1.
     """
     # Files and not pipes, which a process that is left would keep open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -93,7 +64,6 @@ def run_program(
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
                 cwd=tempfile.gettempdir(),  # no file of the user shadows a package
             )
         except OSError as error:
@@ -101,24 +71,23 @@ def run_program(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(within_s)
         code = process.poll()
-        for one in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(one.pid) == process.pid:
-                    for doomed in (*one.children(recursive=True), one):
-                        doomed.kill()
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         if code is None:
-            return ProgramOutcome(None, "", f"no answer within {within_s:g} s")
-        told: list[str] = []
-        for file in (out, err):
-            file.seek(0)
-            told.append(file.read().decode(errors="replace"))
-    lines = [line.strip() for line in told[1].splitlines() if line.strip()]
-    return ProgramOutcome(code, told[0].strip(), lines[-1][:200] if lines else f"exit code {code}")
+            return ProgramOutcome(
+                None, "", f"no answer within {within_s:g} s; is the machine busy?"
+            )
+        out.seek(0)
+        err.seek(0)
+        output, errors = (file.read().decode(errors="replace").strip() for file in (out, err))
+    last = errors.splitlines()[-1].strip() if errors else f"exit code {code}"
+    return ProgramOutcome(code, output, last[:200])
 
 
-def ask_python(program: str, *arguments: str, **environment: str) -> ProgramOutcome:
-    """Run `program`, the text of a Python program, with this interpreter for at most 45 seconds
-    (`PROCESS_WITHIN_S`), and wait for its end. `arguments` are its sys.argv[1:]; `environment` is
-    added to the variables of this process. The outcome is that of `run_program`.
-    """
-    return run_program([sys.executable, "-c", program, *arguments], environment=environment)
+def ask_python(program: str) -> ProgramOutcome:
+    """Run `program`, the text of a Python program, with this interpreter, and wait for its end."""
+    return run_program([sys.executable, "-c", program])

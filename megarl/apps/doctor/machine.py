@@ -28,10 +28,9 @@ total bytes, whether it computes in bfloat16], ...]], with an entry for each GPU
 
 
 def check_accelerators() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields a finding (status, what was found, advice) for each GPU with
-    its free memory, or one for the CPU cores if there is no GPU. The status is `FAIL` (`late` if
-    torch does not answer in time) where there is a GPU that torch cannot use, `warn` where other
-    processes use a GPU or it lacks bfloat16, else `ok`.
+    """A finding for each GPU with its free memory, or one for the CPU cores if there is no GPU. The
+    status is `FAIL` where there is a GPU that torch cannot use, `warn` where other processes use a
+    GPU or it lacks bfloat16, else `ok`.
     """
     cores = f"{threads.cores()} CPU cores"
     answer = ask_python(DEVICES)
@@ -58,9 +57,8 @@ def check_accelerators() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields one finding (status, what was found, advice) about free host
-    memory within the container's memory limit: `ok` from 6 GiB on, `FAIL` if less than 2 GiB are
-    free and the total is below 6 GiB, otherwise `warn`.
+    """Free host memory within the container's memory limit: `ok` from 6 GiB on, `FAIL` if less than
+    2 GiB are free and the total is below 6 GiB, otherwise `warn`.
     """
     free, total = free_memory()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -72,7 +70,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields one finding (status, what was found, advice) about /dev/shm,
+    """/dev/shm,
     which Ray's object store and vLLM's ranks use: `ok` with a GiB of free space or more, `warn`
     with less, `FAIL` if there is no /dev/shm.
     """
@@ -89,10 +87,9 @@ def check_shared_memory() -> Iterator[Finding]:
 
 
 def check_disk() -> Iterator[Finding]:
-    """Check of `megarl doctor`: yields two findings (status, what was found, advice) about free
-    space, for the current folder (in which run folders are made) and for the temporary folder (for
-    sockets and logs): `warn` below 10 GiB, `FAIL` below 64 MiB or where the folder is not writable,
-    else `ok`.
+    """Free space, for the current folder (in which run folders are made) and for the temporary
+    folder (for sockets and logs): `warn` below 10 GiB, `FAIL` below 64 MiB or where the folder is
+    not writable, else `ok`.
     """
     for name, folder in (("this folder", os.getcwd()), ("temporary", tempfile.gettempdir())):
         free, name = shutil.disk_usage(folder).free, f"disk ({name})"

@@ -25,22 +25,21 @@ from megarl.apps.launch.launch_plan import (
     make_launch_plan,
 )
 from megarl.apps.launch.launch_processes import (
+    HEAD,
     RAY_PORT,
     TORCH_PORT,
     Addresses,
-    Process,
-    by_hand,
     processes,
-    refuse_port,
+    shown_commands,
 )
 from megarl.apps.launch.launch_run import Launcher, announce
-from megarl.apps.launch.slurm import allocated_hosts, early_kill, requeue, srun
+from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
 from megarl.checkpoints.lease import take
 from megarl.checks.named_files import check_named_files
 from megarl.config import AnyConfig, RunConfig
 from megarl.console import Options, result
 from megarl.errors import UserError
-from megarl.parallel.devices import driver_gpus
+from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.recipe_paths import recipe_path
 from megarl.schema import require
@@ -58,15 +57,8 @@ def main(config: AnyConfig, options: Options) -> int:
         planned = options.nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
         num_nodes = options.nodes or len(hosts)
-        refuse_port(options, num_nodes)
-        require(
-            not options.requeue or config.resume is not False,
-            "--requeue needs a run that goes on from its checkpoint; set resume to auto",
-        )
-        require(
-            not options.requeue or options.dry_run or "SLURM_JOB_ID" in os.environ,
-            "--requeue is for a job of Slurm, and this is none; leave it out",
-        )
+        if options.requeue:
+            refuse_requeue(config, options)
         try:
             plan = make_launch_plan(config, options)
         except ValueError as error:
@@ -79,22 +71,20 @@ def main(config: AnyConfig, options: Options) -> int:
     by_us = not planned or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, at)
-    facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": plan.folder}
+    facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": config.folder}
     facts |= {"host": " ".join(hosts), "python": sys.executable}
     facts |= {"overrides": " ".join(options.overrides)} if options.overrides else {}
-    # Imported here: the parameter tables import torch, and a mistake is told without it.
-    from megarl.apps.launch.placement_table import placement
-
-    lines = [*(f"{name:9} {value}" for name, value in facts.items()), ""]
-    lines += [placement(config, plan, gpus), ""]
-    lines += shown_processes(started, hosts, at) if by_us else by_hand(started, num_nodes)
     elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
     there = srun(hosts[0], [sys.executable, "-m", "megarl", "run", *options.words])
+    facts |= {"started from": str(ProgramCommand({}, there))} if elsewhere else {}
+    # Imported here: the parameter tables import torch, and a mistake is told without it.
+    from megarl.apps.launch.placement_table import placement, plan_text
+
+    commands = shown_commands(started, hosts if by_us else [])
+    text = plan_text(facts, placement(plan, gpus), commands)
     if options.dry_run:
-        if elsewhere:
-            lines += ["", f"started from {hosts[0]}, the allocation's first host, through:"]
-            lines += [f"  {ProgramCommand({}, there)}"]
-        result("\n".join([*lines, "", "the recipe passes; nothing was started"]))
+        by_hand = "" if by_us else f"\n# in place of {HEAD} write the address of node 0"
+        result(f"{text}{by_hand}\n# the recipe passes; nothing was started")
         return 0
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
@@ -104,12 +94,10 @@ def main(config: AnyConfig, options: Options) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     refuse_owned(config)
-    if warning := early_kill(os.environ, plan.save_within_s):
-        announce(warning)
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
-    logs = Path(plan.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
-    more_s = max(0.0, plan.save_within_s - SAVE_WITHIN_S)
+    logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
+    more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
     launcher, interrupted = Launcher(started, hosts, at, logs, more_s), False
     try:
         code = launcher.run()
@@ -123,6 +111,18 @@ def main(config: AnyConfig, options: Options) -> int:
     finally:
         if options.requeue and interrupted:
             announce(requeue(job))
+
+
+def refuse_requeue(config: AnyConfig, options: Options) -> None:
+    """Raise `ValueError` if the run could not be requeued: it never resumes, or is no Slurm job."""
+    require(
+        config.resume is not False,
+        "--requeue needs a run that goes on from its checkpoint; set resume to auto",
+    )
+    require(
+        options.dry_run or "SLURM_JOB_ID" in os.environ,
+        "--requeue is for a job of Slurm, and this is none; leave it out",
+    )
 
 
 def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
@@ -160,21 +160,6 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
     )
 
 
-def shown_processes(started: Sequence[Process], hosts: Sequence[str], at: Addresses) -> list[str]:
-    """Lines, without newlines, that show the user how a run is started: the command of each process
-    in `started`. On several `hosts`, the names of the nodes, each command begins with the `srun`
-    that starts it on its node. `at`: address and ports of the run.
-    """
-    lines: list[str] = []
-    if any(one.kind == "ray" for one in started):
-        lines += [f"on the CPU: the rollout service, and Ray on port {at.ray_port}", ""]
-    lines += ["commands, each with the same random RAY_AUTH_TOKEN in its environment:"]
-    for one in started:
-        through = f"{' '.join(srun(hosts[one.node], []))} " if len(hosts) > 1 else ""
-        lines += [f"  {through}{one.command}"]
-    return lines
-
-
 def refuse_owned(config: AnyConfig) -> None:
     """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
     write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
@@ -202,42 +187,23 @@ def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:
         return deal_cpu(plan, num_nodes)
     if options.gpus_per_node:
         count, each = options.nodes or 1, options.gpus_per_node
-        nodes = [[str(gpu) for gpu in range(each)] for _ in range(count)]
-        words = f"--nodes {count} x --gpus-per-node {each} are {count * each}"
-        return deal_gpus(plan, nodes, words)
+        nodes = [[str(gpu) for gpu in range(each)]] * count
+        source = f"--nodes {count} x --gpus-per-node {each} are {count * each}"
+        return deal_gpus(plan, nodes, source)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None and options.dry_run and num_nodes == 1:
-        return deal_gpus(plan, [[str(gpu) for gpu in range(plan.num_gpus)]], "")
-    if visible is None:
-        names = [str(gpu) for gpu in range(len(driver_gpus()))]
-        found = f"nvidia-smi lists {len(names)} GPUs"
-    elif visible.strip():
-        names, found = gpu_names(visible), f"CUDA_VISIBLE_DEVICES is {visible}"
+    if are_hidden():
+        names, source = [], "CUDA_VISIBLE_DEVICES or MEGARL_DEVICE hides all GPUs: unset it"
+    elif visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        source = f"CUDA_VISIBLE_DEVICES is {visible}"
+        require(
+            all(names) and len(set(names)) == len(names),
+            f"{source}; set it to each GPU once, separated by commas, such as 0,1,2",
+        )
+    elif options.dry_run and num_nodes == 1:
+        names, source = [str(gpu) for gpu in range(plan.num_gpus)], ""
     else:
-        names = []
-        found = "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it to use them"
-        found += ", or set --gpus-per-node" if options.dry_run else ""
-    found += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
-    return deal_gpus(plan, [names] * num_nodes, found)
-
-
-def gpu_names(visible: str) -> list[str]:
-    """The GPUs (indices or UUIDs) in `visible`, a value of CUDA_VISIBLE_DEVICES such as "0,1".
-    Raises `ValueError` for an empty, a negative or a repeated name, and for Slurm's `NoDevFiles`,
-    which hides all GPUs.
-    """
-    names = [name.strip() for name in visible.split(",")]
-    known = [name for name in names if name]
-    wrong = {
-        "an empty name": len(known) < len(names),
-        "a negative number, at which CUDA stops reading": any(name[0] == "-" for name in known),
-        "a GPU twice": len(set(known)) < len(known),
-        "NoDevFiles, Slurm's word for a job without GPUs (--gpus-per-node)": "NoDevFiles" in known,
-    }
-    found = [what for what, is_so in wrong.items() if is_so]
-    require(
-        not found,
-        f"CUDA_VISIBLE_DEVICES is '{visible}', which has {' and '.join(found)}; set it to each GPU"
-        " once, separated by commas, such as 0,1,2",
-    )
-    return names
+        names = [str(gpu) for gpu in range(len(driver_gpus()))]
+        source = f"nvidia-smi lists {len(names)} GPUs"
+    source += f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
+    return deal_gpus(plan, [names] * num_nodes, source)

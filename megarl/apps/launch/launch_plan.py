@@ -15,35 +15,24 @@ from megarl.config import AnyConfig, RunConfig
 from megarl.console import Options
 from megarl.parallel.layout import resolve
 from megarl.schema import require
-from megarl.signals import SAVE_WITHIN_S
 from megarl.trainer.places import RolePlace, role_places
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How many processes a run has, before they are assigned to GPUs: trainer ranks, one for each
-    GPU, and inference engines. `roles` has, for each role, its ranks and its degrees of data,
-    sequence and tensor parallelism. A role is a model with a task: policy, critic, reference, ...
-    """
+    """How many processes a run has, before they are assigned to GPUs."""
 
-    folder: str
-    """Path of the run folder, as in the recipe."""
+    config: AnyConfig
     roles: dict[str, RolePlace]
-    """{role: its trainer ranks, and their data, sequence and tensor-parallel layout}; the policy
-    comes first."""
+    """{role, such as policy or critic: its trainer ranks, and their data, sequence and
+    tensor-parallel layout}; the policy comes first."""
     num_ranks: int
-    """Number of trainer ranks of all roles together; roles may share ranks."""
-    num_engines: int
-    tensor: int
+    """Number of trainer ranks of all roles together, one a GPU; roles may share ranks."""
+    num_engines: int = 0
+    tensor: int = 1
     """Tensor-parallel GPUs of each engine."""
-    colocated: bool
+    colocated: bool = False
     """Whether the engines use the GPUs of the policy's ranks, in turns with these."""
-    save_within_s: float = SAVE_WITHIN_S
-    """Seconds that writing a checkpoint may take after a signal: the recipe's
-    `training.checkpoint.save_within_s`."""
-    hidden: str = ""
-    """Name of the environment variable with the token for reward servers, which Ray's processes do
-    not get; empty for none."""
 
     @property
     def num_gpus(self) -> int:
@@ -82,53 +71,22 @@ class Gpus:
 
 
 def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
-    """Find out how many processes the run of a recipe has: trainer ranks, with the ranks and
-    parallel layout (data, sequence, tensor) of each model (policy, critic, ...), and inference
-    engines with their number of GPUs. A run on a fixed data set (fine-tuning, preferences, a reward
-    model) has ranks of one model and no engines. Raises `ValueError` if `--ranks`
-    contradicts the recipe, or if ranks and layouts do not fit.
+    """The processes of a recipe's run. A run on a fixed data set has ranks of one model and no
+    engines. Raises `ValueError` where ranks and layouts do not fit.
     """
-    training = config.training
-    within_s = training.checkpoint.save_within_s
-    num_ranks = count_ranks(config, options)
+    num_ranks = options.ranks or fewest_ranks(config)
     if not isinstance(config, RunConfig):
-        wanted = training.layout
-        layout = resolve(
-            data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
-        )
-        roles = {"policy": RolePlace(tuple(range(num_ranks)), layout)}
-        return LaunchPlan(config.folder, roles, num_ranks, 0, 1, False, within_s)
+        layout = resolve(**dict(config.training.layout), num_ranks=num_ranks)
+        return LaunchPlan(config, {"policy": RolePlace(tuple(range(num_ranks)), layout)}, num_ranks)
     rollout = config.rollout
-    try:
-        roles = role_places(config, num_ranks)
-    except ValueError as error:
-        raise ValueError(f"{num_ranks} trainer ranks, one a GPU: {error}") from error
-    policy = roles["policy"]
-    engines, tensor = rollout.num_engines, rollout.engine.tensor
-    samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
-    require(
-        samples >= policy.layout.data,
-        f"a mini-batch has {samples} samples for {policy.layout.data} data ranks; raise"
-        " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
-    )
     return LaunchPlan(
-        config.folder,
-        roles,
+        config,
+        role_places(config, num_ranks),
         num_ranks,
-        engines,
-        tensor,
+        rollout.num_engines,
+        rollout.engine.tensor,
         rollout.placement == "colocated",
-        within_s,
-        config.environment.remote.token_variable,
     )
-
-
-def ranks_apart(config: AnyConfig) -> dict[str, tuple[int, ...]]:
-    """{section of the recipe, such as "critic" or "critics.NAME": its ranks} of the models that are
-    placed on trainer ranks which hold no part of the policy.
-    """
-    roles = config.other_roles if isinstance(config, RunConfig) else {}
-    return {name: role.ranks for name, role in roles.items() if role.ranks}
 
 
 def shared_ranks(config: AnyConfig) -> int:
@@ -143,53 +101,15 @@ def shared_ranks(config: AnyConfig) -> int:
 
 def fewest_ranks(config: AnyConfig) -> int:
     """The smallest number of trainer ranks with which a run can be started: those of the policy
-    (data x sequence x tensor parallelism), and those that hold other models only. If the recipe has
-    `training.layout.data: 0`, which leaves the number of data-parallel ranks open, the policy has
-    as many ranks as colocated engines have GPUs, or else one data-parallel rank.
+    (data x sequence x tensor parallelism), and those that other models have of their own. With
+    `training.layout.data: 0` the policy has as many ranks as colocated engines have GPUs, or else
+    one data-parallel rank.
     """
-    layout, apart = config.training.layout, ranks_apart(config)
-    num_apart = len({rank for ranks in apart.values() for rank in ranks})
-    rest = layout.sequence * layout.tensor
-    return (layout.data * rest or max(rest, shared_ranks(config))) + num_apart
-
-
-def count_ranks(config: AnyConfig, options: Options) -> int:
-    """Number of trainer ranks of a run, of all its models together: `--ranks` or, without it, the
-    fewest that the recipe allows. Raises `ValueError` if `--ranks` differs from the recipe's layout
-    and the ranks that other models have of their own, which settings such as `critic.ranks` list,
-    or if such a list has a rank that is not below the number.
-    """
+    roles = config.other_roles if isinstance(config, RunConfig) else {}
+    num_apart = len({rank for role in roles.values() for rank in role.ranks})
     layout = config.training.layout
     rest = layout.sequence * layout.tensor
-    apart = ranks_apart(config)
-    num_apart = len({rank for ranks in apart.values() for rank in ranks})
-    beside = f", and {' and '.join(apart)} have {num_apart} ranks of their own" if apart else ""
-    num_ranks = options.ranks or fewest_ranks(config)
-    wanted = layout.data * rest + num_apart
-    if layout.data and num_ranks != wanted:
-        left = num_ranks - num_apart
-        fits = left > 0 and left % rest == 0
-        other = f", or training.layout.data to {left // rest}" if fits else ""
-        raise ValueError(
-            f"--ranks is {num_ranks}, but training.layout is data {layout.data} x sequence"
-            f" {layout.sequence} x tensor {layout.tensor} = {layout.data * rest} ranks, one a GPU"
-            f"{beside}; set --ranks to {wanted}{other}"
-        )
-    require(
-        num_ranks > num_apart,
-        f"--ranks is {num_ranks}, which leaves the policy no rank{beside}; set it to at least"
-        f" {num_apart + rest}",
-    )
-    for name, ranks in apart.items():
-        beyond = [rank for rank in ranks if rank >= num_ranks]
-        require(
-            not beyond,
-            f"{name}.ranks names rank {', '.join(map(str, beyond))}, but the run has {num_ranks}"
-            f" trainer ranks, numbered from 0 to {num_ranks - 1} without gaps:"
-            f" {num_ranks - num_apart} of the policy{beside}; set {name}.ranks to numbers below"
-            f" {num_ranks}, or training.layout.data so that the policy has more ranks",
-        )
-    return num_ranks
+    return (layout.data * rest or max(rest, shared_ranks(config))) + num_apart
 
 
 def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:

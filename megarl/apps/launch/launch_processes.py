@@ -3,24 +3,26 @@ torchrun on every node that has trainer ranks.
 
     LaunchPlan, Gpus, Addresses --processes--> [Process(kind, node, command), ...]
 
-`megarl run` starts these processes, here or through `srun`. A dry run prints their commands; for
-several nodes outside Slurm, as commands to start by hand.
+They are started here or through `srun`. For several nodes outside Slurm, a dry run prints their
+commands, to start by hand.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, ProgramCommand
+from megarl.apps.launch.slurm import srun
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
+from megarl.config import RunConfig
 from megarl.console import Options
 from megarl.private_folder import MARK
 from megarl.recipe_paths import recipe_path
-from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
 HEAD = "NODE0"
@@ -36,13 +38,6 @@ RAY_OPTIONS = (
 """Options of every `ray start`. With 0 as a port, the system chooses one."""
 HEAD_OPTIONS = (*RAY_OPTIONS, "--include-dashboard=false")
 """Options of `ray start --head`, with which Ray starts on the first node."""
-TAKEN_PORTS = {
-    TORCH_PORT: "torchrun's --master-port",
-    8265: "that of Ray's dashboard",
-    10001: "that of Ray's client server",
-}
-"""{port: what uses it on the first node, in words}. Ray refuses its own two even if nothing listens
-there."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,8 @@ class Addresses:
     state: str = ""
     """Absolute path of the launch's private folder, which each node has in its own /tmp; empty for
     commands that the user starts by hand."""
-    python: str = ""
-    """Path of the Python interpreter; empty to call the programs `ray` and `python` on PATH."""
+    python: str = sys.executable
+    """Path of the Python interpreter."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +70,6 @@ class Process:
     node: int
     """Number of the node, from 0."""
     command: ProgramCommand
-
-
-def refuse_port(options: Options, num_nodes: int) -> None:
-    """Raise `ValueError` if `--port`, the port of Ray's head, is one that torchrun or another part
-    of Ray uses on the first node. With one node, any port passes.
-    """
-    used = TAKEN_PORTS.get(options.port or RAY_PORT)
-    require(
-        used is None or num_nodes == 1,
-        f"--port is {options.port}, which is {used} on node 0; set --port to another one, or leave"
-        f" it out ({RAY_PORT})",
-    )
 
 
 def processes(plan: LaunchPlan, gpus: Gpus, options: Options, at: Addresses) -> list[Process]:
@@ -108,29 +91,26 @@ def processes(plan: LaunchPlan, gpus: Gpus, options: Options, at: Addresses) -> 
     return rays + ranks
 
 
-def by_hand(found: Sequence[Process], num_nodes: int) -> list[str]:
-    """The lines, without newlines, that a dry run prints for a run on several nodes outside Slurm:
-    instructions, then for each node the commands to start by hand. `found`: all processes of the
-    run, as `processes` returns them; `num_nodes`: number of its nodes.
+def shown_commands(started: Sequence[Process], hosts: Sequence[str]) -> list[str]:
+    """The commands that start a run, as lines without newlines, with the `srun` that starts each on
+    its node if there are several `hosts`, the names of the nodes; without names (empty `hosts`), by
+    node, to start by hand.
     """
-    lines = [
-        "megarl run starts several nodes in an allocation of Slurm. Elsewhere, write the address"
-        f" of node 0 for {HEAD},",
-        "set RAY_AUTH_TOKEN to the same random text on every node, and start Ray, on node 0 first,"
-        " then torchrun:",
-    ]
-    for node in range(num_nodes):
-        mine = [f"  {one.command}" for one in found if one.node == node]
-        lines += ["", f"node {node}:", *mine] if mine else []
+    lines: list[str] = []
+    if not hosts:
+        for node in sorted({one.node for one in started}):
+            lines += [f"# node {node}", *(str(one.command) for one in started if one.node == node)]
+        return lines
+    for one in started:
+        through = f"{' '.join(srun(hosts[one.node], []))} " if len(hosts) > 1 else ""
+        lines.append(f"{through}{one.command}")
     return lines
 
 
 def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     """The command that starts Ray on a node: the head on node 0."""
     mine = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
-    words = ["ray", "start"]
-    if at.python:
-        words = [at.python, "-m", "ray.scripts.scripts", "start", "--block"]
+    words = [at.python, "-m", "ray.scripts.scripts", "start", *(["--block"] if at.state else [])]
     # Colocated engines follow the policy's ranks, and Ray deals out nothing.
     words += [f"--num-gpus={0 if plan.colocated or gpus.on_cpu else len(mine)}"]
     if gpus.on_cpu and not plan.colocated and gpus.num_nodes > 1:
@@ -141,8 +121,10 @@ def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramComma
     else:
         words += [f"--address={at.head}:{at.ray_port}", *RAY_OPTIONS]
     words += [f"--temp-dir={at.state}/{node}"] if at.state else []
-    settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 and at.python else {})
-    return _command(settings, {plan.hidden: ""} if plan.hidden else {}, mine, plan, at, words)
+    settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 else {})
+    assert isinstance(plan.config, RunConfig), "no engines"
+    token = plan.config.environment.remote.token_variable  # for reward servers, and not for Ray
+    return _command(settings, {token: ""} if token else {}, mine, plan, at, words)
 
 
 def _torchrun(
@@ -155,9 +137,9 @@ def _torchrun(
 ) -> ProgramCommand:
     """The command that starts the trainer ranks of a node."""
     mine = [gpu for gpu in gpus.ranks if gpu.node == node]
-    words = [at.python or "python", "-m", "megarl.parallel.torchrun"]
+    words = [at.python, "-m", "megarl.parallel.torchrun"]
     # Engines on other nodes connect to the address of rank 0, also where all ranks are on one.
-    several = gpus.num_nodes > 1 or not at.python
+    several = gpus.num_nodes > 1
     if several:
         words += ["--nnodes", str(num_hosts), "--node-rank", str(node)]
     words += ["--nproc-per-node", str(len(mine))]
@@ -181,8 +163,8 @@ def _command(
     """The command `words` with the environment of the launch's processes on `gpus`."""
     marks = {MARK: at.state} if at.state else {}
     # torchrun and `node_process` wait longer for a checkpoint after a signal.
-    more_s = math.ceil(plan.save_within_s - SAVE_WITHIN_S)
-    if more_s > 0 and words[0] != "ray":
+    more_s = math.ceil(plan.config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
+    if more_s > 0:
         marks |= {SHUTDOWN: str(SHUTDOWN_S + more_s)}
     visible = ",".join(gpu.name for gpu in gpus if gpu.name)  # empty on the CPU
     return ProgramCommand(settings | marks | more | {"CUDA_VISIBLE_DEVICES": visible}, words)

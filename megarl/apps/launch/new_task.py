@@ -73,14 +73,14 @@ def main(arguments: list[str]) -> int:
     parser = Arguments("megarl init", usage="megarl init FOLDER [--model PATH]")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default=MODEL)
-    found = parser.parse_args(arguments)
-    folder, local = found.folder, Path(os.path.expanduser(found.model))
-    model = str(local.resolve()) if found.model and local.exists() else found.model
+    options = parser.parse_args(arguments)
+    folder, local = options.folder, Path(os.path.expanduser(options.model))
+    model = str(local.resolve()) if options.model and local.exists() else options.model
     if not model:
         parser.error("--model is empty")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if files := sorted(one.name for one in folder.iterdir()):
+        if files := sorted(entry.name for entry in folder.iterdir()):
             raise UserError(f"{folder} has files already, such as {files[0]}; name a new folder")
         for name, text in task_files(model).items():
             with (folder / name).open("x", encoding="utf-8") as file:

@@ -61,11 +61,11 @@ def main(kind: str, words: Sequence[str]) -> int:
 
     for number in SIGNALS:
         signal.signal(number, hear)
-    own, made = os.getpid(), None
+    own, folder_made = os.getpid(), None
     if MARK in os.environ:
         folder = Path(os.environ[MARK])
         if not folder.exists():  # not on the launcher's node
-            made = PrivateFolder(folder)
+            folder_made = PrivateFolder(folder)
         use(folder)
 
     def prepare() -> None:
@@ -93,8 +93,8 @@ def main(kind: str, words: Sequence[str]) -> int:
             if code <= 0 or told_at or time.monotonic() > began + RAY_STARTS_WITHIN_S:
                 break
     finally:
-        if made is not None:
-            made.remove()
+        if folder_made is not None:
+            folder_made.remove()
     return code if code >= 0 else 128 - code
 
 
@@ -114,9 +114,9 @@ def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
                 program.kill()
             time.sleep(POLL_S)
         elif select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
-            found = os.read(sys.stdin.fileno(), 4096)
-            orders += found
-            if not found:
+            data = os.read(sys.stdin.fileno(), 4096)
+            orders += data
+            if not data:
                 closed_at = time.monotonic()
             elif KILL in orders:
                 program.kill()

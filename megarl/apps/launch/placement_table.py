@@ -1,34 +1,37 @@
-"""The placement of a run as YAML: an entry for each role (policy, critic, ...) and each inference
-engine.
-
-recipe, LaunchPlan, Gpus --placement--> text: model, layout, ranks, GPUs and memory of each
+"""The plan of a run as YAML: for each model (policy, critic, ...) and each inference engine its
+ranks, GPUs and memory, then notes, and the commands that start it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
-from megarl.config import AnyConfig, RewardModelConfig, RunConfig
+from megarl.config import RewardModelConfig, RunConfig
+from megarl.schema import replace
 from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
-from megarl.trainer.memory import Memory, engine_memory, num_elements, role_memory, with_head
+from megarl.trainer.memory import (
+    Memory,
+    SizedParameter,
+    engine_memory,
+    num_elements,
+    role_memory,
+    sized_parameters,
+    with_head,
+)
 from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import kept_memory, most_share
-from megarl.weight_sync.families import parameter_table
-from megarl.weight_sync.parameters import ParameterSpec
 
 WIDTH = 120
-"""Most characters of a line of the text."""
+"""Most characters of a line of the text, but for commands."""
 SHORT = 12
 """Characters of a GPU's name that are shown; of a UUID these are enough for CUDA, too."""
 GIB = 2**30
-
-
 HEADS: dict[type, str] = {
     CriticConfig: "value",
     RewardModelRoleConfig: "scalar",
@@ -38,40 +41,68 @@ HEADS: dict[type, str] = {
 """{configuration class of a role, or of a whole recipe for the model that it trains: the output of
 the model}, for models that do not give log-probs of tokens."""
 
-
 Row = dict[str, Any]
-"""What runs as a model of the trainer (policy, critic, ...) or as an engine: `status` ("trained",
-"frozen", or "vLLM" for an engine), `model`, `parameters`, `layout`, `ranks`, `gpus` as text, and
-`memory`: {purpose: GiB on each GPU}. "?" for what a missing config.json would tell."""
+"""A model of the trainer, or an engine: `status` ("trained", "frozen", or "vLLM" for an engine),
+`model`, `parameters`, `layout`, `ranks`, `gpus` as text, and `memory`: {purpose: GiB on each GPU}.
+"?" for what a missing config.json would tell."""
 
 
-def placement(config: AnyConfig, plan: LaunchPlan, gpus: Gpus) -> str:
-    """The placement that `megarl run` prints, as YAML: for each model (policy, critic, ...) and
-    each engine of a run its ranks, GPUs and memory, then the GPUs that are free and `notes`.
+def plan_text(facts: Mapping[str, str], placement: Mapping[str, Row], commands: list[str]) -> str:
+    """The plan as YAML text without a newline at its end: `facts` and `placement`, then `commands`,
+    lines for a shell.
     """
-    notes: dict[str, None] = {}
-    rows = {name: _role_row(name, config, plan, gpus, notes) for name in plan.roles}
+    tree = {**facts, "placement": {**placement}}
+    text = yaml.safe_dump(tree, sort_keys=False, width=WIDTH, allow_unicode=True)
+    unit = (
+        "memory in GiB a GPU, or a rank on the CPU; layout: data x sequence x tensor, Z: ZeRO stage"
+    )
+    about = "# each command has the same random RAY_AUTH_TOKEN in its environment"
+    lines = textwrap.indent("\n".join(commands), "  ")
+    return f"# plan; {unit}\n{text}{about}\ncommands: |\n{lines}"
+
+
+def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
+    """{model (policy, critic, ...) or engine: its row}, the GPUs that are `free`, and `notes`."""
+    config, notes = plan.config, list[str]()
+    rows = {name: _role_row(name, plan, gpus, notes) for name in plan.roles}
     at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
     if isinstance(config, RunConfig):
-        if plan.colocated and not gpus.on_cpu and (table := _known_table(config.model, notes)):
-            kept = kept_memory(table, plan.roles["policy"].layout, config)
-            notes[
+        layout = plan.roles["policy"].layout
+        parameters = known_parameters(config.model, layout.tensor, notes)
+        if plan.colocated and not gpus.on_cpu and parameters:
+            kept = kept_memory(parameters, layout, config)
+            notes.append(
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
                 f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
-            ] = None
-        for number in range(plan.num_engines):
-            rows[f"engine {number}"] = _engine_row(number, config, plan, gpus, notes)
-            at[f"engine {number}"] = gpus.engines[number]
+            )
+        dtype = config.rollout.engine.dtype
+        memory = parameters and Memory(engine_memory(parameters, plan.tensor, dtype))
+        for number, own in enumerate(gpus.engines):
+            row = {"status": "vLLM", "model": config.model.path, "parameters": _count(parameters)}
+            row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(own)}
+            rows[f"engine {number}"] = row | {"memory": _sizes(memory)}
+            at[f"engine {number}"] = own
     if not gpus.on_cpu:
-        rows["free"] = {"gpus": places_of(gpus.free) or "none"}
-        notes |= dict.fromkeys(_shared(rows, at))
-    notes |= dict.fromkeys(_crossing(plan, gpus))
-    tree = rows | ({"notes": [*notes]} if notes else {})
-    device = "rank" if gpus.on_cpu else "GPU"
-    unit = f"memory in GiB a {device}; layout: data x sequence x tensor, Z: ZeRO stage"
-    text = yaml.safe_dump(tree, sort_keys=False, width=WIDTH, allow_unicode=True)
-    return f"# placement; {unit}\n{text.rstrip()}"
+        rows["free"] = {"gpus": gpu_text(gpus.free) or "none"}
+        notes += _shared(rows, at)
+    return rows | ({"notes": list(dict.fromkeys(notes))} if notes else {})
+
+
+def known_parameters(
+    model: ModelConfig, tensor: int, notes: list[str]
+) -> list[SizedParameter] | None:
+    """The parameters, as `tensor` tensor-parallel ranks split them, of a model whose config.json is
+    on this machine; else None, with a note that says why.
+    """
+    try:
+        return sized_parameters(replace(model, path=local_folder(model.path)), tensor)
+    except OSError:
+        missing = f"the config.json of {model.path} is not on this machine"
+        notes.append(f"? unknown: {missing}; set the path to a folder with it")
+    except ValueError as error:
+        notes.append(f"? unknown: {model.path}: {error}")
+    return None
 
 
 def compressed(numbers: Sequence[int | str]) -> str:
@@ -85,12 +116,12 @@ def compressed(numbers: Sequence[int | str]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in parts)
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
-def places_of(gpus: Sequence[Gpu]) -> str:
-    """Text that says on which nodes and GPUs `gpus` are, "NODES: GPUS; ...", with nodes that have
-    the same GPUs together, such as "0-1: 0-7; 2: 0-3".
+def gpu_text(gpus: Sequence[Gpu]) -> str:
+    """On which nodes and GPUs `gpus` are, "NODES: GPUS; ...", with nodes that have the same GPUs
+    together, such as "0-1: 0-7; 2: 0-3".
     """
     by_node: dict[int, list[str]] = {}
     for gpu in gpus:
@@ -106,147 +137,84 @@ def places_of(gpus: Sequence[Gpu]) -> str:
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _role_row(
-    name: str, config: AnyConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
-) -> Row:
+def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
     """The row of a role; adds to `notes` what the reader has to know about it."""
-    place = plan.roles[name]
+    config, place = plan.config, plan.roles[name]
     role, training = None, config.training
     if isinstance(config, RunConfig) and name != "policy":
         role, training = config.other_roles[name], role_training(config, name)
     model = role.model if role is not None and role.model.path else config.model
     trains = role is None or isinstance(role, CriticConfig)
     head = HEADS.get(type(role or config), "logprobs")
-    mine = [gpus.ranks[rank] for rank in place.ranks]
     layout = place.layout
     degrees = f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}"
-    status = "trained" if trains else "frozen"
+    row: Row = {"status": "trained" if trains else "frozen", "model": model.path}
     if name == "reference" and isinstance(config, RunConfig) and policy_as_reference(config):
-        needs = (
-            "with the adapters that it starts from, and needs memory for a copy of them alone"
-            if reference_adapter(config)
-            else "without its adapters, and needs no memory"
+        has_adapter = bool(reference_adapter(config))
+        needs = "with the adapters that it starts from, and needs memory for a copy of them alone"
+        notes.append(
+            f"the reference is the policy {needs if has_adapter else 'without its adapters'}"
         )
-        notes[f"the reference is the policy {needs}"] = None
-        return _row(status, model.path, None, degrees, place.ranks, mine, Memory(0))
-    table = _known_table(model, notes)
-    memory = None
-    if table is not None:
-        table = with_head(table, head)
-        memory = role_memory(table, layout, training, trains=trains)
-        if memory.host:
-            sums = training.offload_gradients == "step"
-            what = "optimizer states are" if sums else "gradients and optimizer states are"
-            size = f"{memory.host / GIB:.1f} GiB a rank"
-            notes[f"{name}: {what} in the host's memory, {size}"] = None
+        memory = Memory(0)
+    else:
+        parameters, memory = known_parameters(model, layout.tensor, notes), None
+        if parameters is not None:
+            parameters = with_head(parameters, head)
+            memory = role_memory(parameters, layout, training, trains=trains)
+        row["parameters"] = _count(parameters)
+    if memory and memory.host:
+        sums = training.offload_gradients == "step"
+        what = "optimizer states are" if sums else "gradients and optimizer states are"
+        notes.append(f"{name}: {what} in the host's memory, {memory.host / GIB:.1f} GiB a rank")
     if training.lora.is_on and trains:
-        notes[f"{name}: LoRA trains adapters of rank {training.lora.rank} alone"] = None
+        notes.append(f"{name}: LoRA trains adapters of rank {training.lora.rank} alone")
     if head == "states":
-        notes[
-            "the policy's ranks also hold their rows of the teacher's output head, not counted"
-        ] = None
-    return _row(status, model.path, table, degrees, place.ranks, mine, memory)
+        notes.append(
+            "the policy's ranks also hold their rows of the teacher's output head, uncounted"
+        )
+    own = [gpus.ranks[rank] for rank in place.ranks]
+    row |= {"layout": degrees, "ranks": compressed(place.ranks), "gpus": gpu_text(own)}
+    return row | {"memory": _sizes(memory)}
 
 
-def _engine_row(
-    number: int, config: RunConfig, plan: LaunchPlan, gpus: Gpus, notes: dict[str, None]
-) -> Row:
-    """The row of an inference engine."""
-    table, path = _known_table(config.model, notes), config.model.path
-    dtype = config.rollout.engine.dtype
-    memory = None if table is None else Memory(engine_memory(table, plan.tensor, dtype))
-    layout, mine = f"tensor {plan.tensor}", gpus.engines[number]
-    return _row("vLLM", path, table, layout, (), mine, memory)
+def _count(parameters: Sequence[SizedParameter] | None) -> int | str:
+    """The number of a model's parameters; "?" if they are not known."""
+    return "?" if parameters is None else sum(num_elements(one.shape) for one in parameters)
 
 
-def _row(
-    status: str,
-    model: str,
-    table: Sequence[ParameterSpec] | None,
-    layout: str,
-    ranks: Sequence[int],
-    gpus: Sequence[Gpu],
-    memory: Memory | None,
-) -> Row:
-    """See `Row`. `table`: the model's parameters; None if they are not known, or not its own."""
-    row: Row = {"status": status, "model": model}
-    if memory != Memory(0):
-        count = "?" if table is None else sum(num_elements(one.shape) for one in table)
-        row["parameters"] = count
-    row["layout"] = layout
-    if ranks:
-        row["ranks"] = compressed(ranks)
-    row["gpus"] = places_of(gpus)
-    if memory is None:
-        return row | {"memory": "?"}
+def _sizes(memory: Memory | None) -> dict[str, float] | str:
+    """{purpose: GiB on each GPU}; "?" if it is not known."""
     names = ("weights", "gradients", "optimizer", "total")
-    sizes = {name: round(getattr(memory, name) / GIB, 2) for name in names}
-    return row | {"memory": sizes}
+    return {name: round(getattr(memory, name) / GIB, 2) for name in names} if memory else "?"
 
 
-def _known_table(model: ModelConfig, notes: dict[str, None]) -> list[ParameterSpec] | None:
-    """The parameters of a model whose config.json is on this machine; else None, with a note that
-    says why.
+def local_folder(path: str) -> str:
+    """The folder of a model's config.json. `path`: a folder, or a name on the Hugging Face hub,
+    looked up in the local cache without network. Raises `OSError` or `ValueError` if there is no
+    such file.
     """
-    found = local_config(model.path)
-    if found is None:
-        notes[
-            f"? unknown: the config.json of {model.path} is not on this machine; set the path to a"
-            " folder with it"
-        ] = None
-        return None
-    try:
-        return parameter_table(found)
-    except (ValueError, KeyError, TypeError) as error:
-        notes[f"? unknown: {model.path}: {error}"] = None
-        return None
+    if (Path(path) / "config.json").is_file():
+        return path
+    import huggingface_hub
+
+    file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
+    return str(Path(file).parent)
 
 
-def local_config(path: str) -> dict[str, Any] | None:
-    """The content of a model's config.json as a dict. `path`: a folder, or a name on the Hugging
-    Face hub, looked up in the local cache without network. None if the file is missing or unusable.
-    """
-    file = Path(path) / "config.json"
-    try:
-        if not file.is_file():
-            import huggingface_hub
-
-            file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
-        found = json.loads(Path(file).read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> Iterator[str]:
+def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> list[str]:
     """For each set of roles and engines on the same GPUs, a note with the sum of their memory.
     `at`: {role or engine: its GPUs}.
     """
-    users: dict[Gpu, list[str]] = {}
+    users: dict[Gpu, tuple[str, ...]] = {}
     for name, gpus in at.items():
         for gpu in gpus:
-            users.setdefault(gpu, []).append(name)
-    groups: dict[tuple[str, ...], list[Gpu]] = {}
-    for gpu, names in users.items():
-        groups.setdefault(tuple(names), []).append(gpu)
-    for names, gpus in groups.items():
-        if len(names) > 1:
-            sizes = [rows[name]["memory"] for name in names]
-            unknown = "?" in sizes
-            total = "memory unknown" if unknown else f"{sum(x['total'] for x in sizes):.2f} GiB"
-            turns = any(name.startswith("engine") for name in names)  # colocated
-            asleep = ", in turns: the engine sleeps while the roles train" if turns else ""
-            yield f"shared, {places_of(gpus)}: {' + '.join(names)} = {total} a GPU{asleep}"
-
-
-def _crossing(plan: LaunchPlan, gpus: Gpus) -> Iterator[str]:
-    """A warning for each role whose tensor-parallel ranks are not all on one node."""
-    for name, place in plan.roles.items():
-        tensor = place.layout.tensor
-        groups = [place.ranks[n : n + tensor] for n in range(0, len(place.ranks), tensor)]
-        spread = sum(len({gpus.ranks[rank].node for rank in group}) > 1 for group in groups)
-        if spread:
-            yield (
-                f"{name}: {spread} of {len(groups)} tensor-parallel groups are on several"
-                f" nodes, which is slow; set {'training' if name == 'policy' else name}.layout"
-            )
+            users[gpu] = (*users.get(gpu, ()), name)
+    notes = []
+    for names in dict.fromkeys(each for each in users.values() if len(each) > 1):
+        gpus = [gpu for gpu, each in users.items() if each == names]
+        sizes = [rows[name]["memory"] for name in names]
+        total = "? GiB" if "?" in sizes else f"{sum(one['total'] for one in sizes):.2f} GiB"
+        is_colocated = any(name.startswith("engine") for name in names)
+        asleep = ", in turns: the engine sleeps while the roles train" if is_colocated else ""
+        notes.append(f"shared, {gpu_text(gpus)}: {' + '.join(names)} = {total} a GPU{asleep}")
+    return notes

@@ -55,39 +55,18 @@ def requeue(job: str) -> str:
     return f"job {job} is put back into the queue"
 
 
-def early_kill(environment: Mapping[str, str], save_within_s: float) -> str:
-    """A warning for the user if Slurm kills a cancelled job sooner after its SIGTERM (`KillWait`)
-    than `save_within_s`, the seconds that writing a checkpoint may take; otherwise, and outside
-    Slurm, "". `environment`: Slurm's variables, such as `os.environ`.
-    """
-    if not environment.get("SLURM_JOB_ID"):
-        return ""
-    try:
-        shown = _scontrol("show", "config", timeout_s=5)
-    except (OSError, subprocess.SubprocessError):
-        return ""  # no scontrol, or no answer: nothing is known, and nothing depends on it
-    found = re.search(r"^KillWait\s*=\s*(\d+)", shown, re.MULTILINE)
-    if found is None or int(found[1]) >= save_within_s:
-        return ""
-    return (
-        f"warning: Slurm kills a job {found[1]} s after scancel's SIGTERM (KillWait), but"
-        f" training.checkpoint.save_within_s is {save_within_s:g}: end a job of sbatch with scancel"
-        f" --batch --signal=TERM {environment['SLURM_JOB_ID']}, which does not kill it"
-    )
-
-
 def _told(error: Exception) -> str:
     return (getattr(error, "stderr", None) or str(error)).strip()
 
 
-def _scontrol(*words: str, timeout_s: float = 60) -> str:
+def _scontrol(*words: str) -> str:
     """Standard output of scontrol."""
     done = subprocess.run(
         ["scontrol", *words],
         capture_output=True,
         encoding="utf-8",
         errors="replace",  # what a site has written
-        timeout=timeout_s,
+        timeout=60,
         check=True,
     )
     return done.stdout

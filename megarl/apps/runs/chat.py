@@ -22,10 +22,9 @@ CONTEXT = 4096
 
 
 def main(arguments: list[str]) -> int:
-    """The command `megarl chat MODEL [options]`: print the model's answer to `--prompt`, or to each
-    line of standard input until it ends, on standard output. `arguments`: the words after `chat`.
-    Returns the exit code 0. Raises `UserError` for wrong options, for a model that cannot be read,
-    and for a conversation that fills the context.
+    """Print the model's answer to `--prompt`, or to each line of standard input. `arguments`: the
+    words after `megarl chat`. Returns the exit code 0. Raises `UserError` for wrong options, for a
+    model that cannot be read, and for a conversation that fills the context.
     """
     parser = console.Arguments("megarl chat")
     parser.add_argument("model")
@@ -34,17 +33,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--system", default="")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.7)
-    wanted = parser.parse_args(arguments)
-    if wanted.max_tokens < 1 or not 0.0 <= wanted.temperature < 100.0:
+    options = parser.parse_args(arguments)
+    if options.max_tokens < 1 or not 0.0 <= options.temperature < 100.0:
         parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
-    model = model_of(wanted.model, best=wanted.best)
+    model = model_of(options.model, best=options.best)
     with console.diverted():
         try:
-            chat = Chat(model, wanted.max_tokens, wanted.temperature, wanted.system)
+            chat = Chat(model, options.max_tokens, options.temperature, options.system)
         except ValueError as error:
             raise UserError(str(error)) from error
     try:
-        for line in questions(wanted.prompt):
+        for line in questions(options.prompt):
             for piece in chat.reply(line):
                 print(console.printable(piece), end="", flush=True)
             print(flush=True)
@@ -54,10 +53,9 @@ def main(arguments: list[str]) -> int:
 
 
 def model_of(named: str, *, best: bool = False) -> str:
-    """Path or Hugging Face hub name of the model to load for `named`, the command's argument. For a
-    run folder: the path of the model in its newest checkpoint, or in its best; anything else is
-    returned as it is. Raises `UserError` if a run has no such checkpoint, and for the best
-    checkpoint of what is no run.
+    """Path or hub name of the model to load for `named`: of a run folder the model in its newest
+    checkpoint, or in its best; anything else as it is. Raises `UserError` if there is no such
+    checkpoint.
     """
     from megarl.checkpoints.listing import checkpoint_of
 
@@ -68,9 +66,8 @@ def model_of(named: str, *, best: bool = False) -> str:
 
 
 def questions(prompt: str | None) -> Iterator[str]:
-    """Iterate over the questions to the model: `prompt` alone or, if it is None, each line of
-    standard input that is not blank, until the end of standard input. Blocks until a line arrives.
-    In a terminal "> " is printed on standard error before each line.
+    """The questions to the model: `prompt` alone or, if it is None, each line of standard input that
+    is not blank. In a terminal "> " is printed on standard error before each line.
     """
     if prompt is not None:
         yield prompt
@@ -86,9 +83,8 @@ def questions(prompt: str | None) -> Iterator[str]:
 
 
 class Chat:
-    """A conversation with a model through a vLLM engine in this process: each answer sees all
-    earlier questions and answers if the model has a chat template; without one, each question is a
-    text of its own, which the model continues.
+    """A conversation with a model through a vLLM engine in this process. Without a chat template,
+    each question is a text of its own, which the model continues.
     """
 
     def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
@@ -162,12 +158,12 @@ class Chat:
         )
         self._number += 1
         self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, params)
-        said = ""
+        answer = ""
         while self._engine.has_unfinished_requests():
-            for made in self._engine.step():
-                said += made.outputs[0].text
-                yield made.outputs[0].text
-        self._turns.append({"role": "assistant", "content": said})
+            for output in self._engine.step():
+                answer += output.outputs[0].text
+                yield output.outputs[0].text
+        self._turns.append({"role": "assistant", "content": answer})
 
 
 def _engine(path: str, context: int) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.apps.runs.audit import Audit, audit
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.progress import read_progress
@@ -20,47 +22,44 @@ from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 
-SHOWN_IN_FLIGHT = 10
-"""Most groups in flight whose ordinals the table names."""
-
 
 def main(arguments: list[str]) -> int:
-    """Run `megarl ledger`: print what became of a run's groups (the rollouts of one prompt) on
-    standard output, read from its ledger, the file of events: a table or, with `--json`, one JSON
-    object; contradictions go to standard error. `arguments`: the words after `megarl ledger`.
-    Returns the exit code, 1 if the ledger contradicts itself or lacks events. Raises `UserError` for a folder
-    without a readable ledger.
+    """Print the sums of a run's ledger as YAML or, with `--json`, one JSON object; contradictions go
+    to standard error. `arguments`: the words after `megarl ledger`. Returns the exit code, 1 if the
+    ledger contradicts itself or lacks events. Raises `UserError` for a folder without a readable
+    ledger.
     """
     usage = "it needs one run folder: megarl ledger RUN [--json]"
     parser = Arguments("megarl ledger", usage)
     parser.add_argument("run", type=Path)
     parser.add_argument("--json", action="store_true")
-    wanted = parser.parse_args(arguments)
-    path = wanted.run / FILE
+    options = parser.parse_args(arguments)
+    path = options.run / FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; name the folder of a run of train or distill")
     try:
         reader = Reader(path)
         if reader.is_torn_at_start:
             raise ValueError(f"{path} holds no whole line; the run was killed as it started")
-        found = audit(ledger_events(reader))
+        sums = audit(ledger_events(reader))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     if reader.torn_bytes:
         say(f"{path}: passing over a torn tail of {reader.torn_bytes} bytes")
-    told = ledger_summary(reader, found)
-    missing = told["missing"] = list(missing_parts(wanted.run, found))
-    result(json.dumps(told) if wanted.json else ledger_table(told, found.first_step))
-    for what in [*missing, *found.contradictions]:
+    summary = ledger_summary(reader, sums)
+    missing = summary["missing"] = list(missing_parts(options.run, sums))
+    as_yaml = yaml.safe_dump(summary, sort_keys=False, default_flow_style=None).rstrip()
+    result(json.dumps(summary) if options.json else as_yaml)
+    for what in [*missing, *sums.contradictions]:
         say(f"megarl: {path}: {what}")
-    if (more := found.num_contradictions - len(found.contradictions)) > 0:
+    if (more := sums.num_contradictions - len(sums.contradictions)) > 0:
         say(f"megarl: {path}: {more} more contradictions")
-    return 1 if found.num_contradictions or missing else 0
+    return 1 if sums.num_contradictions or missing else 0
 
 
-def missing_parts(run: Path, found: Audit) -> Iterator[str]:
+def missing_parts(run: Path, sums: Audit) -> Iterator[str]:
     """What of the ledger in the folder `run` is gone, in words, by the newest checkpoint and by
-    metrics.jsonl: a ledger that ends with a whole line contradicts nothing. `found`: its audit.
+    metrics.jsonl: a ledger that ends with a whole line contradicts nothing. `sums`: its audit.
     """
     for checkpoint in newest_first(run / "checkpoints")[:1]:
         with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint; resuming says it
@@ -70,8 +69,8 @@ def missing_parts(run: Path, found: Audit) -> Iterator[str]:
     with contextlib.suppress(OSError, ValueError):
         step = max((one["step"] for one in read_records(run / METRICS)), default=0)
         # The events of the last quarter of a second are lost with a process that is killed.
-        if step > found.done + 1:
-            yield f"{METRICS} goes to step {step}, and the events after step {found.done} are missing"
+        if step > sums.done + 1:
+            yield f"{METRICS} goes to step {step}, and the events after step {sums.done} are missing"
 
 
 def ledger_events(reader: Reader) -> Iterator[Event]:
@@ -91,53 +90,29 @@ def ledger_events(reader: Reader) -> Iterator[Event]:
             ) from None
 
 
-def ledger_summary(reader: Reader, found: Audit) -> dict[str, Any]:
-    """What `megarl ledger --json` prints, as a dict: how many groups (the rollouts of one prompt)
+def ledger_summary(reader: Reader, sums: Audit) -> dict[str, Any]:
+    """What `megarl ledger` prints, as a dict: how many groups (the rollouts of one prompt)
     were dispatched, trained on, rejected or lost, their ages in weight versions, and the
-    contradictions of the audit `found`. `reader`: the ledger file, read to its end.
+    contradictions of the audit `sums`. `reader`: the ledger file, read to its end.
     """
-    ages = found.ages
+    ages = sums.ages
     return {
         "run": reader.run,
-        "steps": found.done,
-        "cursor": found.cursor.first,
-        "used_beyond_cursor": list(found.cursor.beyond),
-        "dispatched": found.dispatched,
-        "trained": found.trained,
-        "rejected": dict(found.rejected),
-        "void": found.void,
-        "in_flight": found.in_flight,
+        "first_step": sums.first_step,
+        "steps": sums.done,
+        "cursor": sums.cursor.first,
+        "used_beyond_cursor": list(sums.cursor.beyond),
+        "dispatched": sums.dispatched,
+        "trained": sums.trained,
+        "rejected": dict(sums.rejected),
+        "void": sums.void,
+        "in_flight": sums.in_flight,
         "age_mean": sum(age * count for age, count in ages.items()) / max(1, ages.total()),
         "age_max": max(ages, default=0),
-        "restores": found.restores,
-        "torn_bytes": found.cut_bytes + reader.torn_bytes,
-        "ended": found.ended is not None,
-        "failure": found.ended.failure if found.ended is not None else "",
-        "contradictions": found.contradictions,
-        "num_contradictions": found.num_contradictions,
+        "restores": sums.restores,
+        "torn_bytes": sums.cut_bytes + reader.torn_bytes,
+        "ended": sums.ended is not None,
+        "failure": sums.ended.failure if sums.ended is not None else "",
+        "contradictions": sums.contradictions,
+        "num_contradictions": sums.num_contradictions,
     }
-
-
-def ledger_table(told: dict[str, Any], first_step: int) -> str:
-    """`told`, the dict that `ledger_summary` returns, as text for the terminal: a line for each
-    number, with its name in front. `first_step`: number of steps that were trained before the
-    ledger begins.
-    """
-    flying = told["in_flight"]
-    shown = ", ".join(map(str, flying[:SHOWN_IN_FLIGHT]))
-    shown += ", ..." if len(flying) > SHOWN_IN_FLIGHT else ""
-    begins = f", from step {first_step} on" if first_step else ""
-    end = "ended" if told["ended"] else "running, or killed"
-    end = f"failed: {told['failure']}" if told["failure"] else end
-    rows = {
-        "steps trained": f"{told['steps']}{begins} ({end})",
-        "groups dispatched": told["dispatched"],
-        "  trained": told["trained"],
-        **{f"  rejected: {why}": count for why, count in sorted(told["rejected"].items())},
-        f"  void after {told['restores']} restores": told["void"],
-        "  in flight": f"{len(flying)}" + (f" ({shown})" if flying else ""),
-        "age in versions": f"mean {told['age_mean']:.3g}, max {told['age_max']}",
-        "contradictions": told["num_contradictions"],
-    }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())

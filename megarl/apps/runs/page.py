@@ -1,6 +1,4 @@
-"""What the report of a run and the comparison of several share: the templates, the data of charts,
-and how a page is written.
-"""
+"""The templates of a report, the data of its charts, and how its page is written."""
 
 from __future__ import annotations
 
@@ -19,16 +17,18 @@ from megarl.files import UNFINISHED
 
 DRAWN = 500
 """Most values of a series in the page; longer series are reduced to so many."""
-TEMPLATE = "report.html.j2"
+Kind = Literal["line", "dashed", "points", "rings", "bars"]
+"""How a series is drawn: points and rings are separate measurements, joined by a thin line; bars
+are stacked."""
 
 Chart = dict[str, Any]
 """JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
 else `chart` was given."""
 Series = dict[str, Any]
-"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`, `colour`,
-`kind`, `each` (steps that one value stands for), `steps`, `rows` (the values of each run, None where
-unknown), `smooth` (whether the page takes a moving mean), `raw` (whether it then shows the values
-too) and `spikes`, the values of which `rows` has means."""
+"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`,
+`colour`, `kind`, `each` (steps that one value stands for), `steps`, `rows` (the values of each run,
+None where unknown), `smooth` (whether the page takes a moving mean), `raw` (whether it then shows
+the values too) and `spikes`, the values of which `rows` has means."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def pages() -> jinja2.Environment:
             return value
         return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
 
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -51,11 +51,11 @@ def pages() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["count"] = "{:,}".format
-    found.filters["sha256"] = lambda text: base64.b64encode(
+    environment.filters["count"] = "{:,}".format
+    environment.filters["sha256"] = lambda text: base64.b64encode(
         hashlib.sha256(text.encode()).digest()
     ).decode()
-    return found
+    return environment
 
 
 def write_page(target: Path, text: str) -> Path:
@@ -81,15 +81,15 @@ def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart |
             highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
             are not drawn.
     """
-    found = [[value for row in one["rows"] for value in row] for one in drawn]
+    values = [[value for row in one["rows"] for value in row] for one in drawn]
     drawn = [
         one
-        for one, values in zip(drawn, found, strict=True)
-        if any(value is not None for value in values)
+        for one, known in zip(drawn, values, strict=True)
+        if any(value is not None for value in known)
     ]
     if not drawn:
         return None
-    if how.get("log") and not any(value for values in found for value in values):
+    if how.get("log") and not any(value for known in values for value in known):
         note += "; every one of these is exactly 0"
     return {"title": title, "note": note, "series": drawn, "wide": False} | how
 
@@ -99,18 +99,16 @@ def series(
     steps: np.ndarray,
     values: np.ndarray,
     colour: int,
-    kind: Literal["line", "dashed", "points", "rings", "bars"] = "line",
+    kind: Kind = "line",
     pick: Callable[..., np.ndarray] = np.ma.mean,
-    most: int = DRAWN,
 ) -> Series:
     """A series of a report's chart as a dict for JSON: [n] `values`, or [runs, n], at [n] ascending
-    `steps`, NaN where unknown. Of more than `most` values, several consecutive ones become one, by
+    `steps`, NaN where unknown. Of more than `DRAWN` values, several consecutive ones become one, by
     `pick`, a function of a masked array [m, k] and `axis=1` that returns [m], such as `np.ma.mean`.
 
-    `label`: its name on the page. `colour`: 1 to 10, of the page's palette. `kind`: "points" and
-    "rings" for separate measurements, joined by a thin line; "bars" are stacked.
+    `label`: its name on the page. `colour`: 1 to 10, of the page's palette.
     """
-    each = max(1, -(-len(steps) // most))
+    each = max(1, -(-len(steps) // DRAWN))
 
     def cut(one: np.ndarray) -> np.ma.MaskedArray:
         padded = np.pad(one, (0, -len(one) % each), constant_values=np.nan)

@@ -30,7 +30,7 @@ from megarl.loops.schedule import save_due
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
-from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.collectives import broadcast_object
 from megarl.rollout.batch_files import batch_of
 from megarl.schema import replace
 from megarl.signals import Stop, graceful
@@ -42,10 +42,9 @@ repeated."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Run `megarl replay`: train again on the recorded batches of the first steps of the run folder
-    `config.replay.run` and write a run folder of the replay; rank 0 prints what differs between the
-    two as one JSON object, as `differences` returns it. Every trainer rank calls it. `inputs`: what
-    `check_replay` has loaded. Returns the exit code: 1 on rank 0 if anything differs, otherwise 0.
+    """Train again on the recorded batches of the run folder `config.replay.run`, on every trainer
+    rank; rank 0 prints `differences` as one JSON object. `inputs`: of `check_replay`. Returns the
+    exit code: 1 on rank 0 if anything differs, otherwise 0.
     """
     method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
@@ -66,23 +65,21 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
         return 0
     folder = Path(config.folder)
     LiveReport(folder).write()
-    found = differences(run, folder, steps)
-    if not found["checkpoints_compared"]:
+    differing = differences(run, folder, steps)
+    if not differing["checkpoints_compared"]:
         kept = [path.name for path in newest_first(run / "checkpoints")]
         console.say(
             "only metrics were compared: run and replay have no checkpoint of the same step; those"
             f" of the run are {', '.join(kept) or 'gone'}"
         )
-    console.result(json.dumps(found))
-    return int(bool(found["steps_that_differ"] or found["checkpoints_that_differ"]))
+    console.result(json.dumps(differing))
+    return int(bool(differing["steps_that_differ"] or differing["checkpoints_that_differ"]))
 
 
 def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, stop: Stop) -> None:
     """Train on the first `steps` recorded batches of the run folder `run`, from the step at which
-    the replay was resumed, and save checkpoints. `parts`: the models, checkpoints and metrics of
-    this rank; `method`: an object whose function `train` trains on a batch; `stop`: a flag, true
-    once a signal has asked the replay to end. The present step is then finished and saved, and
-    `EndedBySignal` raised. Raises `UserError` if a batch is missing or damaged. All ranks of the
+    the replay was resumed, and save checkpoints. Once `stop` is true, the present step is finished
+    and saved, and `EndedBySignal` raised. Raises `UserError` for a damaged batch. All ranks of the
     policy call it together.
     """
     world, data = parts.context.mesh.world, parts.context.mesh.data
@@ -90,15 +87,10 @@ def train_again(parts: TrainingParts, method: Method, run: Path, steps: int, sto
         if broadcast_object(bool(stop), world):
             break
         step_begins(step + 1, step)
-        batch, problem = None, ""
         try:
             batch = batch_of(run, step, data.rank, data.size)
         except ValueError as error:
-            problem = f"{error}; set replay.steps to {step} to end before it"
-        found = next(filter(None, gather_objects(problem, world)), "")
-        if batch is None or found:
-            tell(parts, "abort", step)
-            raise UserError(found)
+            raise UserError(f"{error}; set replay.steps to {step} to end before it") from None
         tell(parts, "train", step)
         started_at = time.monotonic()
         report = train_step(parts, method, batch)
@@ -128,10 +120,8 @@ def _save(parts: TrainingParts, done: int) -> None:
 
 def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
     """What differs between the run folders `run` and `replayed` in their first `steps` steps:
-    metrics but for times, and the weights of checkpoints that both still have. Returns a dict with
-    the keys `run`, `steps` (number that was replayed), `steps_that_differ` ({step: first metric
-    that differs, with both values}, at most 5), `checkpoints_compared` and
-    `checkpoints_that_differ` (names such as "step_000010").
+    metrics but for times, as {step: first metric that differs, with both values}, at most 5, and
+    the weights of checkpoints that both still have.
     """
     own = {record["step"]: record for record in read_records(replayed / METRICS)}
     first: dict[int, str] = {}
@@ -143,10 +133,12 @@ def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
             compared = not name.startswith("time/") and name not in NOT_COMPARED
             if compared and name in other and other[name] != value:
                 first.setdefault(record["step"], f"{name}: {value} and {other[name]}")
-    originals, own_ones = run / "checkpoints", replayed / "checkpoints"
-    saved = sorted(one.name for one in own_ones.glob("step_*"))
-    compared = [one for one in saved if (originals / one).is_dir()]
-    differing = [one for one in compared if _weights(originals / one) != _weights(own_ones / one)]
+    originals, own_checkpoints = run / "checkpoints", replayed / "checkpoints"
+    saved = sorted(path.name for path in own_checkpoints.glob("step_*"))
+    compared = [name for name in saved if (originals / name).is_dir()]
+    differing = [
+        name for name in compared if _weights(originals / name) != _weights(own_checkpoints / name)
+    ]
     return {
         "run": str(run),
         "steps": len(own),

@@ -1,27 +1,28 @@
-"""`report.html`: a run on one page that opens from disk and loads nothing.
+"""`megarl report RUN [RUN ...] [--out FILE]`: runs on one page that opens from disk and loads
+nothing.
 
-    run folder --read--> charts, rollouts, numbers --report.html.j2--> page
+    run folders --read--> groups of runs --> charts, numbers, tables --report.html.j2--> page
 
-The page's own script draws the charts from JSON in the page. To add a chart, add a line to
-`learning`, `systems` or `optimisation`. A chart is left out if the run lacks its metrics.
-The size of the page is bounded: at most 500 values a line, 40 charts of own metrics, 1 MiB a list of
-rollouts.
-"""
+The page's own script draws the charts from JSON in the page. To add a chart, add a plot to
+`LEARNING`, `SYSTEMS` or `OPTIMISATION`. A chart is left out if the runs lack its metrics.
+
+A page of one run also shows its rollouts. On a page of several, each line of a plot is a chart of
+its own, on which every group of runs, which differ in nothing but the seed, has a curve: their
+mean, in a band from the lowest to the highest."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.apps.runs.lanes import last_steps
 from megarl.apps.runs.page import (
-    TEMPLATE,
     Chart,
+    Kind,
     Series,
     chart,
     farthest,
@@ -29,69 +30,118 @@ from megarl.apps.runs.page import (
     series,
     write_page,
 )
-from megarl.apps.runs.report_rollouts import histograms, listings
-from megarl.observe.summary import (
-    Run,
-    read_run,
-    read_starts,
-    summarise_run,
-    usual_bounds,
+from megarl.apps.runs.report_compare import (
+    Groups,
+    end_numbers,
+    grouped,
+    makers,
+    read_settings,
+    settings_of,
 )
-from megarl.recipe_file import read_tree
+from megarl.apps.runs.report_rollouts import histograms, listings
+from megarl.console import Arguments, result
+from megarl.errors import UserError
+from megarl.files import UNFINISHED
+from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
 
-FILE = "report.html"
-"""Name of the page in the run folder."""
+FILE, TOGETHER = "report.html", "compare.html"
+"""Names of the page of one run, in its folder, and of that of several, in the current folder."""
 MOST_OWN = 40
 """Most charts of metrics of the user's own functions and environments."""
 
 
-def write_report(folder: Path, *, title: str, target: Path | None = None) -> Path:
-    """Write the report of a run folder as one HTML file, replaced in one atomic rename; returns the
-    file's path.
+def main(arguments: list[str]) -> int:
+    """Run `megarl report RUN [RUN ...] [--out FILE]`: write the page of these run folders, and
+    print its path. `arguments`: the words after `report`. Returns the exit code 0. Raises
+    `UserError` for other words, for a folder that is none of a run, and if the file cannot be
+    written.
+    """
+    usage = "it needs one run folder: megarl report RUN [--out FILE], or several"
+    parser = Arguments("megarl report", usage)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    runs: list[Path] = options.runs
+    if len({run.resolve() for run in runs}) < len(runs):
+        parser.error("a run folder is named twice")
+    target = options.out or (runs[0] / FILE if len(runs) == 1 else Path(TOGETHER))
+    if target.is_dir():
+        target /= FILE if len(runs) == 1 else TOGETHER
+    title = runs[0].resolve().name if len(runs) == 1 else f"Comparison of {len(runs)} runs"
+    try:
+        result(str(write_report(*runs, title=title, target=target)))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        if error.filename and not str(error.filename).endswith(UNFINISHED):
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+        what = f"{target} cannot be written: {error.strerror}"
+        raise UserError(f"{what}; name another file with --out FILE") from error
+    return 0
+
+
+def write_report(*folders: Path, title: str, target: Path | None = None) -> Path:
+    """Write the page of one or several run folders as one HTML file, replaced in one atomic rename;
+    returns the file's path.
 
     Args:
-        folder: run folder with `metrics.jsonl` and, if there, the other files of the run.
+        folders: run folders with `metrics.jsonl` and, if there are several, `recipe.yaml`.
         title: heading of the page.
-        target: path of the file to write; None for `report.html` in the run folder.
+        target: path of the file to write; None for `report.html` in the first run folder.
 
     Raises:
-        ValueError: the folder is not that of a run, or a file is damaged before its last line.
+        ValueError: a folder is not that of a run, or a file is damaged before its last line.
     """
-    folder = Path(folder)
-    run, recipe = read_run(folder), folder / "recipe.yaml"
-    settings: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # missing or damaged
-        settings = read_tree(recipe)
-    page = (
-        pages()
-        .get_template(TEMPLATE)
-        .render(
-            title=title,
-            steps=steps_of([run]),
-            tables=[],
-            warnings=warnings(run, settings),
-            made_by=provenance(read_starts(folder)),
-            numbers=summarise_run(run),
-            failures=run.failures,
-            own=[own_chart(run, name) for name in own_names([run])],
-            learning=learning(run),
-            histograms=histograms(run),
-            listings=listings(run),
-            systems=systems(run),
-            processes=last_steps(folder),
-            optimisation=optimisation(run),
-            recipe=recipe.read_text(encoding="utf-8", errors="replace")
-            if recipe.exists()
-            else None,
+    page = pages().get_template("report.html.j2").render(title=title, **page_data(folders))
+    return write_page(target or folders[0] / FILE, page)
+
+
+def page_data(folders: Sequence[Path]) -> dict[str, Any]:
+    """Everything that the template shows of the run folders `folders`, {name in the template:
+    value}. Raises `ValueError` as `write_report` does.
+    """
+    runs = {folder: read_run(folder, transcripts=len(folders) == 1) for folder in folders}
+    if len(folders) == 1:
+        groups: Groups = {"": folders}
+        rows, recipe = {}, folders[0] / "recipe.yaml"
+        text = recipe.read_text("utf-8", errors="replace") if recipe.exists() else None
+        made_by = makers(
+            {f"from step {int(one['step']) + 1:,}": [one] for one in read_starts(folders[0])}
         )
-    )
-    return write_page(target or folder / FILE, page)
+        run = runs[folders[0]]
+        only = {"histograms": histograms(run), "listings": listings(run), "recipe": text}
+    else:
+        groups, rows = grouped({folder: settings_of(folder) for folder in folders})
+        starts = {
+            label: [start for folder in several for start in read_starts(folder)]
+            for label, several in groups.items()
+        }
+        made_by = makers(starts, only_differing=True)
+        only = {"histograms": None, "listings": [], "recipe": None}
+    drawn = {label: [runs[folder] for folder in several] for label, several in groups.items()}
+    settings = {"groups": groups, "rows": rows, "are_compared": len(folders) > 1}
+    return only | {
+        "steps": steps_of([*runs.values()]),
+        "warnings": [
+            f"{folder}: {text}" if len(folders) > 1 else text
+            for folder, run in runs.items()
+            for text in warnings(run, read_settings(folder))
+        ],
+        "numbers": end_numbers(drawn),
+        "settings": settings,
+        "charts": {
+            section: [one for plot in found for one in charts_of(plot, drawn)]
+            for section, found in plots([*runs.values()]).items()
+        },
+        "made_by": made_by,
+    }
 
 
 LATE = 20
 """Number of last steps that the warnings of a report look at."""
 SOLVED = 0.9
-"""Accuracy from which on a run may reject most groups: it solves its problems, which is no fault."""
+"""Accuracy from which on a run may reject most groups: it solves its problems, which is no fault.
+"""
 AGREE = "see docs/metrics.md, Do trainer and engines agree?"
 RULES: tuple[tuple[str, str, str], ...] = (
     ("groups/rejected", "groups/drawn",
@@ -119,34 +169,21 @@ first metric, if there is one."""
 
 
 def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
-    """Sentences for the top of a report about what is unusual in the last 20 steps of the run with
-    this recipe, as data, by `RULES`; empty if nothing is. Steps that lack a rule's metrics do not
-    count for it.
+    """Sentences about what is unusual, by `RULES`, in the last 20 steps of the run with this
+    recipe, as data; empty if nothing is. Steps that lack a rule's metrics do not count for it.
     """
-    told, bounds = [], usual_bounds(recipe)
+    texts, bounds = [], usual_bounds(recipe)
     for names, divisor, text in RULES:
-        late = [one for one in run.metrics[-LATE:] if any(name in one for name in names.split())]
-        summed = sum(one.get(name) or 0 for one in late for name in names.split())
+        metrics = names.split()
+        late = [one for one in run.metrics[-LATE:] if any(name in one for name in metrics)]
+        total = sum(one.get(name) or 0 for one in late for name in metrics)
         of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
         accuracy = sum(one.get("accuracy") or 0 for one in late)
-        most = bounds.get(names.split()[0], float("inf"))
         is_solved = names == "groups/rejected" and accuracy >= SOLVED * len(late)
-        if of and summed > most * of and not is_solved:
-            shown = text.format(sum=f"{summed:,.0f}", of=f"{of:,.0f}", mean=summed / of)
-            told.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
-    return told
-
-
-def provenance(
-    starts: Sequence[dict[str, str]],
-) -> tuple[str, str, list[str], dict[str, list[str]]]:
-    """A table of the page that says who made a run: (title, note, heads, rows), with a column for
-    each of `starts`, {fact: text}, as `read_starts` returns them.
-    """
-    heads = [f"from step {int(one['step']) + 1:,}" for one in starts]
-    names = dict.fromkeys(name for one in starts for name in one if name != "step")
-    rows = {name: [one.get(name, "") for one in starts] for name in names}
-    return "Made by", "A + after the commit: files differed from it.", heads, rows
+        if of and total > bounds.get(metrics[0], float("inf")) * of and not is_solved:
+            shown = text.format(sum=f"{total:,.0f}", of=f"{of:,.0f}", mean=total / of)
+            texts.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
+    return texts
 
 
 def steps_of(runs: Sequence[Run]) -> tuple[int, int, int]:
@@ -160,183 +197,189 @@ def steps_of(runs: Sequence[Run]) -> tuple[int, int, int]:
     return min(steps, default=0), max(steps, default=0), (longest // 20) | 1
 
 
+# ------------------------------------------------------------------------------------------ plots
+
+
+class Line(NamedTuple):
+    """A metric of a plot. `reduce`: how several values become one in a long run."""
+
+    metric: str
+    label: str
+    kind: Kind = "line"
+    reduce: Callable[..., np.ndarray] = np.ma.mean
+
+
+class Plot(NamedTuple):
+    """What a chart shows: `note` says the unit of its vertical axis; `how`: as `chart` takes it."""
+
+    title: str
+    note: str
+    lines: Sequence[Line]
+    how: Mapping[str, Any] = {}
+    of_rewards: bool | None = None
+    """For runs that learn by reward alone (True), for others alone (False), or for all (None)."""
+
+
+def learnt_plot(title: str, note: str, metric: str, label: str = "rollouts", **how: Any) -> Plot:
+    """The plot of a metric in training and in evaluations."""
+    greedy = Line(f"eval/{metric}", "held out, greedy", "points")
+    sampled = Line(f"eval_sampled/{metric}", "held out, sampled", "rings")
+    return Plot(title, note, (Line(metric, label), greedy, sampled), how)
+
+
+def metric_plot(metric: str, title: str, note: str, **how: Any) -> Plot:
+    """The plot of one metric of training."""
+    return Plot(title, note, (Line(metric, title.lower()),), how)
+
+
+LEARNING = (
+    learnt_plot("Accuracy", "share of responses judged right", "accuracy",
+           percent=True, span=(0, 1), wide=True),
+    learnt_plot("Reward", "mean of a response, length penalty included", "reward/mean"),
+    learnt_plot("Response length", "mean tokens", "length/mean", zero=True),
+    Plot("Training loss", "",
+         (Line("loss", "loss"), Line("eval/loss", "held out", "points")), {"wide": True}, False),
+)  # fmt: skip
+FAILURES = Plot(
+    "Verifier failures", "rollouts without a verdict; they got the reward of a wrong answer",
+    [Line(f"verifier/{name}", name, "line", np.ma.max) for name in ("errors", "timeouts", "nans")],
+    {"zero": True, "whole": True},
+)  # fmt: skip
+SYSTEMS = (
+    Plot("Time of a step", "seconds; bars for the phases of the trainer", (
+        Line("time/wait_s", "waiting for rollouts", "bars"),
+        Line("time/train_s", "training", "bars"),
+        Line("time/publish_s", "publishing weights", "bars"),
+        Line("time/rollout_s", "rollouts, beside the trainer"),
+        Line("time/step_s", "whole step"),
+    ), {"zero": True}),
+    Plot("Throughput", "tokens a second", (
+        Line("tokens/generated_per_s", "generation"), Line("tokens/trained_per_s", "training"),
+    ), {"zero": True}),
+    Plot("Do trainer and engine agree?",
+         "difference of their log-probs of the sampled tokens, logarithmic; no exact zeros", (
+        Line("mismatch/mean_abs", "mean"),
+        Line("mismatch/max_abs", "largest", "line", np.ma.max),
+        Line("probe/max_abs", "largest on the probe, same weights", "dashed", np.ma.max),
+    ), {"log": True}),
+    Plot("Age of the weights", "steps behind when a rollout was trained on", (
+        Line("staleness/max", "oldest", "line", np.ma.max),
+        Line("staleness/token_mean", "mean of the trained tokens"),
+    ), {"zero": True, "whole": True}),
+)  # fmt: skip
+CRITIC = (
+    metric_plot(
+        "critic/loss", "Critic's loss", "half a squared error, in rewards squared", zero=True
+    ),
+    metric_plot("critic/explained_variance", "Explained variance", "of the returns, by the critic"),
+)
+OPTIMISATION = (
+    Plot("Loss", "policy gradient: its level says nothing about progress",
+         (Line("loss", "loss"),), {}, True),
+    metric_plot("entropy", "Entropy", "nats a token", zero=True),
+    metric_plot("grad_norm", "Gradient norm", "before clipping", zero=True),
+    metric_plot("clip_share", "Clipped", "share of tokens outside the clip range",
+          percent=True, zero=True),
+    metric_plot("length/truncated_share", "Cut off", "share of responses at the token limit",
+          percent=True, zero=True),
+    metric_plot("groups/rejected", "Groups rejected", "by dynamic sampling", whole=True, zero=True),
+    metric_plot("kl", "KL to the reference", "nats a token"),
+    *CRITIC,
+    metric_plot("learning_rate", "Learning rate", "", zero=True),
+)  # fmt: skip
+OWN = {"own/": ("training", "of your own function"),
+       "environment/": ("rollouts", "mean, of the environment")}  # fmt: skip
+"""{beginning of the names of metrics that a user's functions and environments return: (label of
+their line, note of their charts)}"""
+
+
+def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
+    """{section of the page: its plots}, with those of metrics whose names only `runs` know."""
+    names = sorted({name for run in runs for record in run.metrics for name in record})
+    own = [
+        learnt_plot(name.partition("/")[2], note, name, label)
+        for begin, (label, note) in OWN.items()
+        for name in names
+        if name.startswith(begin)
+    ]
+    sources = [
+        Line(name, name.split("/")[1]) for name in names if re.fullmatch("source/.+/accuracy", name)
+    ]
+    of_critics = [
+        metric_plot(line.metric.replace("critic", section, 1), f"{title} ({section})", note, **how)
+        for section in sorted({n.partition("/")[0] for n in names if n.startswith("critics.")})
+        for title, note, (line,), how, _ in CRITIC
+    ]
+    by_source = Plot("Accuracy by source", "share judged right", sources, {"percent": True})
+    failures = [FAILURES] if any(sum(run.failures.values()) for run in runs) else []
+    return {
+        "Own metrics": own[:MOST_OWN],
+        "Learning": [*LEARNING, by_source, *failures],
+        "Time and agreement": [*SYSTEMS],
+        "Optimisation": [*OPTIMISATION, *of_critics],
+    }
+
+
 # ----------------------------------------------------------------------------------------- charts
 
 
-def smoothed(run: Run, name: str, label: str) -> list[Series]:
-    """The series of the metric `name` over the run's steps, as JSON data, of which the page draws a
-    moving mean over the faint raw values. `label`: the metric's name on the page.
+def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
+    """The charts of a plot, as JSON data for the page: one with all its lines for a single run,
+    else one for each line with a curve for each of `groups`, {label: runs}.
     """
-    steps, values = run.series(name)
-    found = series(label, steps, values, 1) | {"smooth": True, "raw": True}
-    if found["each"] > 1:  # a mean would hide single steps that are far off
-        found["spikes"] = series(label, steps, values, 1, "line", farthest)["rows"][0]
-    return [found]
+    drawn = {
+        label: [one for one in runs if plot.of_rewards in (None, has_rewards(one))]
+        for label, runs in groups.items()
+    }
+    if sum(map(len, groups.values())) == 1:
+        (runs,) = drawn.values()
+        has_raw = sum(line.kind == "line" for line in plot.lines) == 1
+        curves = [
+            group_curve(line.label, runs, line, number, with_raw=has_raw)
+            for number, line in enumerate(plot.lines)
+        ]
+        charts = [chart(plot.title, plot.note, curves, **plot.how)]
+    else:
+        charts = []
+        for line in plot.lines:
+            is_evaluated = line.metric.startswith("eval")
+            as_line = line._replace(kind="points" if is_evaluated else "line")
+            curves = [group_curve(name, drawn[name], as_line, n) for n, name in enumerate(drawn)]
+            title = plot.title if len(plot.lines) == 1 else f"{plot.title}: {line.label}"
+            charts.append(chart(title, plot.note, curves, **plot.how))
+    return [one for one in charts if one is not None]
 
 
-def line(run: Run, name: str, label: str, colour: int, *how: Any) -> Series:
-    """The series of the metric `name` over the run's steps, as a dict for JSON, unsmoothed.
-    `label`: the name on the page; `colour`: 1 to 10, of the page's palette; `how`: the kind of line
-    ("line", "dashed", "points", ...) and a function that makes one value of several, as `series`
-    takes them.
-    """
-    return series(label, *run.series(name), colour, *how)
-
-
-def learning(run: Run) -> list[Chart | None]:
-    """Charts, as JSON data for the page, of what the model learns: accuracy, reward, length, or the
-    loss of supervised training. None stands for a chart whose metrics the run lacks.
-    """
-    failed = [
-        line(run, f"verifier/{name}", name, colour, "line", np.ma.max)
-        for colour, name in enumerate(run.failures, start=1)
-        if any(run.failures.values())
-    ]
-    loss = smoothed(run, "loss", "loss")
-    loss.append(series("held out", *run.evaluated("eval/loss"), 2, "points"))
-    names = sorted({name for record in run.metrics for name in record if SOURCE.fullmatch(name)})
-    sources = [
-        line(run, name, name.split("/")[1], 1 + number % 10) | {"smooth": True}
-        for number, name in enumerate(names)
-    ]
-    accuracy = {"percent": True, "span": (0, 1), "wide": True}
-    without_verdict = "rollouts without a verdict; they got the reward of a wrong answer"
-    return [
-        learnt(run, "Accuracy", "share of responses judged right", "accuracy", **accuracy),
-        learnt(run, "Reward", "mean of a response, length penalty included", "reward/mean"),
-        chart("Accuracy by source", "share of rollouts judged right", sources, percent=True),
-        chart("Verifier failures", without_verdict, failed, zero=True, whole=True),
-        learnt(run, "Response length", "mean tokens", "length/mean", zero=True),
-        None if is_rl(run) else chart("Loss", "", loss, wide=True),
-    ]
-
-
-SOURCE = re.compile("source/.+/accuracy")
-
-
-def learnt(run: Run, title: str, note: str, name: str, **how: Any) -> Chart | None:
-    """The chart, as JSON data, of the metric `name` in training and in evaluations; None where the
-    run lacks it. `title`, `note` and `how`: as `chart` takes them.
-    """
-    evaluated = [
-        series("held out, sampled", *run.evaluated(f"eval_sampled/{name}"), 3, "rings"),
-        series("held out, greedy", *run.evaluated(f"eval/{name}"), 2, "points"),
-    ]
-    label = "training" if name.startswith("own/") else "rollouts"
-    return chart(title, note, smoothed(run, name, label) + evaluated, **how)
-
-
-OWN = {"own/": "of your own function", "environment/": "mean, of the environment"}
-"""{beginning of the names of metrics that a user's functions and environments return: note of their
-charts}"""
-
-
-def own_names(runs: Iterable[Run]) -> list[str]:
-    """Names of the metrics that the user's own functions and environments return in `runs`, those of
-    functions first; at most 40.
-    """
-    names = {name for run in runs for record in run.metrics for name in record}
-    return [name for begin in OWN for name in sorted(names) if name.startswith(begin)][:MOST_OWN]
-
-
-def own_chart(run: Run, name: str) -> Chart | None:
-    """The chart, as JSON data, of the user's own metric `name`."""
-    begin, _, title = name.partition("/")
-    return learnt(run, title, OWN[begin + "/"], name)
-
-
-def is_rl(run: Run) -> bool:
-    """Whether a run learns by reward, so that it has the metric `reward/mean`. Only in a run without
-    rewards does the loss say how well the model learns.
-    """
+def has_rewards(run: Run) -> bool:
+    """Whether a run learns by reward. Only in one that does not, the loss says how well it learns."""
     return len(run.series("reward/mean")[0]) > 0
 
 
-def systems(run: Run) -> list[Chart | None]:
-    """Charts, as JSON data for the page, of the system: time, throughput, agreement of trainer and
-    engine, age of rollouts. None stands for a chart whose metrics the run lacks.
+def group_curve(
+    label: str, runs: Sequence[Run], line: Line, number: int, *, with_raw: bool = False
+) -> Series:
+    """The values of a plot's line in several runs, as a dict for JSON, with a row for each run that
+    has the metric. At a step that a run lacks, its value is None; the rows end at the last step
+    that all of them have. `number`: position in its chart, by which it has its colour. `with_raw`:
+    a moving mean is drawn over the values, which stay visible.
     """
-    rates = [
-        line(run, "tokens/trained_per_s", "training", 2),
-        line(run, "tokens/generated_per_s", "generation", 1),
+    measured = [
+        run.evaluated(line.metric) if line.metric.startswith("eval") else run.series(line.metric)
+        for run in runs
     ]
-    gaps = [
-        line(run, "mismatch/max_abs", "largest", 2, "line", np.ma.max),
-        line(run, "mismatch/mean_abs", "mean", 1),
-        line(run, "probe/max_abs", "largest on the probe, same weights", 3, "dashed", np.ma.max),
-    ]
-    ages = [
-        line(run, "staleness/max", "oldest", 1, "line", np.ma.max),
-        line(run, "staleness/token_mean", "mean of the trained tokens", 2),
-    ]
-    about_gaps = "difference of their log-probs of the sampled tokens, logarithmic; no exact zeros"
-    about_ages = "steps behind when a rollout was trained on"
-    return [
-        chart("Time of a step", "seconds, by phase", times(run), zero=True),
-        chart("Throughput", "tokens a second", rates, zero=True),
-        chart("Do trainer and engine agree?", about_gaps, gaps, log=True),
-        chart("Age of the weights", about_ages, ages, zero=True, whole=True),
-    ]
-
-
-def times(run: Run) -> list[Series]:
-    """The series of a chart of each step's seconds: stacked bars for the phases of the trainer, and
-    a line for the generation of rollouts, which runs in parallel.
-    """
-
-    def of(name: str) -> np.ndarray:
-        return np.array([record.get(name) for record in run.metrics], dtype=float)
-
-    phases = {
-        "waiting for rollouts": of("time/wait_s"),
-        "training": of("time/train_s"),
-        "publishing weights": of("time/publish_s"),
-    }
-    known = np.nan_to_num(list(phases.values()))
-    phases["other" if known.any() else "whole step"] = np.maximum(
-        of("time/step_s") - known.sum(axis=0), 0
-    )
-    bars = [
-        series(label, of("step"), values, colour, "bars")
-        for (label, values), colour in zip(phases.items(), (1, 2, 3, 5), strict=True)
-    ]
-    return [*bars, series("rollouts, beside the trainer", of("step"), of("time/rollout_s"), 4)]
-
-
-ZERO, SHARE, COUNT = {"zero": True}, {"percent": True, "zero": True}, {"whole": True, "zero": True}
-OPTIMISATION: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
-    ("loss", "Loss", "policy gradient: its level says nothing about progress", {}),
-    ("entropy", "Entropy", "nats a token", ZERO),
-    ("grad_norm", "Gradient norm", "before clipping", ZERO),
-    ("clip_share", "Clipped", "share of tokens outside the clip range", SHARE),
-    ("length/truncated_share", "Cut off", "share of responses at the token limit", SHARE),
-    ("groups/rejected", "Groups rejected", "by dynamic sampling", COUNT),
-    ("kl", "KL to the reference", "nats a token", {}),
-    ("critic/loss", "Critic's loss", "half a squared error, in rewards squared", ZERO),
-    ("critic/explained_variance", "Explained variance", "of the returns, by the critic", {}),
-    ("learning_rate", "Learning rate", "", ZERO),
-)
-"""(name of the metric, title and note of its chart, further arguments of `chart`) of each chart."""
-
-
-def optimisation(run: Run) -> list[Chart | None]:
-    """Charts, as JSON data for the page, of the optimizer: loss, entropy, gradient norm and so on.
-    None stands for a chart whose metric the run lacks.
-    """
-
-    def drawn(name: str, title: str, note: str, how: dict[str, bool]) -> Chart | None:
-        label = title.lower()
-        is_exact = name == "learning_rate"
-        shown = [line(run, name, label, 1)] if is_exact else smoothed(run, name, label)
-        return chart(title, note, shown, **how)
-
-    names = {name for record in run.metrics for name in record if name.startswith("critics.")}
-    of_critics = [
-        (name.replace("critic", section, 1), f"{title} ({section})", note, how)
-        for section in sorted({name.partition("/")[0] for name in names})
-        for name, title, note, how in OPTIMISATION
-        if name.startswith("critic/")
-    ]
-    # The loss of a run without rewards is a chart of `learning`.
-    wanted = [one for one in OPTIMISATION if one[0] != "loss" or is_rl(run)]
-    return [drawn(*one) for one in (*wanted, *of_critics)]
+    measured = [pair for pair in measured if len(pair[0])] or [(np.empty(0), np.empty(0))]
+    steps = functools.reduce(np.union1d, [at for at, _ in measured])
+    rows = np.full((len(measured), len(steps)), np.nan)
+    for row, (at, values) in zip(rows, measured, strict=True):
+        row[np.searchsorted(steps, at)] = values
+    shared = functools.reduce(np.intersect1d, [at for at, _ in measured])
+    if len(shared):
+        steps, rows = steps[steps <= shared[-1]], rows[:, steps <= shared[-1]]
+    colour = 1 + number % 10
+    drawn = series(label, steps, rows, colour, line.kind, line.reduce)
+    is_mean = line.reduce is np.ma.mean and line.metric != "learning_rate"
+    drawn["smooth"] = line.kind == "line" and is_mean
+    drawn["raw"] = with_raw and drawn["smooth"]
+    if drawn["raw"] and drawn["each"] > 1:  # a mean would hide single steps that are far off
+        drawn["spikes"] = series(label, steps, rows, colour, line.kind, farthest)["rows"][0]
+    return drawn

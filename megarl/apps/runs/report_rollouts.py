@@ -1,40 +1,34 @@
-"""The parts of a report that show what the model writes: held-out problems before and after, rollouts
-to browse, and histograms of their rewards.
+"""The parts of a report that show what the model writes: held-out problems before and after,
+rollouts to browse, and histograms of their rewards.
 
     transcripts --Listing: items as HTML, fields to choose by--> report_rollouts.html.j2
 
-A list takes at most 1 MiB of the page, however long the run and its responses are. The HTML of each
-item is measured, and items are added until the list is full.
+A list takes at most 1 MiB of the page, however long the run and its responses are.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from megarl.apps.runs.page import pages
 from megarl.observe.summary import Evaluation, Run
 
-LIST_BYTES = 2**20
-"""Most bytes of HTML of one list."""
-MOST_ITEMS = 300
-"""Most items of one list."""
+LIST_BYTES, MOST_ITEMS = 2**20, 400
+"""Most bytes of HTML, and items, of one list."""
 OF_A_GROUP = 8
 """Most rollouts that are shown of a group."""
 OPEN, SHORT = 3, 1000
-"""Number of problems that are open when the page is opened, if the responses have fewer characters."""
+"""Number of problems that are open when the page is opened, if the responses have fewer characters.
+"""
 PANELS, BINS = 8, 20
 """Number of histograms, each over as many steps as the others, and of the bars of one."""
-FIELDS = {"step": "range", "reward": "range", "tokens": "range", "source": "choice"}
-"""{what the items of a list are chosen by: "range" for numbers, "choice" for one of several}"""
+OUTCOME = {"reward": "range", "tokens": "range", "source": "choice", "verdict": "choice"}
 
 
 @dataclass
@@ -45,8 +39,8 @@ class Listing:
     about: str
     """What is shown, in words."""
     fields: dict[str, str]
-    """{name of a field: "range" or "choice"}"""
-    items: list[str] = field(default_factory=list)
+    """{name of a field: "range" for numbers, "choice" for one of several}"""
+    items: list[str]
     """HTML of each item, safe to be put in a page."""
     moves: Counter[tuple[bool, bool]] | None = None
     """{(right at the first, right at the last evaluation): number of problems}; None without two
@@ -57,22 +51,7 @@ def listings(run: Run) -> list[Listing]:
     """The lists of rollouts that the report of `run` shows: held-out problems at the first and the
     last evaluation, and rollouts of training; without what the run lacks.
     """
-    return [
-        one
-        for one in (guarded(problem_listing, run), guarded(rollout_listing, run))
-        if one is not None
-    ]
-
-
-def guarded(make: Any, run: Run) -> Listing | None:
-    """What `make` makes of a run, or an empty list that says why its transcripts, which may be of
-    another program, cannot be shown.
-    """
-    try:
-        return make(run)
-    except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        title = "Held-out problems" if make is problem_listing else "Rollouts"
-        return Listing(title, f"The transcripts cannot be shown: {error!r}", {})
+    return [*problem_listing(run), *rollout_listing(run)]
 
 
 @functools.cache
@@ -81,49 +60,53 @@ def macros() -> Any:
     return pages().get_template("report_rollouts.html.j2").module
 
 
-def fitting(items: Iterable[str]) -> list[str]:
-    """As many of `items`, from the first on, as a list has room for."""
-    found, size = [], 0
-    for one in items:
-        size += len(one.encode(errors="replace"))
-        if size > LIST_BYTES or len(found) == MOST_ITEMS:
-            break
-        found.append(one)
-    return found
+def thinned(write: Callable[..., str], inside: Sequence[tuple[Any, ...]]) -> list[str]:
+    """The HTML of the items of a list, `write(*one)` of each in `inside`, or of as many of them,
+    evenly, as a list has room for.
+    """
+    items = [write(*one) for one in inside[:: -(-len(inside) // MOST_ITEMS) or 1]]
+    while len(items) > 1 and sum(len(one.encode(errors="replace")) for one in items) > LIST_BYTES:
+        items = items[::2]
+    return items
 
 
-# ---------------------------------------------------------------------------- before and after
-
-
-def problem_listing(run: Run) -> Listing | None:
+def problem_listing(run: Run) -> list[Listing]:
     """The list of held-out problems with a response of the first and one of the last evaluation, in
-    the order of the file; None for a run without evaluations.
+    the order of the file; none for a run without evaluations.
     """
     written = [one for one in run.evaluations if one.transcripts]
     if not written:
-        return None
-    ends = (written[0], written[-1])[: len(written)]
-    pairs, moves = [(one,) for one in ends[0].transcripts], None
+        return []
+    moves, words = None, [when(written[0])]
+    pairs: list[tuple[Any, ...]] = [(one,) for one in written[0].transcripts]
     about = "Held-out problems, in their order; none was picked."
-    if len(ends) == 2:
-        pairs = same_problems(ends[0].transcripts, ends[1].transcripts)
+    if len(written) > 1:
+        pairs, words = same_problems(written[0], written[-1]), [*words, when(written[-1])]
         about = "The same held-out problems at the first and the last evaluation, in their order."
         moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
-    words = [when(one) for one in ends]
 
-    def items() -> Iterator[str]:
-        for number, pair in enumerate(pairs):
-            sides = list(zip(words, pair, strict=True))
-            values = [*chart_numbers(pair[-1]), source(pair[0]), verdicts(pair)]
-            is_short = all(len(str(one["response"])) < SHORT for one in pair)
-            yield macros().pair(sides, values, number < OPEN and is_short)
+    def write(number: int, pair: Sequence[dict[str, Any]]) -> str:
+        is_short = all(len(str(one["response"])) < SHORT for one in pair)
+        values = outcome(pair[0], pair)
+        sides = list(zip(words, pair, strict=True))
+        return macros().pair(sides, values, number < OPEN and is_short)
 
-    fields = {name: FIELDS[name] for name in ("reward", "tokens", "source")}
-    shown = Listing("Held-out problems", about, fields | {"verdict": "choice"}, moves=moves)
-    shown.items = fitting(items())
-    if len(shown.items) < len(pairs):
-        shown.about += f" These are the first {len(shown.items):,} of {len(pairs):,}."
-    return shown if pairs else None
+    items = thinned(write, list(enumerate(pairs)))
+    if len(items) < len(pairs):
+        about += f" These are {len(items):,} of {len(pairs):,}, evenly chosen."
+    return [Listing("Held-out problems", about, OUTCOME, items, moves)] if items else []
+
+
+def outcome(about: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
+    """The values of the fields `OUTCOME` of responses to a problem, of which the last one counts.
+    `about`: the record that names the source of the prompt in a mixture.
+    """
+    words = [
+        "right" if one["correct"] else "not judged" if is_unjudged(one) else "wrong" for one in pair
+    ]
+    verdicts = " \N{RIGHTWARDS ARROW} ".join(words)
+    source = str(about.get("environment", ""))[:60]
+    return [reward_of(pair[-1]), pair[-1].get("tokens"), source, verdicts]
 
 
 def is_unjudged(one: dict[str, Any]) -> bool:
@@ -131,27 +114,9 @@ def is_unjudged(one: dict[str, Any]) -> bool:
     return bool(one.get("left_out")) or one.get("failure", "") not in ("", "response_limit")
 
 
-def chart_numbers(one: dict[str, Any]) -> list[float | None]:
-    """[reward, number of tokens] of the transcript of a response, None where unknown."""
-    found = [None if one.get("left_out") else one.get("reward"), one.get("tokens")]
-    return [
-        value if isinstance(value, int | float) and abs(value) < 1e300 else None for value in found
-    ]
-
-
-def source(one: dict[str, Any]) -> str:
-    """Name of the source of a prompt in a mixture, shortened; empty without a mixture."""
-    return str(one.get("environment", ""))[:60]
-
-
-def verdicts(pair: Sequence[dict[str, Any]]) -> str:
-    """The verdicts of several responses to a problem in words, such as "wrong \N{RIGHTWARDS ARROW}
-    right".
-    """
-    words = [
-        "right" if one["correct"] else "not judged" if is_unjudged(one) else "wrong" for one in pair
-    ]
-    return " \N{RIGHTWARDS ARROW} ".join(words)
+def reward_of(one: dict[str, Any]) -> float | None:
+    """The reward in the transcript of a response; None where there is none."""
+    return None if one.get("left_out") else one.get("reward")
 
 
 def when(one: Evaluation) -> str:
@@ -160,85 +125,58 @@ def when(one: Evaluation) -> str:
     return f"after {one.step:,} step{plural}" if one.step else "before training"
 
 
-def same_problems(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> list[tuple]:
-    """Pairs (transcript in `first`, transcript in `last`) of the same prompt in two evaluations, in
-    the order of `first`. A prompt that occurs several times is matched in order; one that only one
-    list has is left out.
+def same_problems(first: Evaluation, last: Evaluation) -> list[tuple[Any, ...]]:
+    """Pairs of the transcripts of the same prompt in two evaluations, in the order of `first`. A
+    prompt that occurs several times is matched in order; one that only one has is left out.
     """
     waiting: dict[str, list[dict[str, Any]]] = {}
-    for one in last:
+    for one in last.transcripts:
         waiting.setdefault(one["prompt"], []).append(one)
-    return [(one, waiting[one["prompt"]].pop(0)) for one in first if waiting.get(one["prompt"])]
+    return [
+        (one, waiting[one["prompt"]].pop(0))
+        for one in first.transcripts
+        if waiting.get(one["prompt"])
+    ]
 
 
-# ------------------------------------------------------------------------------------ rollouts
+def rollout_listing(run: Run) -> list[Listing]:
+    """The list of rollouts of training, by step; none for a run without transcripts."""
 
+    def write(group: dict[str, Any], one: dict[str, Any]) -> str:
+        return macros().rollout(group, one, [group["step"], *outcome(group, [one])])
 
-def rollout_listing(run: Run) -> Listing | None:
-    """The list of rollouts of training, by step. Where not all have room: of steps that lie evenly
-    over the run. None for a run without transcripts.
-    """
-    if not run.groups:
-        return None
-    order = evenly([list(group) for _, group in groupby(run.groups, lambda one: one["step"])])
-    inside = [(group, one) for step in order for group in step for one in shown_of(group)]
-
-    def items() -> Iterator[str]:
-        for group, one in inside:
-            values = [group["step"], *chart_numbers(one), source(group), verdicts([one])]
-            yield macros().rollout(group, one, values)
-
-    chosen = fitting(items())
-    by_step = sorted(zip(inside, chosen, strict=False), key=lambda one: one[0][0]["step"])
-    shown = Listing("Rollouts", "", FIELDS | {"verdict": "choice"})
-    shown.items = [item for _, item in by_step]
-    steps = len({group["step"] for (group, _), _ in by_step})
-    spread = ", evenly over the run" if steps < len(run.metrics) else ""
-    shown.about = (
-        f"{len(chosen):,} rollouts of {steps:,} steps{spread}: the first {OF_A_GROUP} of a group."
+    inside = [(group, one) for group in run.groups for one in group["rollouts"][:OF_A_GROUP]]
+    if not inside:
+        return []
+    items = thinned(write, inside)
+    about = (
+        f"{len(items):,} rollouts, evenly over the run: of the first {OF_A_GROUP} of a group."
         " transcripts.jsonl has all that were written down."
     )
-    return shown if chosen else None
-
-
-def shown_of(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rollouts of a group, a record of transcripts.jsonl, that the page shows."""
-    return group["rollouts"][:OF_A_GROUP]
-
-
-def evenly(values: Sequence[Any]) -> list[Any]:
-    """`values` in an order of which every beginning lies evenly over them: the first one, the last
-    one, that in the middle, those at the quarters and so on.
-    """
-    bits = max(1, (len(values) - 1).bit_length())
-    places = sorted(range(len(values)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
-    ends = [0, len(values) - 1][: len(values)]
-    return [values[at] for at in dict.fromkeys([*ends, *places])]
-
-
-# ---------------------------------------------------------------------------------- histograms
+    return [Listing("Rollouts", about, {"step": "range"} | OUTCOME, items)]
 
 
 def histograms(run: Run) -> dict[str, Any] | None:
     """Histograms of the rewards of the run's written rollouts, for the page's template: a dict with
-    `about` (words), `low` and `high` (edges of the axis) and `panels`: for each of at most eight
-    parts of the run a dict with `title` (its steps), `rollouts` (their number), `mean` and `bars`,
-    the shares of the 20 bins relative to the highest bar of all. None without rewards.
+    `low` and `high` (edges of the axis), `most` (the highest bar, as a share) and `panels`: for each
+    of at most eight parts of the run a dict with `title` (its steps), `rollouts` (their number),
+    `mean` and `bars`, the shares of the 20 bins relative to the highest bar of all. None without
+    rewards.
     """
-    found: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     for group in run.groups:
-        for one in group.get("rollouts") or ():
-            reward = chart_numbers(one)[0] if isinstance(one, dict) else None
-            if isinstance(reward, int | float) and math.isfinite(reward):
-                found.setdefault(group["step"], []).append(float(reward))
-    rewards = [one for of_step in found.values() for one in of_step]
-    if not rewards:
+        known = [reward_of(one) for one in group["rollouts"]]
+        rewards.setdefault(group["step"], []).extend(one for one in known if one is not None)
+    every = [one for of_step in rewards.values() for one in of_step]
+    if not every:
         return None
-    low, high = min(rewards), max(rewards)
+    low, high = min(every), max(every)
     edges = (low, high) if low < high else (low - 0.5, high + 0.5)
     panels = []
-    for steps in np.array_split(sorted(found), min(PANELS, len(found))):
-        inside = np.array([one for step in steps for one in found[int(step)]])
+    for steps in np.array_split(sorted(s for s in rewards if rewards[s]), PANELS):
+        if not len(steps):
+            continue
+        inside = np.array([one for step in steps for one in rewards[int(step)]])
         first, last = int(steps[0]), int(steps[-1])
         title = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
         bars = np.histogram(inside, BINS, edges)[0] / len(inside)

@@ -29,24 +29,20 @@ COLOURS = {"model": 36, "environment": 33, "right": 32, "wrong": 31, "soft": 2}
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """Run `megarl rollout`: generate the rollouts of the recipe's first `sample.shown` prompts and
-    print them as text on standard output. Starts an inference engine and needs no trainer.
-    `inputs`: prompts, tokenizer and so on, as `check_rollout` returns them. Returns the exit code
-    0.
+    """Print rollouts of the recipe's first `sample.shown` prompts, of an inference engine without a
+    trainer. `inputs`: of `check_rollout`. Returns the exit code 0.
     """
     console.open_log(Path(config.folder) / "rollout")
     asker = "agent" if config.environment.agent.is_used else "environment"
     for record in rollouts(config, inputs):
-        found = lines(record, in_colour=console.in_terminal(), environment=asker)
-        console.result("\n".join(found), colours=True)
+        shown = lines(record, in_colour=console.in_terminal(), environment=asker)
+        console.result("\n".join(shown), colours=True)
     return 0
 
 
 def rollouts(config: RunConfig, inputs: RunInputs) -> list[dict[str, Any]]:
-    """Generate one rollout for each of the first `sample.shown` prompts of `inputs`. Returns one
-    dict for each rollout with the keys of transcripts.jsonl, such as `prompt`, `response`,
-    `reward` and `turns`; its texts contain the special tokens. Starts an inference engine, blocks
-    until all rollouts are done, and stops the engine.
+    """One rollout for each of the first `sample.shown` prompts of `inputs`, as dicts with the keys
+    of transcripts.jsonl, whose texts contain the special tokens.
     """
     assert inputs.prompts is not None
     prompts = [
@@ -70,8 +66,7 @@ def decode_whole(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Replace, in place, the texts of rollouts by texts with all special tokens, decoded from the
-    token ids, and remove the key `segments`. `records`: dicts with `prompt`, `response`, `segments`
-    (parts with token ids) and `turns`; record n is a rollout of prompt n.
+    token ids in `segments`, a key that is removed. Record n is a rollout of prompt n.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -88,9 +83,8 @@ def decode_whole(
 def lines(
     record: dict[str, Any], *, in_colour: bool, environment: str = "environment"
 ) -> Iterator[str]:
-    """The lines of one rollout, without newlines at their ends: the prompt, each turn with its
-    number and reward, where a turn begins a branch of the tree also what it follows, and whether
-    the answer is right. `record`: a dict as `rollouts` returns it; `in_colour`: with ANSI colours;
+    """The lines of one rollout: the prompt, each turn with its reward and, where it begins a branch
+    of the tree, what it follows, and whether the answer is right. `record`: of `rollouts`;
     `environment`: what the turns that the model reads are by. Control characters are escaped.
     """
 
@@ -99,8 +93,8 @@ def lines(
 
     yield paint("soft", "--- prompt ---")
     yield console.printable(record["prompt"])
-    one = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
-    turns = record.get("turns") or [one | {"finish": record["finish"]}]
+    whole = {"by": "model", "text": record["response"], "tokens": record["tokens"]}
+    turns = record.get("turns") or [whole | {"finish": record["finish"]}]
     is_tree = any("follows" in turn for turn in turns)
     for number, turn in enumerate(turns):
         by = environment if turn["by"] == "environment" else turn["by"]
@@ -115,11 +109,11 @@ def lines(
         yield paint("soft", f"--- {', '.join(about)} ---")
         yield paint(turn["by"], console.printable(turn["text"]))
     mark = "right" if record["correct"] else "wrong"
-    said = [paint(mark, mark), f"reward {record['reward']:+g}"]
+    facts = [paint(mark, mark), f"reward {record['reward']:+g}"]
     if record.get("left_out"):
-        said = [paint("wrong", "not judged")]
-    said += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
+        facts = [paint("wrong", "not judged")]
+    facts += [f"answer {console.printable(record['answer'])}"] if record["answer"] else []
     if record["failure"]:
-        said.append(f"failure {record['failure']}: {console.printable(record['detail'])}")
-    said += [f"{name} {value:g}" for name, value in record.get("metrics", {}).items()]
-    yield f"{paint('soft', '---')} {', '.join(said)}\n"
+        facts.append(f"failure {record['failure']}: {console.printable(record['detail'])}")
+    facts += [f"{name} {value:g}" for name, value in record.get("metrics", {}).items()]
+    yield f"{paint('soft', '---')} {', '.join(facts)}\n"

@@ -1,130 +1,174 @@
-"""`megarl status RUN [--json] [--stacks]`: what each process of a run does, and for which process
-it waits.
+"""`megarl status RUN [--json] [--stacks] [--watch]`: how far a run is, and what each of its
+processes does: the spans that have begun and not ended, with whom they wait for and their deadline.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.files import FOLDER, Life, of_run, read_lives, waits_on
+from megarl.activity.files import ProcessTrace, newest_traces, read_traces
 from megarl.activity.process import machine
-from megarl.activity.report import described, last_report, stacks_of
-from megarl.activity.spans import Event
+from megarl.activity.spans import FOLDER, SIGNAL, STACKS
 from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
 from megarl.checkpoints.listing import checkpoint_of, step_of
 from megarl.checks.folder_checks import planned_steps
-from megarl.console import Arguments, result
+from megarl.console import Arguments, in_terminal, printable, result
 from megarl.errors import UserError
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 
+SHOWN = ("reward/mean", "accuracy", "loss", "length/mean", "time/step_s")
+"""Metrics of the last step that are shown."""
+STACKS_WITHIN_S = 5.0
+CLEAR = "\x1b[H\x1b[2J"
+"""Clears the terminal."""
+
 
 def main(arguments: list[str]) -> int:
-    """Run `megarl status`: print what each process of a run does on standard output: a line for
-    each process or, with `--json`, one JSON object; with `--stacks` also the stacks of all its
-    threads. `arguments`: the words after `megarl status`. Returns the exit code 0. Raises
-    `UserError` for a folder in which no run has recorded its activity (`observe.activity`).
+    """Run `megarl status` with the words after it: print text, or JSON with `--json`; `--stacks`
+    adds the Python stacks of this machine's processes; `--watch` prints again each second until the
+    run has ended. Returns the exit code 0. Raises `UserError` for a folder without traces.
     """
-    usage = "it needs one run folder: megarl status RUN [--json] [--stacks]"
+    usage = "it needs one run folder: megarl status RUN [--json] [--stacks] [--watch]"
     parser = Arguments("megarl status", usage)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--stacks", action="store_true")
-    wanted = parser.parse_args(arguments)
-    run, folder = wanted.run, wanted.run / FOLDER
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} does not exist; name the folder of a run, of which observe.activity is true"
-        )
-    try:
-        found = of_run(read_lives(folder, only_last=True))
-        if not found:
-            raise UserError(f"{folder} holds no whole line; the run was killed as it started")
-        stacks = stacks_of(folder, found) if wanted.stacks else {}
-    except OSError as error:
-        what = f"{folder} cannot be used: {error.strerror or error}"
-        fix = "; the processes are asked by a file there: leave --stacks out"
-        raise UserError(what + (fix if wanted.stacks else "")) from error
-    owner = read_owner(run)
-    told = status_summary(run, found, stacks, owner)
-    if wanted.json:
-        result(json.dumps(told))
-        return 0
-    step, version, done, steps = (told[key] for key in ("step", "version", "trained", "steps"))
-    said = f"step {step}, weights {version}" if step else "no step has begun"
-    if done is not None:
-        said += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
-        said += ": finished" if told["finished"] else ""
-    if told["best"] is not None:
-        said += f"; the best checkpoint is of step {told['best']}"
-    owned = "none" if owner is None else f"{owner}, {owner_state(run, owner)}"
-    lines = [f"{run}: {said}", f"owner: {owned}", *described(found, stacks, time.time())]
-    result("\n".join(lines))
-    return 0
+    for flag in ("--json", "--stacks", "--watch"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args(arguments)
+    while True:
+        summary = status_summary(options.run, with_stacks=options.stacks)
+        lines = [json.dumps(summary)] if options.json else list(_lines(summary))
+        is_live = options.watch and in_terminal()
+        result(CLEAR * is_live + printable("\n".join(lines)), colours=True)
+        if not is_live or (summary["owner"] or {}).get("is") in (None, "ended", "gone"):
+            return 0
+        time.sleep(1.0)
 
 
-def status_summary(
-    run: Path, found: list[Life], stacks: dict[str, str], owner: Record | None
-) -> dict[str, Any]:
+def status_summary(run: Path, *, with_stacks: bool = False) -> dict[str, Any]:
     """What is known of the run folder `run`, as JSON data with keys such as `step`, `trained`,
-    `finished`, `owner` and `processes`; times are seconds since the epoch. `found`: what each
-    process has recorded, at least one; `stacks`: {process: text of its threads' stacks}, may be
-    empty; `owner`: what the folder says of the process that owns it, or None.
+    `finished`, `owner` and `processes`; times are seconds since the epoch. Raises `UserError`.
     """
-    begun = [life.steps[-1]["args"] for life in found if life.steps]
-    last = max(begun, key=lambda one: (one["step"], one["version"]), default={})
-    done, steps, best = trained(run), planned_steps(run), None
+    traces = newest_traces(read_traces(run / FOLDER))
+    if not traces:
+        raise UserError(
+            f"{run / FOLDER} holds no trace; name the folder of a run, of which observe.activity"
+            " is true"
+        )
+    stacks = stacks_of(run / FOLDER / STACKS, traces) if with_stacks else {}
+    begun = [trace.steps[-1]["args"] for trace in traces if trace.steps]
+    last = max(begun, key=lambda step: (step["step"], step["version"]), default={})
+    metrics, steps, best = _last_metrics(run), planned_steps(run), None
+    done, owner = metrics.get("step"), read_owner(run)
     with suppress(UserError, ValueError):  # the recipe asks for none, or none is evaluated yet
         best = step_of(checkpoint_of(run, best=True))[0]
     return {
         "folder": str(run),
-        "run": found[0].run,
+        "run": traces[0].run,
         "step": last.get("step", 0),
         "version": max(last.get("version", 0), done or 0),
         "trained": done,
         "steps": steps,
         "best": best,
         "finished": done is not None and steps is not None and done >= steps,
-        "owner": owner and asdict(owner) | {"is": owner_state(run, owner)},
-        "last_report": last_report(run / FOLDER).line,
+        "metrics": {name: metrics[name] for name in SHOWN if metrics.get(name) is not None},
+        "owner": owner and asdict(owner) | {"text": str(owner), "is": owner_state(run, owner)},
         "processes": [
             {
-                **{name: getattr(life, name) for name in ("process", "host", "pid", "condition")},
-                **{"alive": life.is_alive, "last": life.last},
-                "does": [as_data(life, span) for span in life.open],
+                **{name: getattr(trace, name) for name in ("name", "host", "pid", "condition")},
+                **{"alive": trace.is_alive, "last": trace.last},
+                "does": [
+                    {"what": span["name"], "kind": span["cat"], "since": span["ts"] / 1e6}
+                    | {key.replace(" ", "_"): value for key, value in span["args"].items()}
+                    for span in trace.open
+                ],
             }
-            | ({"stacks": stacks[life.process]} if stacks else {})
-            for life in found
+            | ({"stacks": stacks[trace.name]} if stacks else {})
+            for trace in traces
         ],
     }
 
 
-def as_data(life: Life, span: Event) -> dict[str, Any]:
-    """What the process `life` does in the activity `span`, as JSON data: `what` (name of the
-    activity), `in` (names of the activities around it, innermost first), `kind`, `waits_on`,
-    `since` (seconds since the epoch), `deadline_s`, and `open` and `done` (numbers of requests).
+def _lines(summary: dict[str, Any]) -> Iterator[str]:
+    """The lines to print of what `status_summary` returns."""
+    step, version, done, steps = (summary[key] for key in ("step", "version", "trained", "steps"))
+    text = f"step {step}, weights {version}" if step else "no step has begun"
+    if done is not None:
+        text += f"; {done} of {steps} steps trained" if steps else f"; {done} steps trained"
+        text += ": finished" if summary["finished"] else ""
+    if summary["best"] is not None:
+        text += f"; the best checkpoint is of step {summary['best']}"
+    owner = summary["owner"]
+    yield f"{summary['folder']}: {text}"
+    yield f"owner: {owner['text']}, {owner['is']}" if owner else "owner: none"
+    if metrics := summary["metrics"]:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        yield f"step {done}: {numbers}"
+    for process in summary["processes"]:
+        head = f"  {process['name']:12} {process['condition']:20} "
+        until = process["last"] if process["alive"] is False else time.time()
+        for span in process["does"]:
+            text = f"{span['what']}, for {duration(until - span['since'])}"
+            text += f" of {duration(span['deadline_s'])}" if span["deadline_s"] else ""
+            text += f", waits on {', '.join(span['waits_on'])}" if span["waits_on"] else ""
+            yield head + text
+            head = " " * len(head)
+        if not process["does"]:
+            yield f"{head}idle, last line {duration(time.time() - process['last'])} ago"
+    for process in summary["processes"]:
+        if "stacks" in process:
+            yield f"\n==== {process['name']} (process {process['pid']} on {process['host']})"
+            yield process["stacks"].rstrip()
+
+
+def stacks_of(folder: Path, traces: list[ProcessTrace]) -> dict[str, str]:
+    """{name of a process: the Python stacks of its threads, or why there are none}. Sends `SIGNAL`
+    to this machine's processes and waits until each has written to its file in `folder`, at most 5
+    seconds.
     """
-    args = span["args"]
-    counts = {name: args.get(name, 0) for name in ("open", "done")}
+    alive = [trace for trace in traces if trace.condition == "alive"]
+    files = {trace.name: folder / f"{trace.name}.txt" for trace in alive}
+    before = {name: file.stat().st_size for name, file in files.items()}
+    for trace in alive:
+        with suppress(OSError):
+            os.kill(trace.pid, SIGNAL)
+    until, texts = time.monotonic() + STACKS_WITHIN_S, dict[str, str]()
+    while time.monotonic() < until:
+        time.sleep(0.3)  # in which a process that is writing goes on
+        last, texts = texts, {n: file.read_text()[before[n] :] for n, file in files.items()}
+        if texts == last and all(texts.values()):
+            break
     return {
-        **{"what": span["name"], "in": [one["name"] for one in life.around(span)]},
-        **{"kind": span["cat"], "waits_on": waits_on(span), "since": span["ts"] / 1e6},
-        **{"deadline_s": args.get("deadline_s"), **counts},
+        trace.name: f"none: the process is {trace.condition}"
+        if trace.name not in files
+        else texts[trace.name] or "none: the process did not answer"
+        for trace in traces
     }
 
 
-def trained(run: Path) -> int | None:
-    """Number of steps that the run folder `run` has trained, read from metrics.jsonl; None where
-    this file has none or cannot be read. Steps that a resume has undone are not in the file.
+def _last_metrics(run: Path) -> dict[str, Any]:
+    """The newest line of the run's metrics.jsonl; {} where it has none or cannot be read. Steps
+    that a resume has undone are not in the file.
     """
     with suppress(OSError, ValueError):
-        return max((record["step"] for record in read_records(run / METRICS)), default=None)
-    return None
+        return max(read_records(run / METRICS), key=lambda record: record["step"], default={})
+    return {}
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, such as "12.3 s", "4 min 05 s" or "2 h 07 min"."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def owner_state(run: Path, owner: Record) -> str:

@@ -9,7 +9,7 @@ digests and the engine's own parameters are not a transport's concern.
 One weight version, in calls:
 
     every trainer rank                              every engine rank
-    sender.begin(version, attempt)                  for bucket, block in receiver.receive(...):
+    sender.begin(attempt)                           for bucket, block in receiver.receive(...):
     for bucket in route.buckets:                        install block
         for copy, target in sender.reserve(...):
             write copy to target
@@ -41,15 +41,17 @@ GIVEN_UP = "another process gave this version up"
 class Sender(Protocol):
     """Interface of a trainer rank's half of a transport, the way in which weights get to engines.
     Weights are sent in buckets, blocks of memory on each engine rank. The constructor takes (this
-    rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`; the
-    setting `weight_sync.folder`). `watch` is a function that a method calls repeatedly while it
-    waits, and that raises to end the wait. Methods that wait raise `Aborted` if another process
-    gave the version up.
+    rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`).
+    `watch` is a function that a method calls repeatedly while it waits, and that raises to end the
+    wait. Methods that wait raise `Aborted` if another process gave the version up.
     """
 
     LOCAL: bool = False
     """True if engine rank n (counted over all engines) is in the memory of trainer rank n. Else
-    each bucket is sent once for all engines: they read the same memory, or pass it on."""
+    all engines receive the same."""
+
+    SENDS_TO_EACH: bool = False
+    """Whether trainer ranks send a version once for each engine."""
 
     def init_info(self) -> dict[str, Any]:
         """What an engine's `Receiver` needs to connect, as JSON-like data; rank 0 calls it and
@@ -57,9 +59,9 @@ class Sender(Protocol):
         """
         ...
 
-    def begin(self, version: int, attempt: int) -> None:
-        """Prepare to send a weight version, also after an aborted one. `attempt`: number of this
-        try, higher than those before.
+    def begin(self, attempt: int, *, anew: bool = False) -> None:
+        """Prepare to send a weight version. `attempt`: number of this try, higher than those
+        before. `anew`, on rank 0: engines will connect anew, as at first and after an abort.
 
         Rank 0 calls it first, when no rank is busy with an earlier attempt; the others call it
         after it has returned there.
@@ -67,8 +69,8 @@ class Sender(Protocol):
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The memory to which this rank must write its part of a bucket (block of weights that is
-        sent at once); waits until that memory is free.
+        """The memory to which this rank must write its part of a bucket; waits until that memory is
+        free.
 
         Returns a list of (copy: whose `taken` says which rectangle of which tensor to read, in
         elements; target: tensor [rows, columns] to write it to).
@@ -76,8 +78,8 @@ class Sender(Protocol):
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send a bucket (block of weights), after the memory that `reserve` returned for it has
-        been written. The call for the last bucket waits until the version is delivered.
+        """Send a bucket, after the memory that `reserve` returned for it has been written. The call
+        for the last bucket waits until the version is delivered.
         """
         ...
 
@@ -86,22 +88,9 @@ class Sender(Protocol):
         ...
 
     def progress(self, engine: int) -> int:
-        """Number of buckets (blocks of weights that are sent at once) of this version that all
-        ranks of the engine at position `engine` are known to have received."""
+        """Number of buckets of this version that all ranks of the engine at position `engine` are
+        known to have received; -1 if one is known not to have begun."""
         ...
-
-    def lost(self) -> int | None:
-        """The position of an engine whose connection to another engine has ended during this
-        version: the other engine, which passed weights to it or got weights from it, has reported
-        it. None if no engine was reported.
-        """
-        return None
-
-    def relay(self, engine: int) -> int | None:
-        """The position of the engine that passes weights on to `engine`; None if trainer ranks send
-        to `engine` themselves.
-        """
-        return None
 
     def close(self) -> None:
         """Release what this rank has opened: memory, files, connections; called at the end."""
@@ -114,10 +103,10 @@ class Receiver(Protocol):
     among those that receive; tensor-parallel rank; what the sender's `init_info` returned).
     """
 
-    def receive(self, version: int, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets (blocks of weights that are sent at once) of a version, in
-        order: (bucket, its memory block, uint8 [bucket.num_bytes]), as each arrives. `watch` is
-        called while waiting and raises to end that.
+    def receive(self, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Iterate over the buckets of a version, in order: (bucket, its memory block, uint8
+        [bucket.num_bytes]), as each arrives. `watch` is called while waiting and raises to end
+        that.
 
         A block is valid until the next bucket is requested. Raises `Aborted` if another process
         gave the version up, or what `watch` raises.
@@ -165,19 +154,17 @@ there."""
 
 
 def outgoing(route: Route) -> list[dict[int, Message]]:
-    """What a trainer rank sends: for each bucket (block of weights that is sent at once), {engine
-    rank: message to it}, ascending. `route`: the trainer rank's. A message is the list of regions
-    that one rank sends another, each a `Copy`: the places of a rectangle of a tensor at the sending
-    and at the receiving rank.
+    """What a trainer rank sends: for each bucket, {engine rank: message to it}, ascending. `route`:
+    the trainer rank's. A message is the list of regions that one rank sends another, each a `Copy`:
+    the places of a rectangle of a tensor at the sending and at the receiving rank.
     """
     return [_by(copies, lambda copy: copy.destination) for copies in route.copies]
 
 
 def incoming(route: Route) -> list[dict[int, Message]]:
-    """What an engine rank receives: for each bucket (block of weights that is sent at once),
-    {trainer rank: message from it}, ascending. `route`: the engine rank's. A message is the list of
-    regions that one rank sends another, each a `Copy`: the places of a rectangle of a tensor at the
-    sending and at the receiving rank.
+    """What an engine rank receives: for each bucket, {trainer rank: message from it}, ascending.
+    `route`: the engine rank's. A message is the list of regions that one rank sends another, each a
+    `Copy`: the places of a rectangle of a tensor at the sending and at the receiving rank.
     """
     return [_by(copies, lambda copy: copy.source) for copies in route.copies]
 
@@ -188,7 +175,7 @@ def _by(copies: Sequence[Copy], peer: Callable[[Copy], int]) -> dict[int, Messag
 
 
 def length(message: Message) -> int:
-    """Number of elements of all tensor regions that a message, a list of regions, has."""
+    """Number of elements of all tensor regions that a message has."""
     return sum(copy.area for copy in message)
 
 
@@ -200,8 +187,8 @@ def longest(buckets: Sequence[dict[int, Message]]) -> int:
 
 
 def parts(message: Message, flat: torch.Tensor) -> list[tuple[Copy, torch.Tensor]]:
-    """Cut the flat buffer of a message, a list of tensor regions, into its regions: (region, view
-    [rows, columns] of its elements in `flat`) for each, in order.
+    """Cut the flat buffer of a message into its regions: (region, view [rows, columns] of its
+    elements in `flat`) for each, in order.
     """
     pieces, boxes = flat.split([copy.area for copy in message]), [one.taken.box for one in message]
     shaped = [piece.view(box.rows, box.columns) for piece, box in zip(pieces, boxes, strict=True)]
@@ -232,9 +219,8 @@ def reserved(
 
 
 def unpack(message: Message, flat: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy the tensor regions of a received message, a list of regions, to their places in a bucket
-    (block of weights that is sent at once). `flat`: the message's elements. `buffers`: {engine
-    parameter: flat tensor}, the bucket's, which is changed.
+    """Copy the tensor regions of a received message to their places in a bucket. `flat`: the
+    message's elements. `buffers`: {engine parameter: flat tensor}, the bucket's, which is changed.
     """
     for copy, part in parts(message, flat):
         copy.put.view(buffers[copy.put.buffer]).copy_(part)

@@ -94,14 +94,12 @@ class Sender(shared_memory.Sender):
 
     LOCAL = True
 
-    def __init__(self, route: Route, axis: Axis, folder: str) -> None:
+    def __init__(self, route: Route, axis: Axis) -> None:
         """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
-        world.
-
-        `folder` is unused. Raises `ValueError` without a GPU.
+        world. Raises `ValueError` without a GPU.
         """
         _require_gpu()
-        super().__init__(route, axis, folder)
+        super().__init__(route, axis)
 
     def init_info(self) -> dict[str, Any]:
         """What the engine ranks need to connect to this sender, as a dict. Beside the entries of
@@ -111,9 +109,8 @@ class Sender(shared_memory.Sender):
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Note that this rank has written its part of `bucket` (block of weights), after a wait
-        until the GPUs have finished its copies. An engine rank reads a bucket once all trainer
-        ranks have noted it.
+        """Note that this rank has written its part of `bucket`, after a wait until the GPUs have
+        finished its copies. An engine rank reads a bucket once all trainer ranks have noted it.
         """
         _synchronize(*self._memories.values())
         super().commit(bucket, watch)

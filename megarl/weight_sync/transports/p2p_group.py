@@ -1,20 +1,13 @@
-"""Where trainer ranks and engine ranks of the transport `point_to_point` meet: a key-value store,
-the attempts to send a weight version, and process groups in which every wait can be ended.
+"""Where trainer ranks and engine ranks of the transport `point_to_point` meet: torch's key-value
+store, the attempts to send a weight version, and process groups in which every wait can be ended.
 
-Trainer rank 0 hosts the store. Each `Sender.begin` is an attempt with a number; whoever gives it up
-says so in the store, and every wait of the attempt ends. Ranks make new groups after an engine was
-replaced or a version aborted.
-
-torch's own store (TCPStore) serves whoever connects, and who can write to it decides where ranks
-send weights. This one is a ZeroMQ socket under CurveZMQ, as the rollout service has: only who knows
-the server's public key, a random one which reaches the engines through Ray, can connect, and what
-is sent is encrypted.
+Trainer rank 0 serves the store (TCPStore). Each `Sender.begin` is an attempt with a number; whoever
+gives it up writes so to the store, and every wait of the attempt ends.
 
 Three facts about gloo (torch 2.13) shape the groups. A message counts as completed only once it was
 waited for. A wait that times out cancels every message of its group for good. A peer that dies ends
 every message to and from it at once. So a thread waits without a limit for each transfer, and to
-cancel one this process makes a short wait time out. Rarely (once in 60 aborted versions) a thread
-still does not return; it is abandoned, and owns nothing but a closed connection.
+cancel one this process makes a short wait time out.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ import contextlib
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -33,8 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zmq
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from megarl.files import in_thread
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch, wait_until
@@ -42,13 +33,9 @@ from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch, wait_un
 CONNECT_TIMEOUT_S = 20.0
 """Seconds to connect to the store, in which it answers, and to connect to the ranks of a group."""
 
-ABORT_POLL_S = 0.05
-"""Seconds between two checks whether the version was given up: of the store, among up to `FEW`
-processes, and by a relay thread that waits for a bucket."""
-
-FEW, MANY_PAUSE_S = 64, 0.5
-"""More processes than `FEW` ask the store proportionally less often, so that its load does not
-grow; but for other ranks at least every `MANY_PAUSE_S` seconds."""
+ABORT_POLL_S, FEW = 0.05, 64
+"""Seconds between two checks whether the version was given up, where at most `FEW` processes ask
+the store. More ask proportionally less often, so that the store's load does not grow."""
 
 
 def short(error: BaseException) -> str:
@@ -56,226 +43,95 @@ def short(error: BaseException) -> str:
     return str(error).split("] ", 1)[-1].split(". This is ")[0].splitlines()[0]
 
 
-class StoreServer:
-    """Serves a key-value store, through which trainer and engine ranks find each other, from a
-    thread of this process, encrypted by ZeroMQ's CurveZMQ. Clients connect by `Rendezvous`, with
-    the server's `address` (such as tcp://10.0.0.5:4321) and public `key`.
+class Rendezvous:
+    """This process's connection to the key-value store of trainer rank 0, and the present attempt
+    to send a weight version, which any rank can abort there. Methods raise `RuntimeError` where the
+    store is gone.
     """
 
-    def __init__(self, host: str) -> None:
-        """Start the server in a thread. It listens on `host`, an IP address of this machine, at a
-        port that the system chooses. A client needs the attributes `address` and `key`.
-
-        Raises `zmq.ZMQError` if `host` is no address of this machine.
+    def __init__(self, host: str, port: int, members: int) -> None:
+        """Connect to the store at `host` (an IP address) and `port`; with port 0 serve one there,
+        at a port that the system chooses. `members`: number of the processes that use it.
         """
-        self._context = zmq.Context()
-        self._socket: Any = self._context.socket(zmq.REP)
-        key, secret = zmq.curve_keypair()
-        self._socket.linger, self._socket.ipv6 = 0, ":" in host
-        self._socket.curve_server, self._socket.curve_secretkey = 1, secret
-        self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        """Where the server listens, such as tcp://10.0.0.5:4321."""
-        self.key = key.decode()
-        """The server's public key; who knows it may connect."""
-        threading.Thread(target=self._serve, name="weights: store", daemon=True).start()
-
-    def close(self) -> None:
-        """End the thread that serves the key-value store, and all connections to the store."""
-        self._context.term()
-
-    def _serve(self) -> None:
-        values: dict[str, str] = {}
-
-        def add(key: str, count: int) -> int:
-            values[key] = str(int(values.get(key, "0")) + count)
-            return int(values[key])
-
-        operations: dict[str, Callable[..., Any]] = {
-            "set": values.__setitem__,
-            "get": values.get,
-            "add": add,
-            "delete": lambda key: values.pop(key, None) is not None,
-            "check": lambda *keys: all(key in values for key in keys),
-        }
-        with contextlib.suppress(zmq.ContextTerminated), self._socket:
-            while True:
-                answer = None
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # no request of ours
-                    what, *arguments = self._socket.recv_json()
-                    answer = operations[what](*arguments)
-                self._socket.send_json(answer)
-
-
-class Rendezvous(Store):
-    """This process's connection to the key-value store of trainer rank 0 (`StoreServer`), as a
-    torch `Store`. It also has the number of the present attempt to send a weight version, which any
-    rank can abort here. Threads may share it.
-
-    Methods raise `RuntimeError` where the server is gone, unless they say otherwise. Of torch's
-    `Store` it has only the methods that process groups of gloo and NCCL call.
-    """
-
-    def __init__(self, address: str, key: str, members: int) -> None:
-        """Connect to the store.
-
-        Args:
-            address, key: those of its `StoreServer`.
-            members: number of the processes that use the store.
-
-        Raises:
-            RuntimeError: the store cannot be reached, or has another key.
-        """
-        super().__init__()
-        self.address, self.key, self._lock = address, key, threading.Lock()
-        self.host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        """Address of the store's machine."""
-        self._socket = zmq.Context.instance().socket(zmq.REQ)
-        self._socket.linger, self._socket.ipv6 = 0, ":" in self.host
-        self._socket.rcvtimeo = self._socket.sndtimeo = round(1000 * CONNECT_TIMEOUT_S)
-        self._socket.curve_serverkey = key.encode()
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.connect(address)
+        listener = -1
+        if not port:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            server = socket.create_server((host, 0), family=family)
+            port, listener = server.getsockname()[1], server.detach()
+        try:
+            self.store = TCPStore(
+                host,
+                port,
+                is_master=listener >= 0,
+                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+                wait_for_workers=False,
+                master_listen_fd=listener if listener >= 0 else None,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{socket.gethostname()} cannot reach trainer rank 0's store at {host} port {port}"
+                f" within {CONNECT_TIMEOUT_S:g} s; nodes of a run must reach each other at every"
+                " port"
+            ) from error
+        self.host, self.port = host, port
+        self.poll_s = ABORT_POLL_S * max(1.0, members / FEW)
+        """Seconds between two questions of this process to the store."""
+        self.report_s = self.poll_s if members > FEW else 0.0
+        """Seconds between two reports of progress."""
+        self.attempt, self.group = 0, 0
+        """Numbers of the present attempt and of its process group."""
         self._next_poll = 0.0
-        self._poll_s = ABORT_POLL_S * max(1.0, members / FEW)
-        self.pause_s = min(self._poll_s / 2, MANY_PAUSE_S)
-        """Longest pause between two questions to the store whether other ranks are there."""
-        self.progress_s = self._poll_s if members > FEW else 0.0
-        """Seconds between two reports of a receiver's progress."""
-        self.attempt = 0
-        """Number of the present `Sender.begin`; entries of the store about earlier attempts are
-        ignored."""
-        self.check([])
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Store `value` under `key` in the key-value store of trainer rank 0."""
-        self._ask("set", key, value if isinstance(value, str) else value.decode("latin-1"))
+    def begin(self, attempt: int, group: int) -> None:
+        """Tell all ranks the numbers of the attempt that begins and of its process group."""
+        self.store.set("attempt", f"{attempt} {group}")
+        self.follow()
 
-    def get(self, key: str) -> bytes:
-        """The value under `key` in the key-value store of trainer rank 0, as bytes. Waits until
-        there is one; raises `RuntimeError` after `CONNECT_TIMEOUT_S` (20) seconds without.
-        """
-        self.wait([key])
-        return self._ask("get", key).encode("latin-1")
+    def follow(self) -> None:
+        """Take part in the attempt that trainer rank 0 has begun last."""
+        self.attempt, self.group = map(int, self.store.get("attempt").split())
 
-    def add(self, key: str, count: int) -> int:
-        """Add `count` to the number under `key`, at first 0, in the key-value store of trainer rank
-        0; returns the sum. One atomic step.
-        """
-        return self._ask("add", key, count)
+    def report(self, name: str, count: int) -> None:
+        """Note that the rank called `name` has received `count` buckets in this attempt."""
+        self.store.set(f"received/{name}", f"{self.attempt} {count}")
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` have values in the key-value store of trainer rank 0; never waits."""
-        return self._ask("check", *keys)
-
-    def wait(
-        self, keys: Sequence[str], timeout: timedelta = timedelta(seconds=CONNECT_TIMEOUT_S)
-    ) -> None:
-        """Wait until all `keys` have values in the key-value store of trainer rank 0. Raises
-        `RuntimeError` after `timeout`, by default 20 seconds.
-        """
-        seconds, started_at = timeout.total_seconds(), time.monotonic()
-
-        def watch() -> None:
-            if time.monotonic() > started_at + seconds:
-                raise RuntimeError(f"no rank has set {', '.join(keys)} within {seconds:g} s")
-
-        wait_until(lambda: self.check(keys), lambda: False, watch, longest_pause_s=self.pause_s)
-
-    def delete_key(self, key: str) -> bool:
-        """Remove `key` from the key-value store of trainer rank 0; returns whether it was there."""
-        return self._ask("delete", key)
-
-    def clone(self) -> Rendezvous:
-        """This same object: torch copies the stores of process groups."""
-        return self
-
-    def has_extended_api(self) -> bool:
-        """Always False: torch asks whether the store has methods for several keys at once."""
-        return False
-
-    def _ask(self, *request: Any) -> Any:
-        """The server's answer; without one the connection is closed."""
-        with self._lock:
-            try:
-                self._socket.send_json(request)
-                return self._socket.recv_json()
-            except zmq.ZMQError as error:
-                self._socket.close()
-                raise RuntimeError(
-                    f"{socket.gethostname()} cannot reach trainer rank 0's store at {self.address}:"
-                    f" it does not answer within {CONNECT_TIMEOUT_S:g} s, or trainer rank 0 is gone"
-                ) from error
-
-    def close(self) -> None:
-        """End this process's connection; methods that ask the store raise `RuntimeError` then."""
-        with self._lock:
-            self._socket.close()
-
-    def number(self, key: str) -> int | None:
-        """The integer under `key` in trainer rank 0's key-value store, or None; never waits."""
-        found = self._ask("get", key)
-        return None if found is None else int(found)
+    def reported(self, name: str) -> int:
+        """The count that the rank called `name` has reported in this attempt, -1 before it has."""
+        if not self.store.check([f"received/{name}"]):
+            return -1
+        attempt, count = map(int, self.store.get(f"received/{name}").split())
+        return count if attempt == self.attempt else -1
 
     def until(self, ready: Callable[[], bool], watch: Watch, pause_s: float = 2e-3) -> None:
         """Poll until `ready()` is true, with pauses of at most `pause_s` seconds; calls `watch`
-        each time. Raises `Aborted` if some rank has aborted the present attempt to send a version,
-        or what `watch` raises.
+        each time. Raises `Aborted` if a rank has aborted this attempt, or what `watch` raises.
         """
 
         def aborted() -> bool:
             now = time.monotonic()
             if now < self._next_poll:
                 return False
-            self._next_poll = now + self._poll_s
+            self._next_poll = now + self.poll_s
             return self.is_aborted()
 
         wait_until(ready, aborted, watch, longest_pause_s=pause_s)
 
     def abort(self) -> None:
-        """Abort the present attempt to send a version: every rank that waits in it raises
-        `Aborted`. Does nothing where the store is gone.
+        """Abort this attempt: every rank that waits in it raises `Aborted`. Does nothing where the
+        store is gone.
         """
-        # Without trainer rank 0, which has the store, the others notice by themselves.
-        with contextlib.suppress(RuntimeError):
-            self.set(f"aborted/{self.attempt}", "1")
+        with contextlib.suppress(RuntimeError):  # ranks notice by themselves that rank 0 is gone
+            self.store.set(f"aborted/{self.attempt}", "")
 
     def is_aborted(self) -> bool:
-        """Whether some rank has aborted the present attempt to send a version."""
-        return self.check([f"aborted/{self.attempt}"])
-
-    def lose(self, engine: int) -> None:
-        """Abort the present attempt to send a version because the connection to the engine at
-        position `engine` has ended, and note that engine. Raises nothing where the store is gone.
-        """
-        with contextlib.suppress(RuntimeError):
-            self.set(f"lost/{self.attempt}", str(engine))
-        self.abort()
-
-    def lost(self) -> int | None:
-        """The position of the engine that a rank has noted by `lose` in the present attempt to send
-        a version; None if there is none or the store is gone.
-        """
-        with contextlib.suppress(RuntimeError):
-            return self.number(f"lost/{self.attempt}")
-        return None
-
-    def refuse_aborted(self, error: BaseException) -> None:
-        """Raise `Aborted` if some rank has aborted the present attempt to send a version. Otherwise
-        do nothing: the caller raises `error`. `error`: the failure of a message, for which an abort
-        is a sufficient reason, since it cancels all messages.
-        """
-        if self.is_aborted():
-            raise Aborted(GIVEN_UP) from error
+        """Whether a rank has aborted this attempt."""
+        return self.store.check([f"aborted/{self.attempt}"])
 
 
 WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Environment variables, read by the constructor of an NCCL process group, that switch its watchdog
 off. They must not hold for the trainer's own groups, whose watchdog ends a rank that waits for a
 dead one."""
-
-ENVIRONMENT = threading.Lock()
-"""Held while the environment is changed: several threads of a process make groups at once."""
 
 
 def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
@@ -285,16 +141,15 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     torch.cuda.set_device(device)  # the current device is per thread
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NO_TIMEOUT_S)
-    with ENVIRONMENT:
-        before = {name: os.environ.pop(name, None) for name in WATCHDOG_OFF}
-        os.environ.update(WATCHDOG_OFF)
-        try:
-            group = dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            for name, value in before.items():
-                del os.environ[name]
-                if value is not None:
-                    os.environ[name] = value
+    before = {name: os.environ.pop(name, None) for name in WATCHDOG_OFF}
+    os.environ.update(WATCHDOG_OFF)
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
     group.eager_connect_single_device(device)
     return group
 
@@ -305,15 +160,18 @@ NCCL's end of a communicator, which itself would wait as long as for a message."
 
 
 class PeerGone(RuntimeError):
-    """Raised where the connection to another rank of a process group has ended, though nobody
-    aborted the attempt to send a version.
-    """
+    """Raised where the connection to another rank has ended, though nobody aborted the attempt."""
+
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+        """Number of the other rank in the group."""
 
 
 class InFlight:
-    """Messages that are being sent or received by one rank of a process group, and a thread that
-    waits for them. Poll the future `ended`, and call `check` once it is done, or give the messages
-    up by `cancel`. Keeps their buffers alive.
+    """Messages that one rank of a process group sends or receives, and a thread that waits for
+    them. Poll the future `ended`, and call `check` once it is done, or give the messages up by
+    `cancel`. Keeps their buffers alive.
     """
 
     def __init__(
@@ -323,36 +181,36 @@ class InFlight:
         the messages' buffers are parts. `names`: of the group's ranks, for error messages.
         """
         self._works, self._memory, self._names, self._on_gpu = works, memory, names, memory.is_cuda
-        self._cancelled = False
-        self.ended = in_thread("NCCL", self._wait)
+        self._is_cancelled = False
+        self.ended = in_thread("weights: messages", self._wait)
         """Future of the thread that waits for the messages; done when all have ended."""
 
     def _wait(self) -> None:
         """Wait for all messages; raises `PeerGone`."""
         for peer, work in self._works.items():
             try:
-                while self._on_gpu and not self._cancelled and not work.is_completed():
+                while self._on_gpu and not self._is_cancelled and not work.is_completed():
                     time.sleep(2e-4)
                 if not self._on_gpu:
                     work.wait(timedelta(seconds=NO_TIMEOUT_S))
                 elif (error := work.exception()) is not None:  # NCCL's count as completed too
                     raise RuntimeError(str(error))
             except RuntimeError as error:
-                raise PeerGone(f"{self._names[peer]} is gone: {short(error)}") from error
+                raise PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}") from error
 
     def check(self) -> None:
-        """Raise `PeerGone` if a message has failed. Blocks until the future `ended` is done. On a
-        GPU, work that is submitted to the current stream afterwards runs after the messages.
+        """Raise `PeerGone` if a message has failed. Blocks until `ended` is done. On a GPU, work
+        that is submitted to the current stream afterwards runs after the messages.
         """
         self.ended.result()
         for work in self._works.values() if self._on_gpu else ():
             work.wait()
 
     def cancel(self) -> None:
-        """Cancel these messages; returns after at most about 0.2 seconds. Under gloo
-        this permanently ends every message of the group.
+        """Cancel these messages; returns after at most about 0.2 seconds. Under gloo this
+        permanently ends every message of the group.
         """
-        self._cancelled = True
+        self._is_cancelled = True
         # Of every message: timing out on one that has completed cancels no other.
         for work in self._works.values():
             with contextlib.suppress(RuntimeError):  # the time-out, which is intended
@@ -368,42 +226,36 @@ class P2PGroup:
     """
 
     def __init__(
-        self, meeting: Rendezvous, key: str, rank: int, names: Sequence[str], device: torch.device
+        self, meeting: Rendezvous, rank: int, names: Sequence[str], device: torch.device
     ) -> None:
-        """Nothing is connected before `join`.
-
-        Args:
-            meeting: this process's connection to the key-value store.
-            key: name of the group in the store.
-            rank: this process's rank in the group.
-            names: what each rank of the group is called in error messages; its length is the size.
-            device: CPU for gloo, a GPU for NCCL.
+        """Nothing is connected before `join`. `rank`: this process's in the group. `names`: of all
+        ranks, for error messages. `device`: the CPU for gloo, a GPU for NCCL.
         """
-        self._meeting, self._key, self._rank = meeting, key, rank
-        self._names, self._device = names, device
+        self._meeting, self._rank, self._names, self._device = meeting, rank, names, device
         self._number, self._group = 0, None
         self._in_flight: dict[int, InFlight] = {}
         """{tag: transfer that was started and not waited for}."""
 
-    def join(self, number: int, watch: Watch) -> None:
-        """Join the group that is made anew for `number`; blocks until all its ranks have called
-        this with the same `number`. A group of another number is left first; if this process is in
-        the group of `number` already, nothing is done. `watch`: called while waiting, raises to end
-        that. Raises `Aborted` if the attempt to send a version is aborted.
+    def join(self, watch: Watch) -> None:
+        """Join the process group of the present attempt, unless this process is in it already;
+        blocks until all its ranks have called this. `watch`: called while waiting, raises to end
+        that. Raises `Aborted` if the attempt is aborted.
         """
-        if number == self._number:
+        meeting = self._meeting
+        if meeting.group == self._number:
             return
         self.leave()
-        meeting, joined = self._meeting, f"{number}/{self._key}/joined"
-        meeting.set(f"{joined}/{self._rank}", "1")
-        everybody = [f"{joined}/{rank}" for rank in range(len(self._names))]
-        meeting.until(lambda: meeting.check(everybody), watch, meeting.pause_s)
-        store = PrefixStore(f"{number}/{self._key}/group", meeting)
+        meeting.store.set(f"joined/{meeting.group}/{self._rank}", "")
+        everybody = [f"joined/{meeting.group}/{rank}" for rank in range(len(self._names))]
+        meeting.until(lambda: meeting.store.check(everybody), watch, meeting.poll_s / 2)
+        # A connection of its own: while a thread waits for a key, others cannot ask on it.
+        store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())
         creating = in_thread(
-            "NCCL", lambda: _group(store, self._rank, len(everybody), meeting.host, self._device)
+            "weights: group",
+            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device),
         )
         meeting.until(creating.done, watch)
-        self._group, self._number = creating.result(), number
+        self._group, self._number = creating.result(), meeting.group
 
     def send(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
         """Start to send `messages`, {rank in the group: flat tensor}, and return at once. The
@@ -415,10 +267,8 @@ class P2PGroup:
         self._start(self._group.send, messages, memory, tag)
 
     def receive(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
-        """Start to receive into `messages`, {rank in the group: flat tensor}, and return at once.
-        The tensors are parts of `memory`, and are filled once `wait(tag)` has returned. `tag`:
-        number of the transfer, the same at the sending ranks. Raises `PeerGone` if a connection has
-        ended, or `Aborted`.
+        """Start to receive into `messages`, and return at once; the counterpart of `send`. The
+        tensors are filled once `wait(tag)` has returned.
         """
         assert self._group is not None
         self._start(self._group.recv, messages, memory, tag)
@@ -433,9 +283,8 @@ class P2PGroup:
         self._meeting.until(self._in_flight[tag].ended.done, watch)
         try:
             self._in_flight[tag].check()
-        except RuntimeError as error:
-            self._meeting.refuse_aborted(error)
-            raise
+        except PeerGone as error:
+            raise self._explained(error) from error
         del self._in_flight[tag]
 
     def leave(self) -> None:
@@ -444,7 +293,7 @@ class P2PGroup:
         """
         transfers, self._in_flight = self._in_flight, {}
         if self._group is not None and self._device.type == "cuda":
-            wait([in_thread("NCCL", self._group.abort)], ABORT_TIMEOUT_S)
+            wait([in_thread("weights: group", self._group.abort)], ABORT_TIMEOUT_S)
         for transfer in transfers.values():
             transfer.cancel()
         self._number, self._group = 0, None
@@ -459,17 +308,20 @@ class P2PGroup:
                 works[peer] = operation([flat], peer, tag)
         except RuntimeError as error:  # the connection was already lost
             peer = next(peer for peer in messages if peer not in works)
-            self._meeting.refuse_aborted(error)
-            raise PeerGone(f"{self._names[peer]} is gone: {short(error)}") from error
+            gone = PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}")
+            raise self._explained(gone) from error
         finally:
             self._in_flight[tag] = InFlight(works, memory, self._names)
+
+    def _explained(self, error: PeerGone) -> RuntimeError:
+        """`error`, or `Aborted` if the attempt was aborted, which cancels all messages."""
+        return Aborted(GIVEN_UP) if self._meeting.is_aborted() else error
 
 
 def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
     """Make a process group of `size` ranks, by NCCL where `device` is a GPU and else by gloo; waits
-    until all of them have called this function. `store`: where they find each other, used for this
-    group alone. `host`: address of the host that serves the store, by which gloo chooses its
-    network interface.
+    until all of them have called this. `store`: where they find each other. `host`: address of the
+    store's host, by which gloo chooses its network interface.
     """
     if device.type == "cuda":
         return _nccl_group(store, rank, size, device)
@@ -491,18 +343,12 @@ def group_device() -> torch.device:
 
 
 def own_address() -> str:
-    """This host's IP address as other hosts reach it: that of MASTER_ADDR where it names this host
-    and no loopback, else the address of the network interface with the default route.
+    """This host's IP address as other hosts reach it: of the network interface toward MASTER_ADDR
+    or, where that is a loopback, of the one with the default route.
     """
-    launcher = os.environ.get("MASTER_ADDR", "")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(launcher, 0, type=socket.SOCK_STREAM)[0]
-        if launcher and not ipaddress.ip_address(address[0]).is_loopback:
-            socket.create_server(address[:2], family=family).close()
-            return str(address[0])
-    except OSError:
-        pass  # the name does not resolve, or not to this host
-    return address_toward("192.0.2.1")  # reserved address (RFC 5737); UDP connect sends nothing
+    address = address_toward(os.environ.get("MASTER_ADDR", "localhost"))
+    # A reserved address (RFC 5737), to which nothing is sent.
+    return address_toward("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
 
 
 def address_toward(host: str) -> str:
@@ -515,7 +361,7 @@ def address_toward(host: str) -> str:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError:
-        return "127.0.0.1"  # no network
+        return "127.0.0.1"
 
 
 def network_place() -> str:

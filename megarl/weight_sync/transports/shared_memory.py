@@ -51,8 +51,7 @@ class SharedCounters:
     """Shared memory of trainer and engine processes of one host: a stop flag, a counter for each
     sender (trainer rank) and receiver (engine rank), and `num_bytes` for weights.
 
-    A counter says how many buckets (blocks of weights that are sent at once) of the current weight
-    version were written or read.
+    A counter says how many buckets of the current weight version were written or read.
     """
 
     def __init__(self, senders: int, receivers: int, num_bytes: int, path: str = "") -> None:
@@ -101,32 +100,27 @@ class SharedCounters:
         self._set(0, 1)
 
     def write(self, sender: int, count: int) -> None:
-        """Set the counter of the sender with number `sender` to `count`, the buckets (blocks of
-        weights) that it has written. Earlier writes to the memory are visible to whoever sees the
-        counter.
+        """Set the counter of the sender with number `sender` to `count`, the buckets that it has
+        written. Earlier writes to the memory are visible to whoever sees the counter.
         """
         self._set(1 + sender, count)
 
     def read(self, receiver: int, count: int) -> None:
-        """Set the counter of the receiver with number `receiver` to `count`, the buckets (blocks of
-        weights) that it has read.
+        """Set the counter of the receiver with number `receiver` to `count`, the buckets that it
+        has read.
         """
         self._set(1 + self._senders + receiver, count)
 
     def written(self) -> int:
-        """Number of buckets (blocks of weights) that every sender has written: the smallest of the
-        senders' counters.
-        """
+        """Number of buckets that every sender has written."""
         return int(self._counters[1 : 1 + self._senders].min())
 
     def all_read(self) -> int:
-        """Number of buckets (blocks of weights) that every receiver has read: the smallest of the
-        receivers' counters.
-        """
+        """Number of buckets that every receiver has read."""
         return int(self._counters[1 + self._senders :].min())
 
     def was_read(self, receiver: int) -> int:
-        """Number of buckets (blocks of weights) that the receiver with this number has read."""
+        """Number of buckets that the receiver with this number has read."""
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: base.Watch) -> None:
@@ -167,27 +161,15 @@ def _open(file: str, size: int) -> FileIO:
 
 
 def memory_bytes(route: Route) -> int:
-    """Bytes of memory through which one engine rank receives weights: `SLOTS` (2) times the bytes
-    of the largest bucket, `route.largest_bytes`. A bucket is a block of weights that is sent at
-    once. `route`: this process's part in the plan of the transfer; in every process it has the same
-    buckets.
-    """
+    """Bytes of memory through which one engine rank receives weights: two of the largest bucket."""
     return SLOTS * route.largest_bytes
 
 
 def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """The part of `memory` in which `bucket` goes from trainer ranks, which write it, to an engine
-    rank, which reads it. Returns a view, uint8 [bucket.num_bytes]. A bucket is a block of weights
-    that is sent at once.
-
-    `memory`, uint8 [memory_bytes(route)], is all the memory through which the engine rank receives.
-    It consists of two halves of `route.largest_bytes` bytes. Buckets with an even `bucket.number`
-    (their place in the order of transfer, from 0) begin where the first half begins, and those with
-    an odd number where the second half begins. So one bucket can be written while the one before it
-    is read.
-
-    `route`: a `Route`, this process's part in the plan of the transfer. Only its `largest_bytes` is
-    used, the bytes of the largest bucket, which is the same in all processes.
+    """The part of `memory`, uint8 [memory_bytes(route)], in which `bucket` goes from trainer ranks,
+    which write it, to an engine rank, which reads it: a view, uint8 [bucket.num_bytes]. Buckets
+    with an even number are in the first half and those with an odd one in the second, so that one
+    can be written while the one before it is read.
     """
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
@@ -195,10 +177,10 @@ def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor
 
 def open_counters(route: Route, senders: int, path: str = "") -> SharedCounters:
     """Make or open the shared memory of a transfer, a `SharedCounters`. By its counters `senders`
-    trainer ranks and all engine ranks tell each other how many buckets (blocks of weights that are
-    sent at once) each has written or read. It also has room for the weights, `memory_bytes(route)`
-    for each rank of one engine, which that rank of every engine reads. If each engine rank
-    receives in memory of its own (`route.spec.local`), it has no such room.
+    trainer ranks and all engine ranks tell each other how many buckets each has written or read. It
+    also has room for the weights, `memory_bytes(route)` for each rank of one engine, which that
+    rank of every engine reads. If each engine rank receives in memory of its own
+    (`route.spec.local`), it has no such room.
 
     `route`: this process's part in the plan of the transfer, from which the number of engine ranks
     and the size of the memory follow. `path`: the attribute `SharedCounters.path` of the process
@@ -229,12 +211,11 @@ class Sender(_End, base.Sender):
     memory that engine ranks of the same host read. Rank 0 makes the memory.
     """
 
-    def __init__(self, route: Route, axis: Axis, folder: str) -> None:
+    def __init__(self, route: Route, axis: Axis) -> None:
         """Make or open the shared memory. Collective over `axis`, the process group of all trainer
         ranks.
 
-        `route`: which regions of tensors this trainer rank writes, and in which bucket (block of
-        weights that is sent at once). `folder` is unused.
+        `route`: which regions of tensors this trainer rank writes, and in which bucket.
         """
         self._route, self._axis = route, axis
         own = open_counters(route, axis.size) if axis.rank == 0 else None
@@ -247,17 +228,17 @@ class Sender(_End, base.Sender):
         """What receivers need, a dict: "path" of the shared memory, and "senders", their number."""
         return {"path": self._counters.path, "senders": self._axis.size}
 
-    def begin(self, version: int, attempt: int) -> None:
-        """Prepare to send a weight version: rank 0 resets all counters of written and read buckets.
-        The arguments are unused.
+    def begin(self, attempt: int, *, anew: bool = False) -> None:
+        """Prepare to send a weight version: rank 0 resets all counters of written and read
+        buckets.
         """
         if self._axis.rank == 0:
             self._counters.clear()
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The shared memory to which this rank must write its part of a bucket (block of weights
-        that is sent at once). Returns a list of (copy, view): a `Copy` says which region of which
-        tensor to write, and the view [rows, columns] is where to write it.
+        """The shared memory to which this rank must write its part of a bucket. Returns a list of
+        (copy, view): a `Copy` says which region of which tensor to write, and the view [rows,
+        columns] is where to write it.
 
         Waits until all engine ranks have read the bucket two before this one, which had the same
         memory. `watch` is called while waiting and raises to end that; raises `Aborted` if the stop
@@ -276,9 +257,9 @@ class Sender(_End, base.Sender):
         ]
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
-        """Note that this rank has written its part of a bucket (block of weights), after a wait
-        until the GPU has finished its copies to shared memory. Engine ranks read the bucket once
-        all trainer ranks have written theirs.
+        """Note that this rank has written its part of a bucket, after a wait until the GPU has
+        finished its copies to shared memory. Engine ranks read the bucket once all trainer ranks
+        have written theirs.
         """
         self._pinned.wait()
         self._counters.write(self._axis.rank, bucket.number + 1)
@@ -288,8 +269,8 @@ class Sender(_End, base.Sender):
         self._counters.abort()
 
     def progress(self, engine: int) -> int:
-        """Number of buckets (blocks of weights) of this version that all ranks of the engine at
-        position `engine` have read.
+        """Number of buckets of this version that all ranks of the engine at position `engine` have
+        read.
         """
         tensor = self._route.spec.engine_tensor
         return min(self._counters.was_read(engine * tensor + rank) for rank in range(tensor))
@@ -309,8 +290,8 @@ class Receiver(_End):
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
         """Open the trainer's shared memory, for rank `rank` of the engine at position `engine`.
-        `route`: which regions of tensors this engine rank receives, and in which bucket (block of
-        weights that is sent at once). `init_info`: what `Sender.init_info` returned at the trainer.
+        `route`: which regions of tensors this engine rank receives, and in which bucket.
+        `init_info`: what `Sender.init_info` returned at the trainer.
 
         Raises `RuntimeError` where this process cannot open it.
         """
@@ -320,11 +301,10 @@ class Receiver(_End):
         self._slots = self._open(init_info)
         self._pinned = Pinned(self._counters.memory())
 
-    def receive(self, version: int, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets (blocks of weights) of a version, each once all trainer ranks
-        have written theirs: (bucket, its part of shared memory, uint8 [bucket.num_bytes], valid
-        until the next). `watch` is called while waiting and raises to end that; raises `Aborted` if
-        a trainer rank gave up.
+    def receive(self, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Iterate over the buckets of a version, each once all trainer ranks have written theirs:
+        (bucket, its part of shared memory, uint8 [bucket.num_bytes], valid until the next). `watch`
+        is called while waiting and raises to end that; raises `Aborted` if a trainer rank gave up.
         """
         for bucket in self._route.buckets:
             self._counters.until(

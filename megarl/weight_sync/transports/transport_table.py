@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.weight_sync.transports import cuda_ipc, disk, point_to_point, shared_memory
+from megarl.weight_sync.transports import cuda_ipc, point_to_point, shared_memory
 
 TRANSPORTS: dict[str, Any] = {
     "shared_memory": shared_memory,
     "point_to_point": point_to_point,
     "cuda_ipc": cuda_ipc,
-    "disk": disk,
 }
 """{value of the setting `weight_sync.transport`: module with the classes `Sender`, called with
-(route, world axis, `weight_sync.folder`), and `Receiver`, called with (route, position of the
-engine, tensor rank, sender's init_info)}"""
+(route, world axis), and `Receiver`, called with (route, position of the engine, tensor rank,
+sender's init_info)}"""
