@@ -55,17 +55,14 @@ def test_other_failures_are_tried_again(tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--nproc-per-node two", "two"),
-        ("--nnodes many", "many"),
-        ("--nprocesses 2", "--nprocesses"),
-        ("--max-restarts often", "--max-restarts"),
-        ("--nproc-per-node", "nproc"),
-        ("--numa-binding node", "cores beside its GPU"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    ("--nproc-per-node two", "two"),
+    ("--nnodes many", "many"),
+    ("--nprocesses 2", "--nprocesses"),
+    ("--max-restarts often", "--max-restarts"),
+    ("--nproc-per-node", "nproc"),
+    ("--numa-binding node", "cores beside its GPU"),
+])  # fmt: skip
 def test_torchruns_own_options_are_refused_in_one_line(
     options: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

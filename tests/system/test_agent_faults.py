@@ -188,6 +188,7 @@ above an agent."""
 STEPS = 5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     """Agents are killed, hang and lose connections, the engine and the process with the gateway

@@ -87,15 +87,12 @@ def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     replays_bit_by_bit(tmp_path / "run", steps=3)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"command": ["no_such"]}, "there is no such program"),
-        ({"command": ["python", "none.py"]}, "there is no such file"),
-        ({"function": "own.py:TOOLS"}, "own.py"),
-        ({"command": ["python"], "function": "own.py:solve"}, "set one of the two"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"command": ["no_such"]}, "there is no such program"),
+    ({"command": ["python", "none.py"]}, "there is no such file"),
+    ({"function": "own.py:TOOLS"}, "own.py"),
+    ({"command": ["python"], "function": "own.py:solve"}, "set one of the two"),
+])  # fmt: skip
 def test_agents_that_cannot_run(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     tree = recipe_of(tmp_path, change)
     done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))

@@ -188,6 +188,7 @@ def test_every_prompt_was_rendered_and_every_reward_counted(
     assert all(one["reward"] == len(one["response"]) % 3 / 2 for one in judged)
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_notebook_run(place: Path) -> None:
     """docs/tutorials/notebook.md with fewer steps: the functions are those of `__main__`."""
     code = "\n".join(blocks("python cell"))

@@ -41,6 +41,7 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
     return model, source
 
 
+@pytest.mark.nightly
 def test_three_steps_on_gsm8k_finish_with_honest_rewards(tmp_path: Path) -> None:
     model, source = prepared(tmp_path)
     run = tmp_path / "run"

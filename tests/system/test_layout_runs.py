@@ -154,6 +154,7 @@ def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
     assert_resumes(place, "beside", 4, roles=BESIDE, **layout)
 
 
+@pytest.mark.nightly
 def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     alone: list[dict[str, Any]], place: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     assert_resumes(place, "twins", 2, tree=tree)
 
 
+@pytest.mark.nightly
 def test_one_role_apart_and_one_shared(alone: list[dict[str, Any]], place: Path) -> None:
     roles = {"critic": BESIDE["critic"] | {"ranks": [1]}}
     assert_alike(alone, run(place, "mixed", 2, roles=roles))
@@ -201,6 +203,7 @@ def test_remax_compares_with_greedy_responses_that_a_reward_model_scores(place: 
         assert row["mismatch/max_abs"] < PROBE_BOUND
 
 
+@pytest.mark.nightly
 def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     source = write_rows(place / "demonstrations.jsonl", rows)

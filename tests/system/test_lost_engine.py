@@ -74,6 +74,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.nightly
 def test_engines_die_and_hang_in_every_phase(tmp_path: Path) -> None:
     """One of two, while the trainer waits for rollouts or an evaluation, and in the probe."""
     model = write_model(tmp_path / "model")

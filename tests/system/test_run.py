@@ -238,6 +238,7 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.nightly
 def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Path) -> None:
     arguments = ["--folder", str(place / "turns"), "--rollout.placement", "colocated"]
     finished = megarl("run", str(place / "recipe.yaml"), *arguments)
@@ -245,6 +246,7 @@ def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Pat
     assert_same_steps(*(records(place / name / "metrics.jsonl") for name in ("run", "turns")))
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_layout(done: Done, place: Path) -> None:
     """One rank's step 2 on two tensor ranks under ZeRO 1: the state is read there, and steps 3
     and 4 are what one rank made of them.

@@ -170,7 +170,9 @@ def ledger(run: Path) -> dict[str, Any]:
     return json.loads(finished.out)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGHUP, 2)])
+@pytest.mark.parametrize(("number", "ranks"), [
+    pytest.param(signal.SIGINT, 1, marks=pytest.mark.nightly), (signal.SIGHUP, 2),
+])  # fmt: skip
 def test_signals_end_fine_tuning_cleanly(
     number: signal.Signals, ranks: int, place: Path, tmp_path: Path
 ) -> None:

@@ -298,14 +298,11 @@ def test_files_and_functions_stay_short() -> None:
     assert not long
 
 
-@pytest.mark.parametrize(
-    ("imported", "heavy"),
-    [
-        ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
-        # It starts while engines and trainer ranks need the CPU.
-        ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
-    ],
-)
+@pytest.mark.parametrize(("imported", "heavy"), [
+    ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
+    # It starts while engines and trainer ranks need the CPU.
+    ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
+])  # fmt: skip
 def test_what_starts_often_is_light(imported: str, heavy: str) -> None:
     code = f"import sys, {imported}; print([m for m in '{heavy}'.split() if m in sys.modules])"
     done = python("-c", code)
