@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.commands import Done, finish, megarl, records, start, tiny_run, write_recipe
 from support.faults import KILLER
 from support.fork_server import UNFORKED
