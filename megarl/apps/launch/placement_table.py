@@ -77,7 +77,7 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
                 f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
             )
         dtype = config.rollout.engine.dtype
-        memory = parameters and Memory(engine_memory(parameters, plan.tensor, dtype))
+        memory = Memory(engine_memory(parameters, plan.tensor, dtype)) if parameters else None
         for number, own in enumerate(gpus.engines):
             row = {"status": "vLLM", "model": config.model.path, "parameters": _count(parameters)}
             row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(own)}
